@@ -1,0 +1,194 @@
+"""Choosing a base: measure each candidate on the user's own code.
+
+What Composer 2's makers measured before they trained anything: how well a base predicts a codebase, whether it can
+follow the state of a file through edits, and what it costs to run. Agentic benchmarks are left out on purpose: RL
+changes those abilities so much that they say little about which base to start from.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from etude.bench import perplexity, state_tracking
+from etude.errors import UserError
+from etude.lineage.compute import forward_flops
+from etude.lineage.licences import headline_duties, identify, licence_files
+from etude.work import Unit, Work
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from etude.bench.perplexity import BitsResult
+    from etude.bench.state_tracking import StateResult
+    from etude.data.codebase import Codebase
+    from etude.data.edits import EditChain
+
+
+class CompareConfig(BaseModel):
+    """Settings of the `compare` stage."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    on: str = Field(description="folder with the code to compare on; relative to where the command is run")
+    bases: list[str] = Field(default=[], description="bases to compare, besides the model the stages before have made")
+    window: int = Field(default=1024, ge=16, description="tokens a model sees at once while code is scored")
+    stride: int = Field(default=512, ge=1, description="tokens the window moves on by; smaller is slower and kinder")
+    max_bytes: int = Field(default=100_000, ge=0, description="score about this many bytes of whole files; 0 means all")
+    state_tasks: int = Field(default=8, ge=0, description="files to write out after a chain of edits; 0 turns it off")
+    state_diffs: int = Field(default=3, ge=1, description="edits in a chain")
+    state_chars: int = Field(default=600, ge=80, description="longest file of a chain, in characters")
+    speed_prompt: int = Field(default=256, ge=1, description="tokens of the prompt when speed is measured")
+    speed_steps: int = Field(default=16, ge=1, description="tokens decoded when speed is measured")
+    speed_batch: int = Field(default=8, ge=1, description="sequences decoded together, besides one alone")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to compute")
+
+    @model_validator(mode="after")
+    def _stride_moves_within_the_window(self) -> CompareConfig:
+        if self.stride >= self.window:
+            raise ValueError(f"stride {self.stride} must be smaller than window {self.window}")
+        return self
+
+
+@dataclass(frozen=True)
+class CandidateResult:
+    """All that is known of one candidate after measuring."""
+
+    name: str
+    family: str
+    parameters: int
+    active_parameters: int
+    context: int
+    licence: str
+    duties: list[str]
+    bits: BitsResult
+    state: StateResult | None
+    speed: dict[str, Any]  # a SpeedResult; differs from run to run, unlike everything above
+
+    def quality(self) -> dict[str, Any]:
+        """Return what is the same on every run."""
+        return {name: value for name, value in asdict(self).items() if name != "speed"}
+
+
+class Candidate:
+    """A base on this machine; the model is loaded only if something is left to measure."""
+
+    def __init__(self, name: str, folder: Path, device: torch.device, listed_licence: str | None) -> None:
+        from etude.models.checkpoint import weight_files
+        from etude.models.load import load_tokeniser
+        from etude.models.shape import model_shape
+
+        weight_files(folder)
+        self.name = name
+        self.folder = folder
+        self.device = device
+        self.shape = model_shape(folder)
+        self.tokeniser = load_tokeniser(folder)
+        self.licence, self.duties = _licence(folder, listed_licence)
+
+    @cached_property
+    def model(self) -> Any:
+        """The weights, in memory from the first use on."""
+        from etude.models.load import load_model
+
+        return load_model(self.folder, self.device)
+
+
+def _licence(folder: Path, listed: str | None) -> tuple[str, list[str]]:
+    """Return the licence of a model's folder and its duties: by its text, else as our registry lists it."""
+    found = [identify(file.read_text(encoding="utf-8", errors="replace")) for file in licence_files(folder)]
+    known = sorted({licence for licence in found if licence})
+    if known:
+        return " + ".join(known), [duty for licence in known for duty in headline_duties(licence)]
+    if listed:
+        return f"{listed} (as listed, text not seen)", headline_duties(listed)
+    return ("unknown text" if found else "no licence file"), headline_duties(None)
+
+
+def measure(candidate: Candidate, code: Codebase, chains: list[EditChain], config: CompareConfig, work: Work, seed: int) -> CandidateResult:
+    """Measure one candidate, taking up where an earlier session stopped."""
+    if config.window > candidate.shape.context:
+        raise UserError(
+            f"compare.window = {config.window} is longer than the context of {candidate.name} "
+            f"({candidate.shape.context}); every candidate must see the same window: lower it"
+        )
+    if config.speed_prompt + config.speed_steps > candidate.shape.context:
+        raise UserError(
+            f"compare.speed_prompt + compare.speed_steps is longer than the context of {candidate.name} "
+            f"({candidate.shape.context}); lower them"
+        )
+    bits = _measure_bits(candidate, code, config, work, seed)
+    state = _measure_state(candidate, chains, work, seed) if chains else None
+    speed = _measure_speed(candidate, config, work)
+    vars(candidate).pop("model", None)  # free the weights before the next candidate is loaded
+    gc.collect()
+    return CandidateResult(
+        name=candidate.name,
+        family=candidate.shape.family,
+        parameters=candidate.shape.parameters,
+        active_parameters=candidate.shape.active_parameters,
+        context=candidate.shape.context,
+        licence=candidate.licence,
+        duties=candidate.duties,
+        bits=bits,
+        state=state,
+        speed=speed,
+    )
+
+
+def _measure_bits(candidate: Candidate, code: Codebase, config: CompareConfig, work: Work, seed: int) -> BitsResult:
+    from etude.bench.speed import clock
+    from etude.inference.scoring import Window, rolling_windows, token_nlls
+
+    def nlls_of(ids: list[int], window: Window) -> list[float]:
+        return [float(nll) for nll in token_nlls(candidate.model, ids, window)]
+
+    tokens = perplexity.tokenise(code, candidate.tokeniser)
+    units = perplexity.scoring_units(candidate.name, rolling_windows(len(tokens.ids), config.window, config.stride))
+    timer = partial(clock, candidate.device)
+    perplexity.score(work, candidate.name, units, tokens, candidate.shape.compute, nlls_of, timer)
+    return perplexity.result(work, candidate.name, code, tokens, seed)
+
+
+def _measure_state(candidate: Candidate, chains: list[EditChain], work: Work, seed: int) -> StateResult:
+    from etude.bench.speed import clock
+    from etude.data.edits import FENCE
+    from etude.inference.generation import write_greedily
+
+    def write(prompts: list[list[int]], budget: int) -> list[list[int]]:
+        return write_greedily(candidate.model, candidate.tokeniser, prompts, budget, FENCE)
+
+    units = state_tracking.tracking_units(candidate.name, chains)
+    timer = partial(clock, candidate.device)
+    shape = candidate.shape
+    state_tracking.track(work, candidate.name, units, candidate.tokeniser, shape.compute, shape.context, write, timer)
+    return state_tracking.result(work, candidate.name, chains, seed)
+
+
+def _measure_speed(candidate: Candidate, config: CompareConfig, work: Work) -> dict[str, Any]:
+    from etude.bench.speed import REPEATS, clock, measure_speed
+
+    unit = Unit(f"{candidate.name}/speed", None)
+    for each in work.pending(f"{candidate.name}: measuring speed", [unit], "measurements"):
+        prompt, steps, batch = config.speed_prompt, config.speed_steps, config.speed_batch
+        begun = clock(candidate.device)
+        speed = measure_speed(candidate.model, prompt, steps, batch)
+        seconds = clock(candidate.device) - begun
+        rounds = REPEATS + 1
+        shape = candidate.shape.compute
+        work.metrics.put(
+            each.key,
+            speed=asdict(speed),
+            tokens=rounds * (prompt + (1 + batch) * (prompt + steps)),
+            flops=rounds * (forward_flops(shape, prompt) + (1 + batch) * forward_flops(shape, prompt + steps)),
+            device_seconds=round(seconds, 4),
+        )
+    row = work.metrics.get(unit.key)
+    assert row is not None
+    return dict(row["speed"])

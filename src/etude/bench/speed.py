@@ -1,0 +1,115 @@
+"""How fast a model reads and writes on this machine, and how much memory it takes.
+
+Plain transformers with a key-value cache, so that every family is measured the same way. Median of several repeats
+after one that warms up. Memory is the highest the process (CPU) or the allocator (GPU) reached while measuring.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+REPEATS = 3
+
+
+@dataclass(frozen=True)
+class SpeedResult:
+    """Tokens a second and bytes."""
+
+    prefill: float
+    decode_single: float
+    decode_batch: float
+    batch: int
+    prompt: int  # tokens
+    weight_bytes: int
+    peak_bytes: int
+    peak_of: str  # whose peak it is: the process's, or the GPU allocator's
+
+
+@torch.inference_mode()
+def measure_speed(model: Any, prompt: int, steps: int, batch: int) -> SpeedResult:
+    """Measure one model."""
+    _reset_peak(model.device)
+    prefill = _median_seconds(lambda: model(_ids(model, 1, prompt), use_cache=False, logits_to_keep=1), model.device)
+    single = _decode_seconds(model, prompt, steps, 1)
+    several = _decode_seconds(model, prompt, steps, batch)
+    peak, whose = _peak(model.device)
+    return SpeedResult(
+        prefill=prompt / prefill,
+        decode_single=steps / single,
+        decode_batch=batch * steps / several,
+        batch=batch,
+        prompt=prompt,
+        weight_bytes=sum(parameter.nbytes for parameter in model.parameters()),
+        peak_bytes=peak,
+        peak_of=whose,
+    )
+
+
+def _decode_seconds(model: Any, prompt: int, steps: int, batch: int) -> float:
+    """Return the median time of `steps` greedy steps after a prompt that is already in the cache."""
+    samples = []
+    for repeat in range(REPEATS + 1):
+        output = model(_ids(model, batch, prompt), use_cache=True, logits_to_keep=1)
+        begun = clock(model.device)
+        for _ in range(steps):
+            following = output.logits[:, -1].argmax(-1, keepdim=True)
+            output = model(following, past_key_values=output.past_key_values, use_cache=True, logits_to_keep=1)
+        if repeat:
+            samples.append(clock(model.device) - begun)
+    return statistics.median(samples)
+
+
+def _median_seconds(work: Callable[[], object], device: torch.device) -> float:
+    samples = []
+    for repeat in range(REPEATS + 1):
+        begun = clock(device)
+        work()
+        if repeat:
+            samples.append(clock(device) - begun)
+    return statistics.median(samples)
+
+
+def clock(device: torch.device) -> float:
+    """Return the time in seconds, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _ids(model: Any, batch: int, length: int) -> torch.Tensor:
+    """Return tokens to work on; which ones does not matter to a dense model, and spreads evenly over experts."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    return torch.randint(vocabulary, (batch, length), generator=generator).to(model.device)
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    marker = Path("/proc/self/clear_refs")
+    if marker.exists():
+        marker.write_text("5", encoding="ascii")  # sets the kernel's high-water mark back to now
+
+
+def _peak(device: torch.device) -> tuple[int, str]:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), "GPU allocator"
+    status = Path("/proc/self/status")
+    match = re.search(r"VmHWM:\s+(\d+) kB", status.read_text(encoding="ascii")) if status.exists() else None
+    if match:
+        return int(match[1]) * 1024, "process"
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process, since its start"

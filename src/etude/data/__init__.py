@@ -1,0 +1,1 @@
+"""Text from repositories: source trees, their histories, and edits made from them."""

@@ -1,0 +1,146 @@
+"""A source tree as text: which files are code, in path order, and why the others were left out.
+
+In a git checkout only tracked files count, so that build outputs and virtual environments stay out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.errors import UserError
+from etude.files import digest_of
+
+CODE_SUFFIXES = frozenset(
+    ".py .pyi .js .jsx .ts .tsx .mjs .java .kt .scala .c .h .cc .cpp .cxx .hpp .cu .cuh .cs .go .rs .rb .php .swift .m .lua .jl"
+    " .r .pl .sh .bash .sql .zig .ex .exs .erl .hs .ml .clj .dart .vue .svelte .proto .cmake .tf".split()
+)
+SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages", "venv", "build", "dist", "target"})
+LARGEST_FILE = 1_000_000  # bytes; longer ones are data or generated
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file: its path below the tree's root, and its text."""
+
+    path: str
+    text: str
+
+    @property
+    def bytes(self) -> int:
+        """Length in UTF-8."""
+        return len(self.text.encode())
+
+
+@dataclass(frozen=True)
+class Codebase:
+    """The code of a tree. `files` are in path order; `left_out` counts every other file by reason."""
+
+    root: Path
+    files: tuple[SourceFile, ...]
+    left_out: dict[str, int]
+
+    @property
+    def bytes(self) -> int:
+        """Length of all files in UTF-8."""
+        return sum(file.bytes for file in self.files)
+
+    @property
+    def digest(self) -> str:
+        """One digest for paths and texts."""
+        return digest_of([[file.path, hashlib.sha256(file.text.encode()).hexdigest()] for file in self.files])
+
+    def sample(self, most_bytes: int) -> Codebase:
+        """Return whole files of about `most_bytes` in all, chosen by the hash of their paths; 0 means everything.
+
+        The choice depends on paths only: it is the same for every model and on every machine, and adding a file to the
+        tree moves at most a few others. At least one file is kept.
+        """
+        if not most_bytes or self.bytes <= most_bytes:
+            return self
+        chosen: list[SourceFile] = []
+        taken = 0
+        for file in sorted(self.files, key=lambda file: hashlib.sha256(file.path.encode()).digest()):
+            if not chosen or taken + file.bytes <= most_bytes:
+                chosen.append(file)
+                taken += file.bytes
+        left_out = {**self.left_out, "over the size budget": len(self.files) - len(chosen)}
+        return Codebase(self.root, tuple(sorted(chosen, key=lambda file: file.path)), left_out)
+
+
+def read_codebase(root: Path) -> Codebase:
+    """Read the code below a folder, or one file."""
+    if not root.exists():
+        raise UserError(f"code folder {str(root)!r} does not exist (looked in {Path.cwd()})")
+    left_out: Counter[str] = Counter()
+    files = []
+    base = root if root.is_dir() else root.parent
+    for path in _listed(root):
+        outcome = _read(path)
+        if isinstance(outcome, str):
+            left_out[outcome] += 1
+        else:
+            files.append(SourceFile(path.relative_to(base).as_posix(), outcome[0]))
+    if not any(file.text.strip() for file in files):
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items())) or "it is empty"
+        raise UserError(f"{str(root)!r} holds no code to read ({reasons}); point at a folder with source files")
+    return Codebase(root, tuple(sorted(files, key=lambda file: file.path)), dict(sorted(left_out.items())))
+
+
+def _listed(root: Path) -> list[Path]:
+    if root.is_file():
+        return [root]
+    return tracked_files(root) or _walked(root)
+
+
+def tracked_files(root: Path) -> list[Path]:
+    """Return the files git tracks below a folder; none if it is not a git checkout."""
+    try:
+        listed = subprocess.run(["git", "-C", str(root), "ls-files", "-z"], capture_output=True, check=False)
+    except FileNotFoundError:
+        return []
+    names = [os.fsdecode(name) for name in listed.stdout.split(b"\0") if name]
+    return [root / name for name in names if (root / name).is_file()]
+
+
+def git_revision(root: Path) -> str | None:
+    """Return the commit a git checkout stands at; None outside of one."""
+    folder = root if root.is_dir() else root.parent
+    try:
+        asked = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return asked.stdout.strip() or None if asked.returncode == 0 else None
+
+
+def _walked(root: Path) -> list[Path]:
+    found = []
+    for folder, folders, names in os.walk(root):  # links to folders are not followed, so loops cannot happen
+        folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith("."))
+        found += [Path(folder, name) for name in sorted(names)]
+    return found
+
+
+def _read(path: Path) -> tuple[str] | str:
+    """Return the text of a source file in a tuple, or the reason to leave it out."""
+    if path.suffix.lower() not in CODE_SUFFIXES:
+        return "not source code"
+    if path.is_symlink() or not path.is_file():
+        return "a link or special file"
+    if path.stat().st_size > LARGEST_FILE:
+        return "over 1 MB"
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return "unreadable"
+    if b"\0" in content:
+        return "binary"
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError:
+        return "not UTF-8"
+    return (text,) if text else "empty"

@@ -1,0 +1,53 @@
+"""The two ways a command can end without being done.
+
+`UserError` is for what a user can cause and can put right: the command line shows its one line and exits with 2.
+`Interrupted` is for Ctrl-C and SIGTERM: work is saved, and the command line says how to go on.
+Everything else is a programmer's mistake and is left to raise.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """One clear line: what happened, where, and what to do."""
+
+
+class Interrupted(Exception):  # noqa: N818 - it is not an error
+    """The user asked to stop; everything finished so far is on disk."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"stopped by signal {signal_number}")
+        self.signal_number = signal_number
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return `; did you mean …?` with the known words closest to `word`, or the known words if none is close."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word.lower(), names, n=3, cutoff=0.5)
+    if close:
+        return f"; did you mean {' or '.join(repr(name) for name in close)}?"
+    return f"; known: {', '.join(names)}" if names else ""
+
+
+STORAGE_TROUBLE = {
+    errno.ENOSPC: "no space left on the device; free some and run the same command again",
+    errno.EDQUOT: "the disk quota is used up; free some and run the same command again",
+    errno.EROFS: "the file system is read-only; choose another folder with --out or --cache",
+    errno.EACCES: "permission denied; choose another folder with --out or --cache, or change its permissions",
+    errno.EPERM: "not permitted; choose another folder with --out or --cache, or change its permissions",
+}
+
+
+def storage_error(error: OSError) -> UserError | None:
+    """Translate an operating-system error that a user can put right; None for any other."""
+    advice = STORAGE_TROUBLE.get(error.errno or 0)
+    if advice is None:
+        return None
+    return UserError(f"cannot write {error.filename or 'a file'}: {advice}")

@@ -1,0 +1,1 @@
+"""Running a model: scoring text and writing it."""

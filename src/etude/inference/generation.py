@@ -1,0 +1,58 @@
+"""Greedy writing with plain transformers, in a batch, until a stop text or a budget."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationConfig, StoppingCriteria
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TAIL = 8  # tokens looked at for the stop text
+
+
+class _WroteStop(StoppingCriteria):
+    """A row is done once its last few tokens hold the stop text."""
+
+    def __init__(self, tokeniser: Any, stop: str, prompt_length: int) -> None:
+        self.tokeniser, self.stop, self.prompt_length = tokeniser, stop, prompt_length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:  # noqa: ARG002 - their signature
+        written = input_ids[:, max(self.prompt_length, input_ids.shape[1] - TAIL) :]
+        texts = self.tokeniser.batch_decode(written)
+        return torch.tensor([self.stop in text for text in texts], device=input_ids.device)
+
+
+@torch.inference_mode()
+def write_greedily(model: Any, tokeniser: Any, prompts: Sequence[Sequence[int]], budget: int, stop: str) -> list[list[int]]:
+    """Return what the model writes after each prompt, as tokens; the stop text may be at its end.
+
+    Prompts are padded on the left to one length, with an attention mask, and go through the model together.
+    """
+    length = max(len(prompt) for prompt in prompts)
+    pad = _pad_token(tokeniser)
+    rows = [[pad] * (length - len(prompt)) + list(prompt) for prompt in prompts]
+    masks = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    settings = GenerationConfig(
+        do_sample=False, max_new_tokens=budget, pad_token_id=pad, eos_token_id=tokeniser.eos_token_id, use_cache=True
+    )
+    written = model.generate(
+        torch.tensor(rows, device=model.device),
+        attention_mask=torch.tensor(masks, device=model.device),
+        generation_config=settings,
+        stopping_criteria=[_WroteStop(tokeniser, stop, length)],
+    )
+    return [_until_end(row[length:], pad, tokeniser.eos_token_id) for row in written.tolist()]
+
+
+def _pad_token(tokeniser: Any) -> int:
+    """Return a token to pad with; masked out, so any will do where the tokeniser names none."""
+    named = (tokeniser.pad_token_id, tokeniser.eos_token_id, 0)
+    return int(next(token for token in named if token is not None))
+
+
+def _until_end(tokens: list[int], pad: int, end: int | None) -> list[int]:
+    cut = next((index for index, token in enumerate(tokens) if token in {pad, end}), len(tokens))
+    return tokens[:cut]

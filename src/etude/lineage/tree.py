@@ -1,0 +1,105 @@
+"""The family tree of a model, from the records it carries.
+
+A model is found by any of: its folder, its stage's folder, or a run's folder (then its last stage with a model).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+from rich.tree import Tree
+
+from etude.errors import UserError
+from etude.files import sha256_file
+from etude.lineage.record import LINEAGE_FILE, Lineage, Record, load_lineage
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from etude.lineage.record import Compute, Origin
+    from etude.progress import Reporter
+
+
+def find_model(path: Path) -> Path:
+    """Return the model folder that `path` means."""
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give a model's folder, such as runs/NAME/STAGE/model")
+    for candidate in (path, path / "model"):
+        if (candidate / LINEAGE_FILE).is_file():
+            return candidate
+    below = sorted(path.glob(f"*/model/{LINEAGE_FILE}"), key=lambda file: file.stat().st_mtime)
+    if not below:
+        raise UserError(f"{path} holds no {LINEAGE_FILE}: it was not written by Etude, so its lineage is unknown")
+    return below[-1].parent
+
+
+def changed_weights(model_folder: Path, record: Record, reporter: Reporter) -> list[str]:
+    """Hash the weights again and return what does not agree with the record, a line each."""
+    wrong = [f"{name} is missing" for name in record.weights if not (model_folder / name).is_file()]
+    present = {name: digest for name, digest in record.weights.items() if (model_folder / name).is_file()}
+    with reporter.task("checking weights", sum(digest.bytes for digest in present.values()), "B") as task:
+        for name, digest in present.items():
+            if sha256_file(model_folder / name, task.advance) != digest.sha256:
+                wrong.append(f"{name} is not the file that was recorded")
+    unknown = {path.name for path in model_folder.glob("*.safetensors")} - set(record.weights)
+    return wrong + [f"{name} is in no record" for name in sorted(unknown)]
+
+
+def render(lineage: Lineage, title: str) -> Tree:
+    """Draw the tree, the model first, its ancestors below it."""
+    tree = Tree(Text(title, style="bold"))
+    _add(tree, lineage, lineage.head, role="weights")
+    return tree
+
+
+def _add(tree: Tree, lineage: Lineage, record_id: str, role: str) -> None:
+    record = lineage.records[record_id]
+    branch = tree.add(Text("\n".join(describe(record, role))))
+    for parent in record.parents:
+        if parent.record in lineage.records:
+            _add(branch, lineage, parent.record, parent.role)
+        else:
+            branch.add(Text(f"{parent.name} ({parent.role}); weights {parent.model_digest[:12]}; it carries no record"))
+
+
+def describe(record: Record, role: str) -> list[str]:
+    """Return what a person wants to know of a record, a line each."""
+    kept = record.code.revision[:12] + (" with uncommitted changes" if record.code.dirty else "") if record.code.revision else "installed"
+    lines = [
+        f"{record.stage} ({record.kind}, {role})  record {record.id[:12]}, {record.finished}",
+        f"weights {record.model_digest[:12]} in {len(record.weights)} file(s), "
+        f"{sum(file.bytes for file in record.weights.values()) / 1e6:,.1f} MB",
+        f"made by Etude {record.code.etude} ({kept}), recipe {record.recipe.hash[:12]}",
+        f"compute here: {describe_compute(record.compute)}",
+    ]
+    lines += _describe_origin(record.origin) if record.origin else []
+    lines += [f"data: {use.name}, {use.files} files, {use.bytes:,} bytes, {use.digest[:12]}" for use in record.data]
+    lines += [
+        f"licence: {licence.licence or 'unknown text, read it'} ({licence.file}, from {licence.inherited_from})"
+        for licence in record.licences
+    ]
+    if not record.licences:
+        lines.append("licence: no licence file came with it; find out before you share it")
+    return lines
+
+
+def describe_compute(compute: Compute) -> str:
+    """Return compute in one line."""
+    if not compute.tokens and not compute.model_flops:
+        return "none (no tokens processed)"
+    where = f" in {compute.device_seconds:,.0f} s on {compute.device}" if compute.device_seconds is not None else ""
+    return f"{compute.tokens:,} tokens, {compute.model_flops:.2e} FLOP ({compute.method}){where}"
+
+
+def _describe_origin(origin: Origin) -> list[str]:
+    revision = f" at {origin.revision}" if origin.revision else ""
+    lines = [f"origin: {origin.name}, {origin.source}{revision}"]
+    if origin.conversion:
+        lines.append(f"conversion: {origin.conversion}")
+    if origin.pretraining:
+        on_top = f", on top of {origin.continues}" if origin.continues else ""
+        lines.append(f"compute before us: {describe_compute(origin.pretraining)}{on_top}")
+    else:
+        lines.append("compute before us: not known")
+    return lines

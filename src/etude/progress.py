@@ -1,0 +1,169 @@
+"""Progress with rate and time left, for people, for logs and for `etude status`.
+
+On a terminal: a bar. In a pipe or a log file: a plain line when a task starts to be long (two seconds) and every ten
+seconds after that. In both cases each state can also go to a listener; a run uses it to keep `progress.json`.
+Everything goes to standard error, so that standard output stays what a script asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+LONG = 2.0  # seconds after which a task deserves to be seen
+LINE_EVERY = 10.0  # seconds between two lines in a log
+STATE_EVERY = 0.5  # seconds between two states for the listener
+BYTES = "B"
+
+
+@dataclass
+class Task:
+    """One piece of long work: how much is done, of how much, since when."""
+
+    label: str
+    total: float
+    unit: str
+    done: float = 0.0
+    started: float = field(default_factory=time.monotonic)
+    skipped: float = 0.0  # done by an earlier session: counts as done, not for the rate
+    on_change: Callable[[Task], object] | None = None
+
+    def advance(self, amount: float = 1) -> None:
+        """Count `amount` as done."""
+        self.done += amount
+        if self.on_change:
+            self.on_change(self)
+
+    def skip(self, amount: float = 1) -> None:
+        """Count `amount` as done earlier, so that rate and time left speak of this session only."""
+        self.skipped += amount
+        self.advance(amount)
+
+    @property
+    def seconds(self) -> float:
+        """How long this session has worked on it."""
+        return time.monotonic() - self.started
+
+    @property
+    def rate(self) -> float:
+        """Units a second in this session."""
+        return (self.done - self.skipped) / max(self.seconds, 1e-9)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Estimated time left; None while nothing is done."""
+        return (self.total - self.done) / self.rate if self.rate > 0 else None
+
+    def state(self) -> dict[str, Any]:
+        """Return what `etude status` shows of it."""
+        known = asdict(self, dict_factory=lambda pairs: {k: v for k, v in pairs if k not in {"on_change", "started"}})
+        return known | {"rate": self.rate, "seconds_left": self.seconds_left, "seconds": self.seconds}
+
+    def line(self) -> str:
+        """Return the state as one plain line."""
+        left = duration(self.seconds_left) + " left" if self.seconds_left is not None else "time left unknown"
+        share = f"{100 * self.done / self.total:.0f}%" if self.total else "0%"
+        return f"{self.label}: {amount(self.done, self.unit)} of {amount(self.total, self.unit)} ({share}), {speed(self)}, {left}"
+
+
+def amount(value: float, unit: str) -> str:
+    """Return a count with its unit; bytes in the usual multiples."""
+    if unit != BYTES:
+        return f"{value:,.0f} {unit}"
+    for multiple in ("B", "kB", "MB", "GB"):
+        if value < 1000 or multiple == "GB":
+            return f"{value:.0f} {multiple}" if multiple == "B" else f"{value:.1f} {multiple}"
+        value /= 1000
+    raise AssertionError
+
+
+def speed(task: Task) -> str:
+    """Return the rate in a form that reads well, slow tasks included."""
+    if task.unit == BYTES:
+        return amount(task.rate, BYTES) + "/s"
+    return f"{task.rate:.1f} {task.unit}/s" if task.rate < 100 else f"{task.rate:,.0f} {task.unit}/s"  # noqa: PLR2004
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as `42 s`, `3 min 05 s` or `2 h 10 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+class Reporter:
+    """Says things and shows tasks, on standard error."""
+
+    def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
+        self.console = console or Console(stderr=True, highlight=False)
+        self.quiet = quiet
+        self.listener: Callable[[dict[str, Any]], object] | None = None
+        # Raises if the user asked to stop. Every advance of a task is a place to stop: what it counted is on disk, or is
+        # written again in full.
+        self.check_stop: Callable[[], None] = lambda: None
+
+    def say(self, line: str, *, style: str = "") -> None:
+        """Print one line of news."""
+        if not self.quiet:
+            self.console.print(line, style=style, markup=False, soft_wrap=True)
+
+    @contextlib.contextmanager
+    def task(self, label: str, total: float, unit: str) -> Iterator[Task]:
+        """Show one task while the body runs; the body calls `advance`."""
+        with contextlib.ExitStack() as stack:
+            show = self._shower(stack, label, total)
+            last_state = -STATE_EVERY
+
+            def changed(task: Task) -> None:
+                nonlocal last_state
+                show(task)
+                if self.listener and (task.seconds - last_state >= STATE_EVERY or task.done >= task.total):
+                    last_state = task.seconds
+                    self.listener(task.state())
+                self.check_stop()
+
+            task = Task(label, total, unit, on_change=changed)
+            changed(task)
+            yield task
+
+    def _shower(self, stack: contextlib.ExitStack, label: str, total: float) -> Callable[[Task], object]:
+        if self.quiet:
+            return lambda _task: None
+        if self.console.is_terminal:
+            return self._bar(stack, label, total)
+        return self._lines()
+
+    def _bar(self, stack: contextlib.ExitStack, label: str, total: float) -> Callable[[Task], object]:
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"),
+                   TextColumn("{task.fields[note]}"), TimeElapsedColumn())  # fmt: skip
+        bar = stack.enter_context(Progress(*columns, console=self.console, transient=True))
+        shown = bar.add_task(label, total=total, note="")
+
+        def show(task: Task) -> None:
+            left = f"{duration(task.seconds_left)} left" if task.seconds_left is not None else ""
+            bar.update(shown, completed=task.done, total=task.total, note=f"{speed(task)}  {left}")
+
+        return show
+
+    def _lines(self) -> Callable[[Task], object]:
+        next_line = LONG
+
+        def show(task: Task) -> None:
+            nonlocal next_line
+            if task.seconds >= next_line:
+                next_line = task.seconds + LINE_EVERY
+                self.console.print(task.line(), markup=False, soft_wrap=True)
+
+        return show

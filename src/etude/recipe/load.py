@@ -1,0 +1,146 @@
+"""From recipe files and `--set` to a checked recipe; or one line that says what is wrong, where, and what is right.
+
+Files layer left to right: a later one changes single keys of tables, and replaces lists and values. `--set` comes last.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ValidationError
+
+from etude.errors import UserError, nearest
+from etude.recipe.locate import key_line
+from etude.recipe.recipe import Header, Recipe, StageEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pydantic_core import ErrorDetails
+
+Table = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One source of settings, and its text for naming lines."""
+
+    title: str
+    table: Table
+    text: str | None = None  # None for --set
+
+
+def load_recipe(files: Sequence[Path], changes: Sequence[str], kinds: Mapping[str, type[BaseModel]]) -> Recipe:
+    """Read and check a recipe. `kinds` are the known stage kinds with the model of their settings."""
+    layers = [read_layer(file) for file in files] + [parse_change(change) for change in changes]
+    return check(layers, kinds)
+
+
+def read_layer(file: Path) -> Layer:
+    """Read one recipe file."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"recipe {str(file)!r} does not exist (looked in {Path.cwd()})") from None
+    except IsADirectoryError:
+        raise UserError(f"recipe {str(file)!r} is a folder; give a TOML file") from None
+    except UnicodeDecodeError:
+        raise UserError(f"recipe {str(file)!r} is not UTF-8 text; give a TOML file") from None
+    try:
+        return Layer(str(file), tomllib.loads(text), text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{file} is not valid TOML: {error}") from None
+
+
+def parse_change(change: str) -> Layer:
+    """Read one `--set a.b=c`. The value is TOML; a word that is not is taken as text, so quotes are rarely needed."""
+    path, equals, value = change.partition("=")
+    names = [name.strip() for name in path.split(".")]
+    if not equals or not all(names):
+        raise UserError(f"--set {change!r} is not of the form stage.key=value")
+    try:
+        parsed = tomllib.loads(f"value = {value.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()
+    table: Table = {names[-1]: parsed}
+    for name in reversed(names[:-1]):
+        table = {name: table}
+    return Layer(f"--set {change}", table)
+
+
+def merge(lower: Table, upper: Table) -> Table:
+    """Return the settings of `lower` with those of `upper` on top, table by table."""
+    merged = dict(lower)
+    for key, value in upper.items():
+        below = merged.get(key)
+        merged[key] = merge(below, value) if isinstance(value, dict) and isinstance(below, dict) else value
+    return merged
+
+
+def check(layers: Sequence[Layer], kinds: Mapping[str, type[BaseModel]]) -> Recipe:
+    """Return the recipe the layers make together, or raise with the place of the first mistake."""
+    merged: Table = {}
+    for layer in layers:
+        merged = merge(merged, layer.table)
+    head = {key: value for key, value in merged.items() if not isinstance(value, dict) or key in Header.model_fields}
+    header = _validated(Header, head, [], layers)
+    tables = {key: value for key, value in merged.items() if key not in head}
+    for name in tables:
+        if name not in header.stages:
+            raise UserError(
+                f"{_where(layers, [name])}section [{name}] is not in stages = {header.stages}{nearest(name, header.stages)}"
+            )
+    entries = tuple(_entry(name, tables.get(name, {}), layers, kinds) for name in header.stages)
+    return Recipe(header.name, header.base, header.seed, entries)
+
+
+def _entry(name: str, table: Table, layers: Sequence[Layer], kinds: Mapping[str, type[BaseModel]]) -> StageEntry:
+    kind = table.get("kind", name)
+    if kind not in kinds:
+        where = _where(layers, [name, "kind"] if "kind" in table else ["stages"])
+        raise UserError(f"{where}unknown stage {kind!r}{nearest(str(kind), kinds)}")
+    settings = {key: value for key, value in table.items() if key != "kind"}
+    return StageEntry(name, kind, _validated(kinds[kind], settings, [name], layers))
+
+
+def _validated(model: type[BaseModel], table: Table, path: list[str], layers: Sequence[Layer]) -> Any:
+    try:
+        return model.model_validate(table)
+    except ValidationError as error:
+        raise UserError(_explain(error.errors()[0], model, path, layers)) from None
+
+
+def _explain(error: ErrorDetails, model: type[BaseModel], path: list[str], layers: Sequence[Layer]) -> str:
+    place = [*path, *(str(part) for part in error["loc"])]
+    name = ".".join(place)
+    where = _where(layers, place)
+    if error["type"] == "extra_forbidden":
+        return f"{where}unknown key {name!r}{nearest(place[-1], model.model_fields)}"
+    if error["type"] == "missing":
+        about = model.model_fields[place[-1]].description or ""
+        return f"{where}{name!r} is missing: {about}; set it in the recipe or with --set {name}=…"
+    given = f", not {error['input']!r}" if not isinstance(error["input"], dict) else ""
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{where}{name + ': ' if name else ''}{message[0].lower() + message[1:]}{given}"
+
+
+def _where(layers: Sequence[Layer], place: Sequence[str]) -> str:
+    """Return `file:line: ` of the last layer that sets a key, or of the last file."""
+    for layer in reversed(layers):
+        found: Any = layer.table
+        for part in place:
+            found = found.get(part) if isinstance(found, dict) else None
+        if found is not None:
+            return _title(layer, place)
+    for layer in reversed(layers):
+        if layer.text is not None:
+            return _title(layer, place)
+    return ""
+
+
+def _title(layer: Layer, place: Sequence[str]) -> str:
+    line = key_line(layer.text, place) if layer.text is not None else None
+    return f"{layer.title}:{line}: " if line else f"{layer.title}: "

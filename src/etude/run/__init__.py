@@ -1,0 +1,1 @@
+"""Running a recipe: folders, locks, reuse, interruption, records."""

@@ -1,0 +1,133 @@
+"""The folder of a run, and what it means for a stage in it to be finished.
+
+    RUN/recipe.toml         the resolved recipe of the last command
+    RUN/run.json            the stages in order, and the command that continues
+    RUN/lock                who works on it
+    RUN/STAGE/              a finished stage: model/, metrics.jsonl, record.json and what else it makes
+    RUN/.work/STAGE-…/      a stage at work, or interrupted; renamed when it is finished
+    RUN/.replaced/STAGE-…/  finished stages that a changed recipe has replaced; kept, and used again if it changes back
+
+Everything a finished stage has was written under `.work` and came here in one rename.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from etude.errors import UserError
+from etude.files import files_below, link_or_copy, publish_folder, read_json, sha256_file, write_json
+from etude.lineage.record import RECORD_FILE, FileDigest, Record, load_record
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from etude.progress import Reporter
+
+MODEL = "model"
+METRICS = "metrics.jsonl"
+PROGRESS = "progress.json"
+SHORT = 12  # characters of a digest in a folder name
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where things are in a run."""
+
+    path: Path
+
+    def stage(self, name: str) -> Path:
+        """Return the folder of a finished stage."""
+        return self.path / name
+
+    def work(self, name: str, fingerprint: str) -> Path:
+        """Return the folder of a stage at work."""
+        return self.path / ".work" / f"{name}-{fingerprint[:SHORT]}"
+
+    def replaced(self, name: str, fingerprint: str) -> Path:
+        """Return where a replaced stage is kept."""
+        return self.path / ".replaced" / f"{name}-{fingerprint[:SHORT]}"
+
+    def other_work(self, name: str, fingerprint: str) -> list[Path]:
+        """Return unfinished work on a stage under other settings."""
+        return [path for path in (self.path / ".work").glob(f"{name}-*") if path != self.work(name, fingerprint)]
+
+
+def recorded_files(record: Record) -> dict[str, FileDigest]:
+    """Return all files of a stage by path inside its folder."""
+    return {f"{MODEL}/{name}": digest for name, digest in record.weights.items()} | record.outputs
+
+
+def finished(folder: Path, fingerprint: str) -> Record | None:
+    """Return the record if the folder holds this very work, whole by the sizes of its files; else None."""
+    if not (folder / RECORD_FILE).is_file():
+        return None
+    record = load_record(folder)
+    return record if record.fingerprint == fingerprint and not missing_files(folder, record) else None
+
+
+def missing_files(folder: Path, record: Record) -> list[str]:
+    """Return the recorded files that are gone or have another size."""
+    return [
+        name
+        for name, digest in recorded_files(record).items()
+        if not (folder / name).is_file() or (folder / name).stat().st_size != digest.bytes
+    ]
+
+
+def publish_stage(run: RunFolder, name: str, work: Path, index: StageIndex) -> None:
+    """Give finished work its place, keeping what was there before under other settings."""
+    final = run.stage(name)
+    if final.exists():
+        record = load_record(final) if (final / RECORD_FILE).is_file() else None
+        aside = run.replaced(name, record.fingerprint if record else "damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        publish_folder(final, aside)
+        if record:
+            index.add(record.fingerprint, aside)
+    publish_folder(work, final)
+    index.add(load_record(final).fingerprint, final)
+
+
+@dataclass(frozen=True)
+class StageIndex:
+    """Where on this machine finished stages are, by fingerprint: a hint that is checked, never trusted."""
+
+    cache: Path
+
+    def add(self, fingerprint: str, folder: Path) -> None:
+        """Remember a finished stage."""
+        write_json(self._entry(fingerprint), {"folder": str(folder.resolve())})
+
+    def find(self, fingerprint: str) -> Path | None:
+        """Return the folder of a finished stage with this fingerprint, if it is still there and whole."""
+        entry = self._entry(fingerprint)
+        try:
+            folder = entry.parent.joinpath(read_json(entry)["folder"])
+            return folder if finished(folder, fingerprint) else None
+        except (OSError, ValueError, KeyError, TypeError, UserError):
+            return None  # a hint that is gone or damaged is no hint
+
+    def _entry(self, fingerprint: str) -> Path:
+        return self.cache / "stages" / f"{fingerprint}.json"
+
+
+def adopt(source: Path, work: Path, reporter: Reporter) -> bool:
+    """Place a finished stage of another run into a work folder, checking every byte; False if it does not check out."""
+    record = load_record(source)
+    shutil.rmtree(work, ignore_errors=True)
+    recorded = recorded_files(record)
+    with reporter.task(f"checking {source.parent.name}/{source.name}", sum(d.bytes for d in recorded.values()), "B") as task:
+        for name, digest in recorded.items():
+            if sha256_file(source / name, task.advance) != digest.sha256:
+                reporter.say(f"{source / name} is not what its record says; doing the stage again")
+                return False
+    for file in files_below(source):
+        target = work / file.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if file.is_symlink():
+            target.symlink_to(file.readlink())
+        else:
+            link_or_copy(file, target)
+    return True

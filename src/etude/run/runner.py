@@ -1,0 +1,231 @@
+"""Run a recipe: each stage is kept, taken over from elsewhere, continued or run; then published with its record.
+
+A stage's fingerprint is the digest of all that decides its result: kind and version, settings, seed, the parent's
+weights and the data it reads. Equal fingerprints mean equal work, so finished work is used again: in the same run, after
+a change that does not concern it, and across runs on this machine. The parent counts by its weights, not by how they
+came about.
+"""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from etude.errors import UserError
+from etude.files import digest_of, files_below, write_json, write_text
+from etude.jsonl import MetricsLog
+from etude.lineage import environment
+from etude.lineage.licences import carry
+from etude.lineage.record import LINEAGE_FILE, RECORD_FILE, Compute, Lineage, Record, RecipeUse, load_lineage
+from etude.models.checkpoint import digest_files
+from etude.recipe.recipe import Recipe, StageEntry, as_toml
+from etude.run.folder import METRICS, MODEL, PROGRESS, RunFolder, StageIndex, adopt, finished, publish_stage
+from etude.run.lock import RunLock
+from etude.run.stage import Job, Model, Outcome, Stage
+from etude.run.stages import BASE, STAGES, base_entry
+from etude.work import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from etude.progress import Reporter
+
+Action = Literal["kept", "finish", "reuse", "run"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One stage of a run and what is to be done about it."""
+
+    entry: StageEntry
+    fingerprint: str | None  # None while its parent has not been made
+    action: Action
+    source: Path | None = None  # where finished work is taken from
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs recipes in one folder."""
+
+    folder: RunFolder
+    cache: Path
+    reporter: Reporter
+    check_stop: Callable[[], None]
+    stages: Mapping[str, Stage]
+
+    def plan(self, recipe: Recipe) -> list[Step]:
+        """Return what would be done, without doing it. After a stage that must run, fingerprints are not known."""
+        steps: list[Step] = []
+        parent_digest: str | None = None
+        known = True
+        for entry in entries(recipe):
+            step = self._step(entry, recipe.seed, parent_digest) if known else Step(entry, None, "run")
+            steps.append(step)
+            if self.stages[entry.kind].makes_model:
+                done = self._record_of(step)
+                known = known and done is not None
+                parent_digest = done.model_digest if done else None
+        return steps
+
+    def execute(self, recipe: Recipe, until: str | None = None) -> list[Step]:
+        """Run the recipe and return what was done with each stage."""
+        if until is not None and until not in {entry.name for entry in entries(recipe)}:
+            raise UserError(f"--until {until!r} is not a stage of this recipe: {[entry.name for entry in entries(recipe)]}")
+        with RunLock(self.folder.path, self.reporter.say):
+            self._write_head(recipe)
+            done: list[Step] = []
+            parent: Model | None = None
+            for entry in entries(recipe):
+                step = self._step(entry, recipe.seed, parent.record.model_digest if parent else None)
+                step = self._do(step, recipe, parent)
+                done.append(step)
+                if self.stages[entry.kind].makes_model:
+                    parent = self._model(entry)
+                if entry.name == until:
+                    break
+            return done
+
+    def _write_head(self, recipe: Recipe) -> None:
+        write_text(self.folder.path / "recipe.toml", as_toml(recipe))
+        listed = [{"name": entry.name, "kind": entry.kind} for entry in entries(recipe)]
+        write_json(self.folder.path / "run.json", {"name": recipe.name, "stages": listed, "command": command_line()})
+
+    def _model(self, entry: StageEntry) -> Model:
+        folder = self.folder.stage(entry.name)
+        lineage = load_lineage(folder / MODEL)
+        return Model(folder / MODEL, lineage.records[lineage.head], lineage)
+
+    def _record_of(self, step: Step) -> Record | None:
+        if step.fingerprint is None or step.source is None:
+            return None
+        return finished(step.source, step.fingerprint)
+
+    def _step(self, entry: StageEntry, seed: int, parent_digest: str | None) -> Step:
+        stage = self.stages[entry.kind]
+        inputs = stage.inputs(entry.settings, parent_digest)
+        named = {"kind": entry.kind, "version": stage.version, "seed": seed, "parent": parent_digest, "inputs": inputs}
+        fingerprint = digest_of(named)
+        places: list[tuple[Action, Path | None]] = [
+            ("kept", self.folder.stage(entry.name)),
+            ("finish", self.folder.work(entry.name, fingerprint)),
+            ("reuse", self.folder.replaced(entry.name, fingerprint)),
+            ("reuse", StageIndex(self.cache).find(fingerprint)),
+        ]
+        for action, place in places:
+            if place is not None and finished(place, fingerprint):
+                return Step(entry, fingerprint, action, place)
+        return Step(entry, fingerprint, "run")
+
+    def _do(self, step: Step, recipe: Recipe, parent: Model | None) -> Step:
+        """Bring one stage to its finished state."""
+        assert step.fingerprint is not None
+        name = step.entry.name
+        index = StageIndex(self.cache)
+        work = self.folder.work(name, step.fingerprint)
+        if step.action == "reuse":
+            assert step.source is not None
+            if not adopt(step.source, work, self.reporter):
+                step = Step(step.entry, step.fingerprint, "run")
+        if step.action == "run":
+            for other in self.folder.other_work(name, step.fingerprint):
+                self.reporter.say(f"{name}: unfinished work under other settings is kept in {other}")
+            self._run(step, recipe, parent, work)
+        if step.action == "kept":
+            index.add(step.fingerprint, self.folder.stage(name))
+        else:
+            publish_stage(self.folder, name, work, index)
+        words = {"kept": "unchanged, kept", "finish": "finished earlier, published", "reuse": f"reused from {step.source}", "run": "done"}
+        self.reporter.say(f"{name}: {words[step.action]}")
+        return step
+
+    def _run(self, step: Step, recipe: Recipe, parent: Model | None, folder: Path) -> None:
+        assert step.fingerprint is not None
+        stage = self.stages[step.entry.kind]
+        with MetricsLog(folder / METRICS) as metrics:
+            if metrics.torn_bytes:
+                self.reporter.say(f"{step.entry.name}: dropped a half-written line ({metrics.torn_bytes} bytes) of {METRICS}")
+            sessions = 1 + sum(1 for _ in metrics.rows("session/"))
+            if sessions > 1:
+                self.reporter.say(f"{step.entry.name}: continuing ({sessions - 1} earlier session(s))")
+            metrics.put(f"session/{sessions:04d}", command=command_line())
+            self.reporter.listener = lambda state: write_json(folder / PROGRESS, state)
+            try:
+                work = Work(folder, metrics, self.reporter, self.cache, self.check_stop)
+                outcome = stage.run(step.entry.settings, Job(step.entry.name, work, parent, recipe.seed))
+            finally:
+                self.reporter.listener = None
+            (folder / PROGRESS).unlink(missing_ok=True)
+            metrics.close()
+            self._write_record(step, recipe, parent, folder, outcome, metrics)
+
+    def _write_record(
+        self, step: Step, recipe: Recipe, parent: Model | None, folder: Path, outcome: Outcome, metrics: MetricsLog
+    ) -> None:
+        assert step.fingerprint is not None
+        stage = self.stages[step.entry.kind]
+        licences = []
+        model = folder / MODEL
+        if stage.makes_model:
+            source = outcome.licence_folder or (parent.folder if parent else None)
+            assert source is not None, "a model comes from somewhere"
+            origin = outcome.origin.name if outcome.origin else parent.record.stage if parent else ""
+            licences = carry(source, model, origin)
+        notes = {RECORD_FILE, LINEAGE_FILE}
+        files = [file for file in files_below(folder) if file.name not in notes]
+        weights = [file for file in files if file.suffix == ".safetensors" and file.parent == model]
+        others = [file for file in files if file not in weights]
+        sessions = list(metrics.rows("session/"))
+        record = Record(
+            stage=step.entry.name,
+            kind=step.entry.kind,
+            kind_version=stage.version,
+            fingerprint=step.fingerprint,
+            parents=outcome.parents,
+            origin=outcome.origin,
+            data=outcome.data,
+            code=environment.code(),
+            recipe=RecipeUse(hash=recipe.hash, stage=step.entry.settings.model_dump(mode="json")),
+            seeds={"recipe": recipe.seed},
+            packages=environment.packages(),
+            hardware=environment.hardware(),
+            compute=Compute(
+                tokens=round(metrics.total("tokens")),
+                model_flops=metrics.total("flops"),
+                method="operations",
+                device=outcome.device,
+                device_seconds=round(metrics.total("device_seconds"), 3),
+            ),
+            weights=digest_files(weights, model, self.reporter, f"{step.entry.name}: hashing weights") if weights else {},
+            outputs=digest_files(others, folder, self.reporter, f"{step.entry.name}: hashing outputs"),
+            licences=licences,
+            summary=outcome.summary,
+            started=_iso(sessions[0]["time"]),
+            finished=_iso(datetime.datetime.now(datetime.UTC).timestamp()),
+            sessions=len(sessions),
+        )
+        if stage.makes_model:
+            Lineage.of(record, outcome.lineages).save(model)
+        record.save(folder)
+
+
+def entries(recipe: Recipe) -> list[StageEntry]:
+    """Return the stages of a recipe in order; a base, if there is one, comes first."""
+    return [*([base_entry(recipe.base)] if recipe.base is not None else []), *recipe.stages]
+
+
+def command_line() -> str:
+    """Return the command that continues this run: the one that is running."""
+    return shlex.join(["etude", *sys.argv[1:]])
+
+
+def _iso(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="seconds")
+
+
+def stage_settings() -> dict[str, Any]:
+    """Return the stage kinds a recipe may name, with the model of their settings."""
+    return {kind: stage.settings for kind, stage in STAGES.items() if kind != BASE}

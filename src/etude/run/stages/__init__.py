@@ -1,0 +1,16 @@
+"""All kinds of stages, one file each."""
+
+from __future__ import annotations
+
+from etude.recipe.recipe import StageEntry
+from etude.run.stage import Stage
+from etude.run.stages.base import BaseSettings, BaseStage
+from etude.run.stages.compare import CompareStage
+
+BASE = "base"
+STAGES: dict[str, Stage] = {BASE: BaseStage(), "compare": CompareStage()}
+
+
+def base_entry(word: str) -> StageEntry:
+    """Return the stage that fetches a recipe's base."""
+    return StageEntry(BASE, BASE, BaseSettings(base=word))

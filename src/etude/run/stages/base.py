@@ -1,0 +1,93 @@
+"""The stage that starts a tree: fetch the base, check it, place it in the run with its licence and its facts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict
+
+from etude.files import link_or_copy, read_json
+from etude.lineage.record import LINEAGE_FILE, load_lineage, load_record
+from etude.models.bases import resolve
+from etude.run.folder import MODEL
+from etude.run.stage import Job, Outcome
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from etude.models.fetch import Fetched
+
+
+class BaseSettings(BaseModel):
+    """The base, as the recipe names it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    base: str
+
+
+class BaseStage:
+    """Places a base into the run."""
+
+    version = 1
+    settings = BaseSettings
+    makes_model = True
+
+    def inputs(self, settings: BaseSettings, parent_digest: str | None) -> dict[str, Any]:
+        """Return what decides the base's bytes."""
+        assert parent_digest is None
+        return resolve(settings.base).identity()
+
+    def run(self, settings: BaseSettings, job: Job) -> Outcome:
+        """Fetch and check the base, and link its files."""
+        from etude.models.checkpoint import weight_files
+        from etude.models.fetch import fetch, model_files
+
+        fetched = fetch(resolve(settings.base), job.work.cache, job.work.reporter)
+        weight_files(fetched.folder)
+        for file in model_files(fetched):
+            _place(file, job.work.folder / MODEL / file.relative_to(fetched.folder), fetched)
+        job.work.check_stop()
+        lineages = [load_lineage(fetched.folder)] if (fetched.folder / LINEAGE_FILE).is_file() else []
+        return Outcome(
+            parents=_own_parent(fetched),
+            lineages=lineages,
+            origin=fetched.origin,
+            licence_folder=fetched.folder,
+            summary={"base": fetched.origin.name},
+        )
+
+    def show(self, folder: Path, console: Console) -> None:
+        """Print what the base is."""
+        record = load_record(folder)
+        config = read_json(folder / MODEL / "config.json")
+        licences = sorted({licence.licence or "unknown text" for licence in record.licences}) or ["no licence file"]
+        size = sum(file.bytes for file in record.weights.values()) / 1e6
+        assert record.origin is not None
+        console.print(
+            f"base: {record.origin.name} ({config.get('model_type')}, {size:,.0f} MB, {', '.join(licences)}) in {folder / MODEL}",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+
+
+def _place(source: Path, target: Path, fetched: Fetched) -> None:
+    """Link what nobody changes; point at what the user may change, so that a huge folder is not copied."""
+    if fetched.immutable:
+        link_or_copy(source, target)
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    target.symlink_to(source.resolve())
+
+
+def _own_parent(fetched: Fetched) -> list[Any]:
+    """Return the edge to the record of a base that Etude itself made, if it is one."""
+    from etude.lineage.record import Parent
+
+    if not (fetched.folder / LINEAGE_FILE).is_file():
+        return []
+    lineage = load_lineage(fetched.folder)
+    record = lineage.records[lineage.head]
+    return [Parent(name=record.stage, role="weights", record=record.id, model_digest=record.model_digest)]

@@ -1,0 +1,139 @@
+"""The `compare` stage: which base suits this code? A report, not a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
+
+from etude.bench.compare import Candidate, CandidateResult, CompareConfig, measure
+from etude.bench.report import markdown, ranked, table, verdict
+from etude.bench.state_tracking import make_chains
+from etude.data.codebase import Codebase, git_revision, read_codebase
+from etude.errors import UserError
+from etude.files import read_json, whole_file, write_json, write_text
+from etude.lineage import environment
+from etude.lineage.record import LINEAGE_FILE, DataUse, Parent, load_lineage
+from etude.models.bases import resolve
+from etude.run.stage import Job, Outcome
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+RESULTS = "results.json"  # the same on every run
+SPEED = "speed.json"  # not
+
+
+class CompareStage:
+    """Measures candidates on a source tree."""
+
+    version = 1
+    settings = CompareConfig
+    makes_model = False
+
+    def inputs(self, settings: CompareConfig, parent_digest: str | None) -> dict[str, Any]:
+        """Return the code by content, the candidates by identity, and the machine, on which speed depends."""
+        if parent_digest is None and not settings.bases:
+            raise UserError("compare: nothing to compare; set `base` in the recipe or `bases` in [compare]")
+        return {
+            "settings": settings.model_dump(exclude={"on", "bases"}),
+            "code": read_codebase(Path(settings.on)).digest,
+            "bases": [resolve(word).identity() for word in settings.bases],
+            "machine": environment.machine_identity(),
+        }
+
+    def run(self, settings: CompareConfig, job: Job) -> Outcome:
+        """Measure every candidate and write the report."""
+        from etude.models.load import choose_device
+
+        everything = read_codebase(Path(settings.on))
+        code = everything.sample(settings.max_bytes)
+        chains = make_chains(everything, settings.state_tasks, settings.state_diffs, settings.state_chars, job.seed)
+        if len(chains) < settings.state_tasks:
+            job.work.reporter.say(f"compare: only {len(chains)} of {settings.state_tasks} state-tracking tasks can be made from {settings.on}")
+        device = choose_device(settings.device)
+        candidates, parents = _candidates(settings, job, device)
+        results = [measure(candidate, code, chains, settings, job.work, job.seed) for candidate in candidates]
+        _write(results, code, len(everything.files), job.work.folder)
+        best = ranked(results)[0]
+        return Outcome(
+            parents=parents,
+            data=[_data_use(settings.on, code)],
+            device=_device_name(device),
+            summary={"best": best.name, "bits_per_byte": best.bits.bits_per_byte, "candidates": len(results)},
+        )
+
+    def show(self, folder: Path, console: Console) -> None:
+        """Print the table and what it means."""
+        results = load_results(folder)
+        page = (folder / "report.md").read_text(encoding="utf-8")
+        console.print(table(results))
+        for line in page.splitlines():
+            if line.startswith("- "):
+                console.print(line, style="dim", highlight=False, markup=False)
+        console.print(verdict(results), style="bold", highlight=False, markup=False)
+        console.print(f"report: {folder / 'report.md'}, picture: {folder / 'comparison.png'}", highlight=False, soft_wrap=True)
+
+
+def load_results(folder: Path) -> list[CandidateResult]:
+    """Read the results of a finished comparison."""
+    speeds = read_json(folder / SPEED)
+    entries = [{**entry, "speed": speeds[entry["name"]]} for entry in read_json(folder / RESULTS)]
+    return TypeAdapter(list[CandidateResult]).validate_python(entries)
+
+
+def _candidates(settings: CompareConfig, job: Job, device: Any) -> tuple[list[Candidate], list[Parent]]:
+    """Return the candidates, checked, with their places in the family tree: the recipe's own model first."""
+    from etude.models.checkpoint import digest_files, weight_files
+    from etude.models.fetch import fetch
+    from etude.files import digest_of_files
+
+    candidates: list[Candidate] = []
+    parents: list[Parent] = []
+    if job.parent:
+        name = str(job.parent.record.summary.get("base") or job.parent.record.stage)
+        candidates.append(Candidate(name, job.parent.folder, device, None))
+        parents.append(Parent(name=name, role="compared", record=job.parent.record.id, model_digest=job.parent.record.model_digest))
+    for word in settings.bases:
+        base = resolve(word)
+        fetched = fetch(base, job.work.cache, job.work.reporter)
+        name = _unique(base.name, [candidate.name for candidate in candidates])
+        candidates.append(Candidate(name, fetched.folder, device, base.known.licence if base.known else None))
+        digests = digest_files(weight_files(fetched.folder), fetched.folder, job.work.reporter, f"{name}: hashing weights")
+        lineage = load_lineage(fetched.folder) if (fetched.folder / LINEAGE_FILE).is_file() else None
+        digest = digest_of_files({file: found.sha256 for file, found in digests.items()})
+        parents.append(Parent(name=name, role="compared", record=lineage.head if lineage else None, model_digest=digest))
+    return candidates, parents
+
+
+def _unique(name: str, taken: list[str]) -> str:
+    """Return the name, numbered if another candidate has it."""
+    return name if name not in taken else next(f"{name}-{n}" for n in range(2, len(taken) + 3) if f"{name}-{n}" not in taken)
+
+
+def _write(results: list[CandidateResult], code: Codebase, total_files: int, folder: Path) -> None:
+    from etude.bench.plot import draw
+
+    write_json(folder / RESULTS, [result.quality() for result in results])
+    write_json(folder / SPEED, {result.name: result.speed for result in results})
+    write_text(folder / "report.md", markdown(results, code, total_files))
+    with whole_file(folder / "comparison.png") as beside:
+        draw(results, beside)
+
+
+def _data_use(source: str, code: Codebase) -> DataUse:
+    return DataUse(
+        name="code",
+        source=str(Path(source).resolve()),
+        revision=git_revision(Path(source)),
+        digest=code.digest,
+        files=len(code.files),
+        bytes=code.bytes,
+        left_out=code.left_out,
+    )
+
+
+def _device_name(device: Any) -> str:
+    machine = environment.hardware()
+    return machine.accelerators[0] if device.type == "cuda" else f"{machine.cpu}, {machine.cores} cores"

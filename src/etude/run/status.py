@@ -1,0 +1,120 @@
+"""How a run stands, read from its folder alone: works while another process is at it, and after that died."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from etude.errors import UserError
+from etude.files import read_json
+from etude.lineage.record import RECORD_FILE, load_record
+from etude.progress import Task, amount, duration, speed
+from etude.run.folder import PROGRESS, missing_files
+from etude.run.lock import running_owner
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STALE = 30.0  # seconds without news after which a running stage's rate is no longer believed
+
+
+@dataclass(frozen=True)
+class StageStatus:
+    """One line of `etude status`."""
+
+    name: str
+    kind: str
+    state: str  # done, running, stopped, waiting, damaged
+    progress: dict[str, Any] | None
+    summary: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run as it stands."""
+
+    run: str
+    owner: dict[str, Any] | None
+    command: str
+    stages: list[StageStatus]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for a script."""
+        return asdict(self)
+
+
+def run_status(run: Path) -> RunStatus:
+    """Read how a run stands."""
+    try:
+        head = read_json(run / "run.json")
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{str(run)!r} is not the folder of a run (no run.json); runs lie in runs/NAME by default") from None
+    except ValueError:
+        raise UserError(f"{run / 'run.json'} is damaged; run the recipe again, finished stages are kept") from None
+    owner = running_owner(run)
+    stages = [_stage_status(run, stage["name"], stage["kind"], running=owner is not None) for stage in head["stages"]]
+    return RunStatus(str(run), owner, head["command"], stages)
+
+
+def _stage_status(run: Path, name: str, kind: str, *, running: bool) -> StageStatus:
+    works = sorted((run / ".work").glob(f"{name}-*"), key=lambda path: path.stat().st_mtime)
+    works = [work for work in works if not (work / RECORD_FILE).exists()]
+    if works and (running or not (run / name / RECORD_FILE).is_file()):
+        return StageStatus(name, kind, "running" if running else "stopped", _progress(works[-1]), {})
+    if not (run / name / RECORD_FILE).is_file():
+        return StageStatus(name, kind, "waiting", None, {})
+    record = load_record(run / name)
+    if missing_files(run / name, record):
+        return StageStatus(name, kind, "damaged", None, {})
+    return StageStatus(name, kind, "done", None, dict(record.summary))
+
+
+def _progress(work: Path) -> dict[str, Any] | None:
+    try:
+        state: dict[str, Any] = read_json(work / PROGRESS)
+        age = time.time() - (work / PROGRESS).stat().st_mtime
+    except (OSError, ValueError):
+        return None
+    return state | {"age": age}
+
+
+def status_table(status: RunStatus) -> Table:
+    """Draw it for the terminal."""
+    table = Table(title=f"{status.run}: {_owner_line(status)}", title_justify="left")
+    for column in ("stage", "state", "progress", "rate", "time left", "best"):
+        table.add_column(column)
+    colours = {"done": "green", "running": "cyan", "stopped": "yellow", "waiting": "dim", "damaged": "red"}
+    for stage in status.stages:
+        shown = f"[{colours[stage.state]}]{stage.state}[/]"
+        table.add_row(stage.name, shown, *_progress_cells(stage), ", ".join(_metric(*pair) for pair in stage.summary.items()))
+    return table
+
+
+def _owner_line(status: RunStatus) -> str:
+    if status.owner:
+        return f"process {status.owner['pid']} is at work"
+    if all(stage.state == "done" for stage in status.stages):
+        return "done"
+    return f"nobody is at work; continue with: {status.command}"
+
+
+def _progress_cells(stage: StageStatus) -> tuple[str, str, str]:
+    if stage.progress is None:
+        return ("", "", "")
+    known = {field: stage.progress[field] for field in ("label", "total", "unit", "done", "skipped")}
+    task = Task(**known, started=time.monotonic() - stage.progress["seconds"])
+    share = f"{100 * task.done / task.total:.0f}%" if task.total else ""
+    done = f"{task.label}: {amount(task.done, task.unit)} of {amount(task.total, task.unit)} {share}"
+    if stage.state != "running":
+        return (done, "", "")
+    if stage.progress["age"] > STALE:
+        return (done, "", f"no news for {duration(stage.progress['age'])}")
+    left = task.seconds_left
+    return (done, speed(task), duration(left) if left is not None else "")
+
+
+def _metric(name: str, value: Any) -> str:
+    return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
