@@ -71,7 +71,7 @@ class Task:
         """Return the state as one plain line."""
         left = duration(self.seconds_left) + " left" if self.seconds_left is not None else "time left unknown"
         share = f"{100 * self.done / self.total:.0f}%" if self.total else "0%"
-        return f"{self.label}: {amount(self.done, self.unit)} of {amount(self.total, self.unit)} ({share}), {speed(self)}, {left}"
+        return f"{self.label}: {of_total(self)} ({share}), {speed(self)}, {left}"
 
 
 def amount(value: float, unit: str) -> str:
@@ -83,6 +83,12 @@ def amount(value: float, unit: str) -> str:
             return f"{value:.0f} {multiple}" if multiple == "B" else f"{value:.1f} {multiple}"
         value /= 1000
     raise AssertionError
+
+
+def of_total(task: Task) -> str:
+    """Return how much is done of how much."""
+    done = amount(task.done, task.unit).removesuffix(f" {task.unit}") if task.unit != BYTES else amount(task.done, BYTES)
+    return f"{done} of {amount(task.total, task.unit)}"
 
 
 def speed(task: Task) -> str:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from etude.jsonl import MetricsLog
-    from etude.progress import Reporter
+    from etude.progress import Reporter, Task
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Unit:
     size: float = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Work:
     """The surroundings of a stage's work."""
 
@@ -35,6 +35,8 @@ class Work:
     reporter: Reporter
     cache: Path
     check_stop: Callable[[], None]  # raises Interrupted if the user asked to stop
+    _task: Task | None = None
+    _ticked: float = 0.0
 
     def pending(self, label: str, units: Sequence[Unit], unit: str) -> Iterator[Unit]:
         """Yield the units that are not done, showing progress; the body writes each unit's row before the next."""
@@ -44,10 +46,14 @@ class Work:
                     task.skip(each.size)
                     continue
                 self.check_stop()
+                self._task, self._ticked = task, 0.0
                 yield each
                 assert each.key in self.metrics, f"{each.key} was not written to the metrics"
-                task.advance(each.size)
+                task.advance(each.size - self._ticked)
+        self._task = None
 
-    def all_done(self, units: Sequence[Unit]) -> bool:
-        """Whether nothing is left, so that a model need not be loaded."""
-        return all(each.key in self.metrics for each in units)
+    def tick(self, amount: float) -> None:
+        """Say that `amount` of the unit at hand is done: news within long units. The unit itself is still all or nothing."""
+        if self._task is not None:
+            self._ticked += amount
+            self._task.advance(amount)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from etude.bench import perplexity, state_tracking
+from etude.bench.perplexity import BitsResult
+from etude.bench.state_tracking import StateResult
 from etude.errors import UserError
 from etude.lineage.compute import forward_flops
 from etude.lineage.licences import headline_duties, identify, licence_files
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from etude.bench.perplexity import BitsResult
-    from etude.bench.state_tracking import StateResult
     from etude.data.codebase import Codebase
     from etude.data.edits import EditChain
 
@@ -162,26 +162,28 @@ def _measure_state(candidate: Candidate, chains: list[EditChain], work: Work, se
     from etude.inference.generation import write_greedily
 
     def write(prompts: list[list[int]], budget: int) -> list[list[int]]:
-        return write_greedily(candidate.model, candidate.tokeniser, prompts, budget, FENCE)
+        def on_step() -> None:
+            work.tick(len(prompts))
 
-    units = state_tracking.tracking_units(candidate.name, chains)
+        return write_greedily(candidate.model, candidate.tokeniser, prompts, budget, FENCE, on_step)
+
+    units = state_tracking.tracking_units(candidate.name, chains, candidate.tokeniser, candidate.shape.context)
     timer = partial(clock, candidate.device)
-    shape = candidate.shape
-    state_tracking.track(work, candidate.name, units, candidate.tokeniser, shape.compute, shape.context, write, timer)
+    state_tracking.track(work, candidate.name, units, candidate.tokeniser, candidate.shape.compute, write, timer)
     return state_tracking.result(work, candidate.name, chains, seed)
 
 
 def _measure_speed(candidate: Candidate, config: CompareConfig, work: Work) -> dict[str, Any]:
-    from etude.bench.speed import REPEATS, clock, measure_speed
+    from etude.bench.speed import REPEATS, ROUNDS, clock, measure_speed
 
-    unit = Unit(f"{candidate.name}/speed", None)
-    for each in work.pending(f"{candidate.name}: measuring speed", [unit], "measurements"):
+    unit = Unit(f"{candidate.name}/speed", None, ROUNDS)
+    for each in work.pending(f"{candidate.name}: measuring speed", [unit], "rounds"):
         prompt, steps, batch = config.speed_prompt, config.speed_steps, config.speed_batch
         begun = clock(candidate.device)
-        speed = measure_speed(candidate.model, prompt, steps, batch)
+        speed = measure_speed(candidate.model, prompt, steps, batch, lambda: work.tick(1))
         seconds = clock(candidate.device) - begun
-        rounds = REPEATS + 1
         shape = candidate.shape.compute
+        rounds = REPEATS + 1
         work.metrics.put(
             each.key,
             speed=asdict(speed),

@@ -34,6 +34,15 @@ class TokenisedCode:
 
 
 @dataclass(frozen=True)
+class FileBits:
+    """What one file cost: where a model is at a loss, and what two models can be compared on, file by file."""
+
+    path: str
+    bytes: int
+    bits: float
+
+
+@dataclass(frozen=True)
 class BitsResult:
     """Bits per byte of one model on one tree."""
 
@@ -43,6 +52,7 @@ class BitsResult:
     tokens: int
     files: int
     lossy_files: int
+    by_file: list[FileBits]
 
 
 def tokenise(code: Codebase, tokeniser: Any) -> TokenisedCode:
@@ -86,20 +96,30 @@ def score(
 
 def result(work: Work, label: str, code: Codebase, tokens: TokenisedCode, seed: int) -> BitsResult:
     """Add the windows up."""
-    nats = [0.0] * len(code.files)
+    bits = [0.0] * len(code.files)
     scored = 0
     for row in work.metrics.rows(f"{label}/bits/"):
         scored += row["scored"]
-        for index, value in row["nats"].items():
-            nats[int(index)] += value
-    sizes = [float(file.bytes) for file in code.files]
-    interval = ratio_interval(nats, sizes, seed)
+        for index, nats in row["nats"].items():
+            bits[int(index)] += nats / math.log(2)
+    by_file = [FileBits(file.path, file.bytes, cost) for file, cost in zip(code.files, bits, strict=True)]
     scored_bytes = code.bytes - tokens.unscored_bytes
     return BitsResult(
-        bits_per_byte=sum(nats) / math.log(2) / scored_bytes,
-        interval=(interval[0] / math.log(2), interval[1] / math.log(2)) if interval else None,
+        bits_per_byte=sum(bits) / scored_bytes,
+        interval=ratio_interval(bits, [file.bytes for file in by_file], seed),
         bytes=scored_bytes,
         tokens=scored,
         files=len(code.files),
         lossy_files=tokens.lossy_files,
+        by_file=by_file,
     )
+
+
+def difference(worse: BitsResult, better: BitsResult, seed: int) -> tuple[float, tuple[float, float] | None]:
+    """Return by how many bits per byte one model is behind, and the 95% interval, drawing files seen by both.
+
+    Pairing by file takes out what both find hard, so it tells models apart that their own intervals do not.
+    """
+    gaps = [a.bits - b.bits for a, b in zip(worse.by_file, better.by_file, strict=True)]
+    sizes = [file.bytes for file in better.by_file]
+    return sum(gaps) / sum(sizes), ratio_interval(gaps, sizes, seed)

@@ -29,9 +29,8 @@ def draw(results: Sequence[CandidateResult], path: Path) -> None:
         if order[0].state:
             states = [r.state for r in order if r.state]
             values = [state.distance_per_character for state in states]
-            _bars(axes[1], order, values, "state: edits per character (lower is better)", [state.interval for state in states])
-            axes[1].axvline(states[0].copying_per_character, color="#888888", linestyle="--", linewidth=1)
-            axes[1].annotate("copying", (states[0].copying_per_character, -0.45), color="#666666", fontsize=8, ha="center", va="bottom")
+            _bars(axes[1], order, values, "state: edits per character (lower is better; dashed: copying)", [state.interval for state in states])
+            axes[1].axvline(states[0].copying_per_character, color="#d08020", linestyle="--", linewidth=1.5)
         speeds = [r.speed["decode_single"] for r in order]
         _bars(axes[-1], order, speeds, "writing, tokens/s, one sequence (higher is better)", [None] * len(order))
         axes[0].invert_yaxis()

@@ -6,13 +6,17 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from etude.bench.perplexity import difference
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from etude.bench.compare import CandidateResult
     from etude.data.codebase import Codebase
 
-COLUMNS = ("base", "parameters", "bits/byte ↓", "state ↓", "read tok/s", "write tok/s", "memory", "context", "licence")
+ROWS = (
+    "parameters", "bits/byte ↓", "state ↓", "reads, tokens/s ↑", "writes, tokens/s ↑", "memory ↓", "context", "licence",
+)  # fmt: skip
 
 
 def human(count: float) -> str:
@@ -23,9 +27,9 @@ def human(count: float) -> str:
     return f"{count:.0f}"
 
 
-def rows(results: Sequence[CandidateResult]) -> list[tuple[str, ...]]:
-    """Return the cells of the table, best bits per byte first."""
-    return [_row(result) for result in ranked(results)]
+def columns(results: Sequence[CandidateResult]) -> dict[str, tuple[str, ...]]:
+    """Return the cells of the table by candidate, best bits per byte first; one cell for each of ROWS."""
+    return {result.name: _cells(result) for result in ranked(results)}
 
 
 def ranked(results: Sequence[CandidateResult]) -> list[CandidateResult]:
@@ -33,11 +37,10 @@ def ranked(results: Sequence[CandidateResult]) -> list[CandidateResult]:
     return sorted(results, key=lambda result: result.bits.bits_per_byte)
 
 
-def _row(result: CandidateResult) -> tuple[str, ...]:
+def _cells(result: CandidateResult) -> tuple[str, ...]:
     active = f" ({human(result.active_parameters)} active)" if result.active_parameters != result.parameters else ""
     speed = result.speed
     return (
-        result.name,
         human(result.parameters) + active,
         _with_interval(result.bits.bits_per_byte, result.bits.interval),
         _with_interval(result.state.distance_per_character, result.state.interval) if result.state else "–",
@@ -54,12 +57,14 @@ def _with_interval(value: float, interval: tuple[float, float] | None) -> str:
 
 
 def table(results: Sequence[CandidateResult]) -> Table:
-    """Return the table for the terminal."""
+    """Return the table for the terminal: a column a candidate, so that a few fit into eighty characters."""
+    found = columns(results)
     drawn = Table(title="Candidates on your code", title_justify="left")
-    for index, column in enumerate(COLUMNS):
-        drawn.add_column(column, justify="left" if index in {0, len(COLUMNS) - 1} else "right")
-    for cells in rows(results):
-        drawn.add_row(*cells)
+    drawn.add_column("")
+    for name in found:
+        drawn.add_column(name, justify="right", overflow="fold")
+    for title, *cells in zip(ROWS, *found.values(), strict=True):
+        drawn.add_row(title, *cells)
     return drawn
 
 
@@ -71,9 +76,12 @@ def legend(results: Sequence[CandidateResult], code: Codebase, total_files: int)
         f"of {code.root}; in brackets a 95% interval over files.",
     ]
     if first.state:
+        copying = first.state.copying_per_character
+        better = [result.name for result in results if result.state and result.state.distance_per_character < copying]
+        beaten = "" if better else ", and no candidate does better than that"
         lines.append(
             f"state: edit distance per character of a file written out after a chain of edits, {first.state.tasks} tasks "
-            f"({first.state.from_git} from git history); copying the unchanged file scores {first.state.copying_per_character:.3f}."
+            f"({first.state.from_git} from git history); copying the unchanged file scores {copying:.3f}{beaten}."
         )
     speed = first.speed
     lines.append(
@@ -97,18 +105,21 @@ def verdict(results: Sequence[CandidateResult]) -> str:
     if len(order) == 1:
         return f"{best.name}: {best.bits.bits_per_byte:.3f} bits per byte."
     second = order[1]
-    sure = best.bits.interval and second.bits.interval and best.bits.interval[1] < second.bits.interval[0]
-    word = "predicts this code best" if sure else "is ahead, within the noise of this sample,"
+    behind, interval = difference(second.bits, best.bits, seed=0)
+    sure = interval is not None and interval[0] > 0
+    word = "predicts this code best" if sure else "is ahead, but within the noise of this sample"
+    spread = f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else ""
     return (
-        f"{best.name} {word} at {best.bits.bits_per_byte:.3f} bits per byte; next is {second.name} "
-        f"at {second.bits.bits_per_byte:.3f}."
+        f"{best.name} {word}: {best.bits.bits_per_byte:.3f} bits per byte; next is {second.name}, "
+        f"{behind:.3f}{spread} behind, file by file."
     )
 
 
 def markdown(results: Sequence[CandidateResult], code: Codebase, total_files: int) -> str:
     """Return the whole comparison as a Markdown page."""
     lines = ["# Which base for this code?", "", verdict(results), ""]
-    lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in rows(results)]
+    found = columns(results)
+    lines += ["| | " + " | ".join(found) + " |", "|" + "---|" * (len(found) + 1)]
+    lines += ["| " + " | ".join(cells) + " |" for cells in zip(ROWS, *found.values(), strict=True)]
     lines += ["", *(f"- {line}" for line in legend(results, code, total_files)), "", "![comparison](comparison.png)", ""]
     return "\n".join(lines)

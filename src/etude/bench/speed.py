@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 REPEATS = 3
+ROUNDS = 3 * (REPEATS + 1)  # calls of `on_round`: three measurements, each with a round to warm up
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,12 @@ class SpeedResult:
 
 
 @torch.inference_mode()
-def measure_speed(model: Any, prompt: int, steps: int, batch: int) -> SpeedResult:
-    """Measure one model."""
+def measure_speed(model: Any, prompt: int, steps: int, batch: int, on_round: Callable[[], object]) -> SpeedResult:
+    """Measure one model; `on_round` is called ROUNDS times, for a progress bar."""
     _reset_peak(model.device)
-    prefill = _median_seconds(lambda: model(_ids(model, 1, prompt), use_cache=False, logits_to_keep=1), model.device)
-    single = _decode_seconds(model, prompt, steps, 1)
-    several = _decode_seconds(model, prompt, steps, batch)
+    prefill = _median(lambda: _prefill_seconds(model, prompt), on_round)
+    single = _median(lambda: _decode_seconds(model, prompt, steps, 1), on_round)
+    several = _median(lambda: _decode_seconds(model, prompt, steps, batch), on_round)
     peak, whose = _peak(model.device)
     return SpeedResult(
         prefill=prompt / prefill,
@@ -57,27 +58,30 @@ def measure_speed(model: Any, prompt: int, steps: int, batch: int) -> SpeedResul
     )
 
 
+def _prefill_seconds(model: Any, prompt: int) -> float:
+    ids = _ids(model, 1, prompt)
+    begun = clock(model.device)
+    model(ids, use_cache=False, logits_to_keep=1)
+    return clock(model.device) - begun
+
+
 def _decode_seconds(model: Any, prompt: int, steps: int, batch: int) -> float:
-    """Return the median time of `steps` greedy steps after a prompt that is already in the cache."""
-    samples = []
-    for repeat in range(REPEATS + 1):
-        output = model(_ids(model, batch, prompt), use_cache=True, logits_to_keep=1)
-        begun = clock(model.device)
-        for _ in range(steps):
-            following = output.logits[:, -1].argmax(-1, keepdim=True)
-            output = model(following, past_key_values=output.past_key_values, use_cache=True, logits_to_keep=1)
-        if repeat:
-            samples.append(clock(model.device) - begun)
-    return statistics.median(samples)
+    """Return the time of `steps` greedy steps after a prompt that is already in the cache."""
+    output = model(_ids(model, batch, prompt), use_cache=True, logits_to_keep=1)
+    begun = clock(model.device)
+    for _ in range(steps):
+        following = output.logits[:, -1].argmax(-1, keepdim=True)
+        output = model(following, past_key_values=output.past_key_values, use_cache=True, logits_to_keep=1)
+    return clock(model.device) - begun
 
 
-def _median_seconds(work: Callable[[], object], device: torch.device) -> float:
+def _median(measurement: Callable[[], float], on_round: Callable[[], object]) -> float:
     samples = []
     for repeat in range(REPEATS + 1):
-        begun = clock(device)
-        work()
+        seconds = measurement()
+        on_round()
         if repeat:
-            samples.append(clock(device) - begun)
+            samples.append(seconds)
     return statistics.median(samples)
 
 

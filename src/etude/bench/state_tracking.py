@@ -63,37 +63,53 @@ def written_file(text: str) -> str:
     return text.partition(FENCE)[0]
 
 
-def tracking_units(label: str, chains: Sequence[EditChain]) -> list[Unit]:
-    """Return one unit of work per batch of tasks."""
-    starts = range(0, len(chains), BATCH)
-    return [Unit(f"{label}/state/{start:04d}", chains[start : start + BATCH], len(chains[start : start + BATCH])) for start in starts]
+@dataclass(frozen=True)
+class Batch:
+    """Tasks that are written together, as tokens."""
+
+    chains: Sequence[EditChain]
+    prompts: list[list[int]]
+    budget: int  # tokens each may write
+
+
+def tracking_units(label: str, chains: Sequence[EditChain], tokeniser: Any, context: int) -> list[Unit]:
+    """Return one unit of work per batch of tasks, sized by the tokens it may write."""
+    units = []
+    for start in range(0, len(chains), BATCH):
+        batch = _batch(chains[start : start + BATCH], tokeniser)
+        needed = max(len(ids) for ids in batch.prompts) + batch.budget
+        if needed > context:
+            raise UserError(
+                f"a state-tracking task needs {needed} tokens, but {label} has a context of {context}; "
+                "lower compare.state_chars or compare.state_diffs"
+            )
+        units.append(Unit(f"{label}/state/{start:04d}", batch, batch.budget * len(batch.chains)))
+    return units
+
+
+def _batch(chains: Sequence[EditChain], tokeniser: Any) -> Batch:
+    longest = max(len(_ids(tokeniser, chain.versions[-1])) for chain in chains)
+    return Batch(chains, [_ids(tokeniser, prompt(chain)) for chain in chains], int(ROOM * longest) + 8)
 
 
 def track(
-    work: Work, label: str, units: list[Unit], tokeniser: Any, shape: ComputeShape, context: int,
+    work: Work, label: str, units: list[Unit], tokeniser: Any, shape: ComputeShape,
     write: Callable[[list[list[int]], int], list[list[int]]], clock: Callable[[], float],
 ) -> None:  # fmt: skip
     """Let the model write the files that are not yet written; one metrics row a batch, what it wrote included."""
-    for unit in work.pending(f"{label}: tracking state", units, "files"):
-        chains: Sequence[EditChain] = unit.item
-        prompts = [_ids(tokeniser, prompt(chain)) for chain in chains]
-        budget = int(ROOM * max(len(_ids(tokeniser, chain.versions[-1])) for chain in chains)) + 8
-        longest = max(len(ids) for ids in prompts)
-        if longest + budget > context:
-            raise UserError(
-                f"a state-tracking task needs {longest + budget} tokens, but {label} has a context of {context}; "
-                "lower compare.state_chars or compare.state_diffs"
-            )
+    for unit in work.pending(f"{label}: tracking state", units, "tokens"):
+        batch: Batch = unit.item
         begun = clock()
-        written = write(prompts, budget)
+        written = write(batch.prompts, batch.budget)
         seconds = clock() - begun
         files = [written_file(tokeniser.decode(ids)) for ids in written]
+        lengths = [len(read) + len(wrote) for read, wrote in zip(batch.prompts, written, strict=True)]
         work.metrics.put(
             unit.key,
             written=files,
-            distances=[Levenshtein.distance(file, chain.versions[-1]) for file, chain in zip(files, chains, strict=True)],
-            tokens=sum(len(p) + len(w) for p, w in zip(prompts, written, strict=True)),
-            flops=sum(forward_flops(shape, len(p) + len(w)) for p, w in zip(prompts, written, strict=True)),
+            distances=[Levenshtein.distance(file, chain.versions[-1]) for file, chain in zip(files, batch.chains, strict=True)],
+            tokens=sum(lengths),
+            flops=sum(forward_flops(shape, length) for length in lengths),
             device_seconds=round(seconds, 4),
         )
 

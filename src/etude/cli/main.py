@@ -279,7 +279,7 @@ def lineage_show(
     if as_json:
         _print_json(lineage.model_dump(mode="json"))
         return
-    Console(highlight=False, soft_wrap=True).print(render(lineage, str(folder)))
+    typer.echo("\n".join(render(lineage, str(folder))))
     if verify:
         typer.echo("the weights agree with the record")
 

@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig, StoppingCriteria
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 TAIL = 8  # tokens looked at for the stop text
 
@@ -16,19 +16,23 @@ TAIL = 8  # tokens looked at for the stop text
 class _WroteStop(StoppingCriteria):
     """A row is done once its last few tokens hold the stop text."""
 
-    def __init__(self, tokeniser: Any, stop: str, prompt_length: int) -> None:
-        self.tokeniser, self.stop, self.prompt_length = tokeniser, stop, prompt_length
+    def __init__(self, tokeniser: Any, stop: str, prompt_length: int, on_step: Callable[[], object]) -> None:
+        self.tokeniser, self.stop, self.prompt_length, self.on_step = tokeniser, stop, prompt_length, on_step
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:  # noqa: ARG002 - their signature
+        self.on_step()
         written = input_ids[:, max(self.prompt_length, input_ids.shape[1] - TAIL) :]
         texts = self.tokeniser.batch_decode(written)
         return torch.tensor([self.stop in text for text in texts], device=input_ids.device)
 
 
 @torch.inference_mode()
-def write_greedily(model: Any, tokeniser: Any, prompts: Sequence[Sequence[int]], budget: int, stop: str) -> list[list[int]]:
+def write_greedily(
+    model: Any, tokeniser: Any, prompts: Sequence[Sequence[int]], budget: int, stop: str, on_step: Callable[[], object]
+) -> list[list[int]]:
     """Return what the model writes after each prompt, as tokens; the stop text may be at its end.
 
+    `on_step` is called after every step, at most `budget` times.
     Prompts are padded on the left to one length, with an attention mask, and go through the model together.
     """
     length = max(len(prompt) for prompt in prompts)
@@ -42,7 +46,7 @@ def write_greedily(model: Any, tokeniser: Any, prompts: Sequence[Sequence[int]],
         torch.tensor(rows, device=model.device),
         attention_mask=torch.tensor(masks, device=model.device),
         generation_config=settings,
-        stopping_criteria=[_WroteStop(tokeniser, stop, length)],
+        stopping_criteria=[_WroteStop(tokeniser, stop, length, on_step)],
     )
     return [_until_end(row[length:], pad, tokeniser.eos_token_id) for row in written.tolist()]
 

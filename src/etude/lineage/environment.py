@@ -40,10 +40,10 @@ class Hardware(BaseModel):
 
 def code() -> Code:
     """Describe this copy of Etude."""
-    folder = Path(__file__).resolve().parent
+    folder = Path(etude.__file__).resolve().parent
     revision = _git(folder, "rev-parse", "HEAD")
     # A package installed under somebody else's repository (a venv inside a checkout) is not that repository's code.
-    if revision is None or _git(folder, "ls-files", "--error-unmatch", Path(__file__).name) is None:
+    if revision is None or _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
         return Code(etude=etude.__version__, revision=None, dirty=None)
     return Code(etude=etude.__version__, revision=revision, dirty=bool(_git(folder, "status", "--porcelain", "--", ".")))
 

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.text import Text
-from rich.tree import Tree
-
 from etude.errors import UserError
 from etude.files import sha256_file
 from etude.lineage.record import LINEAGE_FILE, Lineage, Record, load_lineage
@@ -46,26 +43,30 @@ def changed_weights(model_folder: Path, record: Record, reporter: Reporter) -> l
     return wrong + [f"{name} is in no record" for name in sorted(unknown)]
 
 
-def render(lineage: Lineage, title: str) -> Tree:
-    """Draw the tree, the model first, its ancestors below it."""
-    tree = Tree(Text(title, style="bold"))
-    _add(tree, lineage, lineage.head, role="weights")
-    return tree
+def render(lineage: Lineage, title: str) -> list[str]:
+    """Draw the tree as lines, the model first, its ancestors below it."""
+    return [title, *_branch(lineage, lineage.head, "weights", "")]
 
 
-def _add(tree: Tree, lineage: Lineage, record_id: str, role: str) -> None:
+def _branch(lineage: Lineage, record_id: str, role: str, indent: str) -> list[str]:
+    """Return the lines of one record and of its parents, which stand below and further in."""
     record = lineage.records[record_id]
-    branch = tree.add(Text("\n".join(describe(record, role))))
+    first, *rest = describe(record, role)
+    inside = f"{indent}   "
+    lines = [f"{indent}└─ {first}", *(f"{inside}{line}" for line in rest)]
     for parent in record.parents:
         if parent.record in lineage.records:
-            _add(branch, lineage, parent.record, parent.role)
+            lines += _branch(lineage, parent.record, parent.role, inside)
         else:
-            branch.add(Text(f"{parent.name} ({parent.role}); weights {parent.model_digest[:12]}; it carries no record"))
+            lines.append(f"{inside}└─ {parent.name} ({parent.role}): weights {parent.model_digest[:12]}, it carries no record")
+    return lines
 
 
 def describe(record: Record, role: str) -> list[str]:
     """Return what a person wants to know of a record, a line each."""
-    kept = record.code.revision[:12] + (" with uncommitted changes" if record.code.dirty else "") if record.code.revision else "installed"
+    revision = record.code.revision
+    changes = " with uncommitted changes" if record.code.dirty else ""
+    kept = f"revision {revision[:12]}{changes}" if revision else "revision not recorded"
     lines = [
         f"{record.stage} ({record.kind}, {role})  record {record.id[:12]}, {record.finished}",
         f"weights {record.model_digest[:12]} in {len(record.weights)} file(s), "

@@ -16,6 +16,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from etude.errors import UserError, nearest
+from etude.files import sha256_file
 
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?")
 CONVERTER_VERSION = 1  # part of a converted base's identity: raise it when the conversion gives other bytes
@@ -88,7 +89,7 @@ class Base:
         if self.place == "hub":
             return {"hub": self.where, "revision": self.revision or "main"}
         if self.place == "shipped":
-            return {"shipped": self.name, "files": [[p.name, p.stat().st_size] for p in sorted(self.folder.iterdir())]}
+            return {"shipped": {path.name: sha256_file(path) for path in sorted(self.folder.iterdir())}}
         files = [path for path in sorted(self.folder.iterdir()) if path.is_file()]
         return {"files": [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]}
 

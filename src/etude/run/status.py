@@ -11,7 +11,7 @@ from rich.table import Table
 from etude.errors import UserError
 from etude.files import read_json
 from etude.lineage.record import RECORD_FILE, load_record
-from etude.progress import Task, amount, duration, speed
+from etude.progress import Task, duration, of_total, speed
 from etude.run.folder import PROGRESS, missing_files
 from etude.run.lock import running_owner
 
@@ -107,7 +107,7 @@ def _progress_cells(stage: StageStatus) -> tuple[str, str, str]:
     known = {field: stage.progress[field] for field in ("label", "total", "unit", "done", "skipped")}
     task = Task(**known, started=time.monotonic() - stage.progress["seconds"])
     share = f"{100 * task.done / task.total:.0f}%" if task.total else ""
-    done = f"{task.label}: {amount(task.done, task.unit)} of {amount(task.total, task.unit)} {share}"
+    done = f"{task.label}: {of_total(task)} {share}"
     if stage.state != "running":
         return (done, "", "")
     if stage.progress["age"] > STALE:
