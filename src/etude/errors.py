@@ -45,9 +45,13 @@ STORAGE_TROUBLE = {
 }
 
 
-def storage_error(error: OSError) -> UserError | None:
-    """Translate an operating-system error that a user can put right; None for any other."""
+def storage_error(error: OSError, working_in: str = "") -> UserError | None:
+    """Translate an operating-system error that a user can put right; None for any other.
+
+    The system names the file only when it was opened, not when it was written to: then `working_in` is named.
+    """
     advice = STORAGE_TROUBLE.get(error.errno or 0)
     if advice is None:
         return None
-    return UserError(f"cannot write {error.filename or 'a file'}: {advice}")
+    where = error.filename or working_in
+    return UserError(f"cannot write{f' {where}' if where else ''}: {advice}")

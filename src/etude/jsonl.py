@@ -74,7 +74,7 @@ class MetricsLog:
 
     def total(self, field: str) -> float:
         """Return the sum of a field over all rows that have it."""
-        return sum(row.get(field, 0) for row in self._rows.values())
+        return float(sum(row.get(field, 0) for row in self._rows.values()))
 
     def put(self, key: str, **values: Any) -> Row:
         """Append one row. A key is written once."""

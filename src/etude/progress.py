@@ -87,7 +87,9 @@ def amount(value: float, unit: str) -> str:
 
 def of_total(task: Task) -> str:
     """Return how much is done of how much."""
-    done = amount(task.done, task.unit).removesuffix(f" {task.unit}") if task.unit != BYTES else amount(task.done, BYTES)
+    done = (
+        amount(task.done, task.unit).removesuffix(f" {task.unit}") if task.unit != BYTES else amount(task.done, BYTES)
+    )
     return f"{done} of {amount(task.total, task.unit)}"
 
 
@@ -95,7 +97,7 @@ def speed(task: Task) -> str:
     """Return the rate in a form that reads well, slow tasks included."""
     if task.unit == BYTES:
         return amount(task.rate, BYTES) + "/s"
-    return f"{task.rate:.1f} {task.unit}/s" if task.rate < 100 else f"{task.rate:,.0f} {task.unit}/s"  # noqa: PLR2004
+    return f"{task.rate:.1f} {task.unit}/s" if task.rate < 100 else f"{task.rate:,.0f} {task.unit}/s"
 
 
 def duration(seconds: float) -> str:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from etude.bench import perplexity, state_tracking
-from etude.bench.perplexity import BitsResult
-from etude.bench.state_tracking import StateResult
+from etude.bench.perplexity import BitsResult  # noqa: TC001 - read back by pydantic
+from etude.bench.state_tracking import StateResult  # noqa: TC001
 from etude.errors import UserError
 from etude.lineage.compute import forward_flops
 from etude.lineage.licences import headline_duties, identify, licence_files
@@ -111,7 +111,14 @@ def _licence(folder: Path, listed: str | None) -> tuple[str, list[str]]:
     return ("unknown text" if found else "no licence file"), headline_duties(None)
 
 
-def measure(candidate: Candidate, code: Codebase, chains: list[EditChain], config: CompareConfig, work: Work, seed: int) -> CandidateResult:
+def measure(
+    candidate: Candidate,
+    code: Codebase,
+    chains: list[EditChain],
+    config: CompareConfig,
+    work: Work,
+    seed: int,
+) -> CandidateResult:
     """Measure one candidate, taking up where an earlier session stopped."""
     if config.window > candidate.shape.context:
         raise UserError(
@@ -165,7 +172,7 @@ def _measure_state(candidate: Candidate, chains: list[EditChain], work: Work, se
         def on_step() -> None:
             work.tick(len(prompts))
 
-        return write_greedily(candidate.model, candidate.tokeniser, prompts, budget, FENCE, on_step)
+        return list(write_greedily(candidate.model, candidate.tokeniser, prompts, budget, FENCE, on_step))
 
     units = state_tracking.tracking_units(candidate.name, chains, candidate.tokeniser, candidate.shape.context)
     timer = partial(clock, candidate.device)

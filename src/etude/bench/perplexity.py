@@ -72,7 +72,9 @@ def tokenise(code: Codebase, tokeniser: Any) -> TokenisedCode:
 
 def scoring_units(label: str, windows: list[Window]) -> list[Unit]:
     """Return one unit of work per window."""
-    return [Unit(f"{label}/bits/{index:06d}", window, window.end - window.start) for index, window in enumerate(windows)]
+    return [
+        Unit(f"{label}/bits/{index:06d}", window, window.end - window.start) for index, window in enumerate(windows)
+    ]
 
 
 def score(
@@ -91,7 +93,14 @@ def score(
             nats[name] = nats.get(name, 0.0) + nll
         length = window.end - window.start
         flops = forward_flops(shape, length)
-        work.metrics.put(unit.key, nats=nats, scored=len(nlls), tokens=length, flops=flops, device_seconds=round(seconds, 4))
+        work.metrics.put(
+            unit.key,
+            nats=nats,
+            scored=len(nlls),
+            tokens=length,
+            flops=flops,
+            device_seconds=round(seconds, 4),
+        )
 
 
 def result(work: Work, label: str, code: Codebase, tokens: TokenisedCode, seed: int) -> BitsResult:

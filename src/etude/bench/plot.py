@@ -25,11 +25,23 @@ def draw(results: Sequence[CandidateResult], path: Path) -> None:
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(4.0 * panels, 1.2 + 0.55 * len(order)), layout="constrained")
         axes = figure.subplots(1, panels, sharey=True)
-        _bars(axes[0], order, [r.bits.bits_per_byte for r in order], "bits per byte (lower is better)", [r.bits.interval for r in order])
+        _bars(
+            axes[0],
+            order,
+            [r.bits.bits_per_byte for r in order],
+            "bits per byte (lower is better)",
+            [r.bits.interval for r in order],
+        )
         if order[0].state:
             states = [r.state for r in order if r.state]
             values = [state.distance_per_character for state in states]
-            _bars(axes[1], order, values, "state: edits per character (lower is better; dashed: copying)", [state.interval for state in states])
+            _bars(
+                axes[1],
+                order,
+                values,
+                "state: edits per character (lower is better; dashed: copying)",
+                [state.interval for state in states],
+            )
             axes[1].axvline(states[0].copying_per_character, color="#d08020", linestyle="--", linewidth=1.5)
         speeds = [r.speed["decode_single"] for r in order]
         _bars(axes[-1], order, speeds, "writing, tokens/s, one sequence (higher is better)", [None] * len(order))
@@ -38,7 +50,11 @@ def draw(results: Sequence[CandidateResult], path: Path) -> None:
 
 
 def _bars(
-    axis: Any, order: Sequence[CandidateResult], values: list[float], title: str, intervals: list[tuple[float, float] | None]
+    axis: Any,
+    order: Sequence[CandidateResult],
+    values: list[float],
+    title: str,
+    intervals: list[tuple[float, float] | None],
 ) -> None:
     places = list(range(len(order)))
     axis.barh(places, values, color=COLOUR, height=0.6)

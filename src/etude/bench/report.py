@@ -121,5 +121,11 @@ def markdown(results: Sequence[CandidateResult], code: Codebase, total_files: in
     found = columns(results)
     lines += ["| | " + " | ".join(found) + " |", "|" + "---|" * (len(found) + 1)]
     lines += ["| " + " | ".join(cells) + " |" for cells in zip(ROWS, *found.values(), strict=True)]
-    lines += ["", *(f"- {line}" for line in legend(results, code, total_files)), "", "![comparison](comparison.png)", ""]
+    lines += [
+        "",
+        *(f"- {line}" for line in legend(results, code, total_files)),
+        "",
+        "![comparison](comparison.png)",
+        "",
+    ]
     return "\n".join(lines)

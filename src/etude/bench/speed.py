@@ -38,7 +38,7 @@ class SpeedResult:
     peak_of: str  # whose peak it is: the process's, or the GPU allocator's
 
 
-@torch.inference_mode()
+@torch.inference_mode()  # type: ignore[untyped-decorator]
 def measure_speed(model: Any, prompt: int, steps: int, batch: int, on_round: Callable[[], object]) -> SpeedResult:
     """Measure one model; `on_round` is called ROUNDS times, for a progress bar."""
     _reset_peak(model.device)

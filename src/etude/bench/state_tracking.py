@@ -107,7 +107,9 @@ def track(
         work.metrics.put(
             unit.key,
             written=files,
-            distances=[Levenshtein.distance(file, chain.versions[-1]) for file, chain in zip(files, batch.chains, strict=True)],
+            distances=[
+                Levenshtein.distance(file, chain.versions[-1]) for file, chain in zip(files, batch.chains, strict=True)
+            ],
             tokens=sum(lengths),
             flops=sum(forward_flops(shape, length) for length in lengths),
             device_seconds=round(seconds, 4),

@@ -14,7 +14,7 @@ RESAMPLES = 2000
 
 def ratio_interval(parts: Sequence[float], wholes: Sequence[float], seed: int) -> tuple[float, float] | None:
     """Return the 95% bootstrap interval of sum(parts) / sum(wholes), drawing pairs; None for fewer than two pairs."""
-    if len(parts) < 2:  # noqa: PLR2004 - one observation says nothing of spread
+    if len(parts) < 2:
         return None
     numerators, denominators = np.asarray(parts, dtype=float), np.asarray(wholes, dtype=float)
     draws = np.random.default_rng(seed).integers(0, len(parts), size=(RESAMPLES, len(parts)))

@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from etude.run.runner import Runner, Step
 
 app = typer.Typer(
-    help="From an open base model to your own coding agent: one recipe, every stage measured, the family tree included.",
-    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich", context_settings={"help_option_names": ["-h", "--help"]},
-)  # fmt: skip
+    help="From an open base model to your own coding agent: one recipe, all measured, the family tree included.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 lineage_app = typer.Typer(help="What a model was made from.", no_args_is_help=True)
 app.add_typer(lineage_app, name="lineage")
 
@@ -82,7 +84,7 @@ def _version(*, wanted: bool) -> None:
 
 @app.callback()
 def _top(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,  # noqa: FBT002
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
 ) -> None:
     _version(wanted=version)
 
@@ -99,13 +101,17 @@ def _cache(folder: Path | None) -> Path:
 
 @app.command(epilog="Example: etude run recipes/quickstart.toml --set compare.max_bytes=200000")
 def run(
-    recipes: Annotated[list[Path], typer.Argument(help="Recipe files; later ones change single settings of earlier ones.")],
-    change: Annotated[list[str] | None, typer.Option("--set", help="stage.key=value; may be given several times.")] = None,
+    recipes: Annotated[
+        list[Path], typer.Argument(help="Recipe files; later ones change single settings of earlier ones.")
+    ],
+    change: Annotated[
+        list[str] | None, typer.Option("--set", help="stage.key=value; may be given several times.")
+    ] = None,
     out: OutFolder = None,
     until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and what would run.")] = False,  # noqa: FBT002
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and what would run.")] = False,
     cache: CacheFolder = None,
-    as_json: AsJson = False,  # noqa: FBT002
+    as_json: AsJson = False,
 ) -> None:
     """Run a recipe. What is finished is kept; what was interrupted goes on where it stopped."""
     from etude.recipe.load import load_recipe
@@ -115,7 +121,9 @@ def run(
     _run(recipe, out, cache, until=until, dry_run=dry_run, as_json=as_json)
 
 
-def _run(recipe: Recipe, out: Path | None, cache: Path | None, *, until: str | None, dry_run: bool, as_json: bool) -> None:
+def _run(
+    recipe: Recipe, out: Path | None, cache: Path | None, *, until: str | None, dry_run: bool, as_json: bool
+) -> None:
     from etude.run.folder import RunFolder
     from etude.run.interrupt import StopRequest
     from etude.run.runner import Runner, command_line
@@ -134,6 +142,8 @@ def _run(recipe: Recipe, out: Path | None, cache: Path | None, *, until: str | N
         except Interrupted as interruption:
             reporter.say(f"stopped; all finished steps are kept in {folder}. Go on with:\n  {command_line()}")
             raise typer.Exit(128 + interruption.signal_number) from None
+        except OSError as error:
+            raise storage_error(error, f"in {folder}") or error from error
     _print_outcome(steps, folder, as_json=as_json)
 
 
@@ -141,10 +151,29 @@ def _print_plan(runner: Runner, recipe: Recipe, *, as_json: bool) -> None:
     from etude.recipe.recipe import as_toml
 
     steps = runner.plan(recipe)
-    words = {"kept": "is finished, would be kept", "finish": "is finished, would be published", "reuse": "would be reused", "run": "would run"}
+    words = {
+        "kept": "is finished, would be kept",
+        "finish": "is finished, would be published",
+        "reuse": "would be reused",
+        "run": "would run",
+    }
     if as_json:
-        listed = [{"stage": step.entry.name, "action": step.action, "from": str(step.source) if step.source else None} for step in steps]
-        _print_json({"recipe": recipe.resolved(), "hash": recipe.hash, "folder": str(runner.folder.path), "steps": listed})
+        listed = [
+            {
+                "stage": step.entry.name,
+                "action": step.action,
+                "from": str(step.source) if step.source else None,
+            }
+            for step in steps
+        ]
+        _print_json(
+            {
+                "recipe": recipe.resolved(),
+                "hash": recipe.hash,
+                "folder": str(runner.folder.path),
+                "steps": listed,
+            }
+        )
         return
     typer.echo(f"# resolved recipe {recipe.hash[:12]}, to run in {runner.folder.path}\n{as_toml(recipe)}")
     for step in steps:
@@ -157,7 +186,13 @@ def _print_outcome(steps: list[Step], folder: Path, *, as_json: bool) -> None:
 
     if as_json:
         records = {step.entry.name: load_record(folder / step.entry.name).model_dump(mode="json") for step in steps}
-        _print_json({"folder": str(folder), "steps": {step.entry.name: step.action for step in steps}, "records": records})
+        _print_json(
+            {
+                "folder": str(folder),
+                "steps": {step.entry.name: step.action for step in steps},
+                "records": records,
+            }
+        )
         return
     console = Console()
     for step in steps:
@@ -170,10 +205,13 @@ def _print_outcome(steps: list[Step], folder: Path, *, as_json: bool) -> None:
 def compare(
     bases: Annotated[list[str], typer.Argument(help="Known names, folders or hub ids.")],
     on: Annotated[str, typer.Option(help="Folder with your code.")],
-    change: Annotated[list[str] | None, typer.Option("--set", help="A setting of the comparison: window=2048, max_bytes=0, …")] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A setting of the comparison: window=2048, max_bytes=0, …"),
+    ] = None,
     out: OutFolder = None,
     cache: CacheFolder = None,
-    as_json: AsJson = False,  # noqa: FBT002
+    as_json: AsJson = False,
 ) -> None:
     """Choose a base: bits per byte, state tracking, speed, memory and licence of each candidate on your code."""
     from etude.recipe.load import Layer, check, parse_change
@@ -182,15 +220,18 @@ def compare(
     name = f"compare-{Path(on).expanduser().resolve().name or 'code'}"
     table = {"name": "".join(c if c.isalnum() or c in "._-" else "-" for c in name), "stages": ["compare"],
              "compare": {"on": str(Path(on).expanduser()), "bases": bases}}  # fmt: skip
-    recipe = check([Layer("etude compare", table), *(parse_change(f"compare.{each}") for each in change or [])], stage_settings())
+    recipe = check(
+        [Layer("etude compare", table), *(parse_change(f"compare.{each}") for each in change or [])],
+        stage_settings(),
+    )
     _run(recipe, out, cache, until=None, dry_run=False, as_json=as_json)
 
 
 @app.command(epilog="Example: etude status runs/quickstart --watch")
 def status(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
-    watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until the run ends.")] = False,  # noqa: FBT002
-    as_json: AsJson = False,  # noqa: FBT002
+    watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until the run ends.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show how a run stands: stages, progress, rate, time left, best metrics."""
     from etude.run.status import run_status, status_table
@@ -210,7 +251,7 @@ def status(
 @app.command(epilog="Example: etude bases smollm2-135m")
 def bases(
     name: Annotated[str | None, typer.Argument(help="One base, with the source of each fact.")] = None,
-    as_json: AsJson = False,  # noqa: FBT002
+    as_json: AsJson = False,
 ) -> None:
     """List the known bases; any Hugging Face folder or hub id works as well."""
     from etude.models.bases import known_bases
@@ -233,13 +274,35 @@ def _bases_table() -> Table:
     from etude.bench.report import human
     from etude.models.bases import known_bases
 
-    table = Table(title="Known bases", title_justify="left", caption="etude bases NAME shows the source of each fact", caption_justify="left")
+    table = Table(
+        title="Known bases",
+        title_justify="left",
+        caption="etude bases NAME shows the source of each fact",
+        caption_justify="left",
+    )
     for column in ("name", "parameters", "active", "pretraining", "context", "licence", "from"):
-        table.add_column(column, justify="right" if column in {"parameters", "active", "pretraining", "context"} else "left")
+        table.add_column(
+            column,
+            justify="right" if column in {"parameters", "active", "pretraining", "context"} else "left",
+        )
     for key, base in known_bases().items():
-        tokens = f"{'+' if base.continues else ''}{human(base.pretraining_tokens)}" if base.pretraining_tokens else "not known"
-        place = f"package {base.wheel.package}" if base.wheel else f"hub {base.hub}" if base.hub else "shipped with Etude"
-        table.add_row(key, human(base.parameters), human(base.active_parameters), tokens, f"{base.context:,}", base.licence, place)
+        tokens = (
+            f"{'+' if base.continues else ''}{human(base.pretraining_tokens)}"
+            if base.pretraining_tokens
+            else "not known"
+        )
+        place = (
+            f"package {base.wheel.package}" if base.wheel else f"hub {base.hub}" if base.hub else "shipped with Etude"
+        )
+        table.add_row(
+            key,
+            human(base.parameters),
+            human(base.active_parameters),
+            tokens,
+            f"{base.context:,}",
+            base.licence,
+            place,
+        )
     return table
 
 
@@ -257,14 +320,20 @@ def _print_base(name: str) -> None:
             console.print(f"  {fact}: {shown}", markup=False, soft_wrap=True)
             if fact in base.sources:
                 console.print(f"    from: {base.sources[fact]}", style="dim", markup=False, soft_wrap=True)
-    console.print(f"  duties: {'; '.join(headline_duties(base.licence))} (facts, not legal advice)", markup=False, soft_wrap=True)
+    console.print(
+        f"  duties: {'; '.join(headline_duties(base.licence))} (facts, not legal advice)",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 @lineage_app.command("show", epilog="Example: etude lineage show runs/quickstart/base/model --verify")
 def lineage_show(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model's folder, its stage's, or a run's.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Hash the weights again and compare with the record.")] = False,  # noqa: FBT002
-    as_json: AsJson = False,  # noqa: FBT002
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Hash the weights again and compare with the record.")
+    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print a model's family tree back to its base, from the records it carries."""
     from etude.lineage.record import load_lineage

@@ -15,10 +15,14 @@ from pathlib import Path
 from etude.errors import UserError
 from etude.files import digest_of
 
-CODE_SUFFIXES = frozenset(
-    ".py .pyi .js .jsx .ts .tsx .mjs .java .kt .scala .c .h .cc .cpp .cxx .hpp .cu .cuh .cs .go .rs .rb .php .swift .m .lua .jl"
-    " .r .pl .sh .bash .sql .zig .ex .exs .erl .hs .ml .clj .dart .vue .svelte .proto .cmake .tf".split()
-)
+# fmt: off
+CODE_SUFFIXES = frozenset({
+    ".py", ".pyi", ".js", ".jsx", ".ts", ".tsx", ".mjs", ".java", ".kt", ".scala", ".c", ".h", ".cc", ".cpp",
+    ".cxx", ".hpp", ".cu", ".cuh", ".cs", ".go", ".rs", ".rb", ".php", ".swift", ".m", ".lua", ".jl", ".r", ".pl",
+    ".sh", ".bash", ".sql", ".zig", ".ex", ".exs", ".erl", ".hs", ".ml", ".clj", ".dart", ".vue", ".svelte",
+    ".proto", ".cmake", ".tf",
+})
+# fmt: on
 SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages", "venv", "build", "dist", "target"})
 LARGEST_FILE = 1_000_000  # bytes; longer ones are data or generated
 
@@ -111,7 +115,9 @@ def git_revision(root: Path) -> str | None:
     """Return the commit a git checkout stands at; None outside of one."""
     folder = root if root.is_dir() else root.parent
     try:
-        asked = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        asked = subprocess.run(
+            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        )
     except FileNotFoundError:
         return None
     return asked.stdout.strip() or None if asked.returncode == 0 else None

@@ -81,7 +81,13 @@ def _renumber(lines: list[str], rng: random.Random) -> list[str]:
     return [*lines[:at], NUMBER.sub(str(rng.randrange(100)), lines[at], count=1), *lines[at + 1 :]]
 
 
-EDITS: tuple[Callable[[list[str], random.Random], list[str]], ...] = (_rename, _delete, _insert, _move, _renumber)
+EDITS: tuple[Callable[[list[str], random.Random], list[str]], ...] = (
+    _rename,
+    _delete,
+    _insert,
+    _move,
+    _renumber,
+)
 
 
 def made_chain(path: str, text: str, steps: int, rng: random.Random) -> EditChain | None:
@@ -120,9 +126,9 @@ def made_chains(code: Codebase, count: int, steps: int, most_chars: int, seed: i
 
 def git_chains(root: Path, paths: Sequence[str], count: int, steps: int, most_chars: int) -> list[EditChain]:
     """Return up to `count` chains from git history: the last `steps` commits that changed a file short enough."""
-    chains = []
+    chains: list[EditChain | None] = []
     for path in paths:
-        if len(chains) == count:
+        if sum(chain is not None for chain in chains) == count:
             break
         chains.append(_git_chain(root, path, steps, most_chars))
     return _first(chains, count)
@@ -145,5 +151,7 @@ def _first(chains: Sequence[EditChain | None], count: int) -> list[EditChain]:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, errors="replace", check=False)
+    done = subprocess.run(
+        ["git", "-C", str(root), *arguments], capture_output=True, text=True, errors="replace", check=False
+    )
     return done.stdout if done.returncode == 0 else ""

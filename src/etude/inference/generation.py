@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 TAIL = 8  # tokens looked at for the stop text
 
 
-class _WroteStop(StoppingCriteria):
+class _WroteStop(StoppingCriteria):  # type: ignore[misc]
     """A row is done once its last few tokens hold the stop text."""
 
     def __init__(self, tokeniser: Any, stop: str, prompt_length: int, on_step: Callable[[], object]) -> None:
@@ -26,9 +26,14 @@ class _WroteStop(StoppingCriteria):
         return torch.tensor([self.stop in text for text in texts], device=input_ids.device)
 
 
-@torch.inference_mode()
+@torch.inference_mode()  # type: ignore[untyped-decorator]
 def write_greedily(
-    model: Any, tokeniser: Any, prompts: Sequence[Sequence[int]], budget: int, stop: str, on_step: Callable[[], object]
+    model: Any,
+    tokeniser: Any,
+    prompts: Sequence[Sequence[int]],
+    budget: int,
+    stop: str,
+    on_step: Callable[[], object],
 ) -> list[list[int]]:
     """Return what the model writes after each prompt, as tokens; the stop text may be at its end.
 
@@ -40,7 +45,11 @@ def write_greedily(
     rows = [[pad] * (length - len(prompt)) + list(prompt) for prompt in prompts]
     masks = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     settings = GenerationConfig(
-        do_sample=False, max_new_tokens=budget, pad_token_id=pad, eos_token_id=tokeniser.eos_token_id, use_cache=True
+        do_sample=False,
+        max_new_tokens=budget,
+        pad_token_id=pad,
+        eos_token_id=tokeniser.eos_token_id,
+        use_cache=True,
     )
     written = model.generate(
         torch.tensor(rows, device=model.device),

@@ -36,7 +36,7 @@ def rolling_windows(tokens: int, window: int, stride: int) -> list[Window]:
     return windows
 
 
-@torch.inference_mode()
+@torch.inference_mode()  # type: ignore[untyped-decorator]
 def token_nlls(model: Any, ids: Sequence[int], window: Window) -> torch.Tensor:
     """Return the negative log-likelihoods of a window's scored tokens, in nats, float32 on the CPU."""
     inputs = torch.tensor([ids[window.start : window.end]], device=model.device)

@@ -45,7 +45,11 @@ def code() -> Code:
     # A package installed under somebody else's repository (a venv inside a checkout) is not that repository's code.
     if revision is None or _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
         return Code(etude=etude.__version__, revision=None, dirty=None)
-    return Code(etude=etude.__version__, revision=revision, dirty=bool(_git(folder, "status", "--porcelain", "--", ".")))
+    return Code(
+        etude=etude.__version__,
+        revision=revision,
+        dirty=bool(_git(folder, "status", "--porcelain", "--", ".")),
+    )
 
 
 def packages() -> dict[str, str]:
@@ -77,7 +81,9 @@ def hardware() -> Hardware:
 def machine_identity() -> list[object]:
     """Return what tells machines apart whose speeds differ; the same whether torch is loaded or not."""
     drivers = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    models = [line for file in drivers for line in file.read_text(errors="replace").splitlines() if line.startswith("Model")]
+    models = [
+        line for file in drivers for line in file.read_text(errors="replace").splitlines() if line.startswith("Model")
+    ]
     machine = hardware()
     return [machine.cpu, machine.cores, *models]
 

@@ -99,7 +99,10 @@ def carry(source: Path, target: Path, inherited_from: str) -> list[CarriedLicenc
         text = file.read_text(encoding="utf-8", errors="replace")
         carried.append(
             CarriedLicence(
-                file=file.name, sha256=sha256_file(file), licence=identify(text), inherited_from=inherited_from
+                file=file.name,
+                sha256=sha256_file(file),
+                licence=identify(text),
+                inherited_from=inherited_from,
             )
         )
     return carried

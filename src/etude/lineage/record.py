@@ -14,13 +14,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from etude.errors import UserError
 from etude.files import digest_of, digest_of_files, read_json, write_json
-from etude.lineage.environment import Code, Hardware  # noqa: TC001 - pydantic needs them at run time
+from etude.lineage.environment import Code, Hardware
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-SCHEMA = "etude-record/1"
-LINEAGE_SCHEMA = "etude-lineage/1"
 RECORD_FILE = "record.json"
 LINEAGE_FILE = "lineage.json"
 
@@ -106,7 +104,7 @@ class CarriedLicence(Part):
 class Record(Part):
     """Everything about one stage."""
 
-    schema_: Literal["etude-record/1"] = SCHEMA
+    format: Literal["etude-record/1"] = "etude-record/1"
     stage: str
     kind: str
     kind_version: int
@@ -146,7 +144,7 @@ class Record(Part):
 class Lineage(Part):
     """A record with all its ancestors', by id."""
 
-    schema_: Literal["etude-lineage/1"] = LINEAGE_SCHEMA
+    format: Literal["etude-lineage/1"] = "etude-lineage/1"
     head: str
     records: dict[str, Record]
 

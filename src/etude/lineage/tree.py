@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from etude.errors import UserError
 from etude.files import sha256_file
-from etude.lineage.record import LINEAGE_FILE, Lineage, Record, load_lineage
+from etude.lineage.record import LINEAGE_FILE, Lineage, Record
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,7 +58,9 @@ def _branch(lineage: Lineage, record_id: str, role: str, indent: str) -> list[st
         if parent.record in lineage.records:
             lines += _branch(lineage, parent.record, parent.role, inside)
         else:
-            lines.append(f"{inside}└─ {parent.name} ({parent.role}): weights {parent.model_digest[:12]}, it carries no record")
+            lines.append(
+                f"{inside}└─ {parent.name} ({parent.role}): weights {parent.model_digest[:12]}, it carries no record"
+            )
     return lines
 
 

@@ -118,7 +118,9 @@ def resolve(word: str) -> Base:
         raise UserError(f"base folder {word!r} does not exist (looked in {Path.cwd()})")
     match = HUB_ID.fullmatch(word)
     if match is None:
-        raise UserError(f"unknown base {word!r}{nearest(word, known_bases())} (or give a folder, or a hub id owner/name)")
+        raise UserError(
+            f"unknown base {word!r}{nearest(word, known_bases())} (or give a folder, or a hub id owner/name)"
+        )
     return Base(match["id"].rpartition("/")[2], "hub", match["id"], match["revision"])
 
 

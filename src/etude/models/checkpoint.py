@@ -44,7 +44,9 @@ def _named_files(folder: Path) -> list[Path]:
             raise UserError(f"{index} is damaged: it must map tensor names to files; fetch it again") from None
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            raise UserError(f"{folder} lacks {missing[0]} ({len(missing)} of {len(names)} weight files); fetch them again")
+            raise UserError(
+                f"{folder} lacks {missing[0]} ({len(missing)} of {len(names)} weight files); fetch them again"
+            )
         return [folder / name for name in names]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
@@ -58,7 +60,7 @@ def check_safetensors(file: Path) -> None:
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
-        header_length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0  # noqa: PLR2004
+        header_length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 0 < header_length <= min(HEADER_LIMIT, size - 8):
             raise UserError(f"{file} is not a whole safetensors file ({size:,} bytes, no valid header); fetch it again")
         try:

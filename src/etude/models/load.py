@@ -54,13 +54,20 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = N
 
 def load_tokeniser(folder: Path) -> Any:
     """Return the tokeniser of a model's folder."""
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")):
-        raise UserError(f"{folder} has no tokeniser (tokenizer.json or tokenizer.model); copy the base's files next to the weights")
+    if not any(
+        (folder / name).is_file()
+        for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    ):
+        raise UserError(
+            f"{folder} has no tokeniser (tokenizer.json or tokenizer.model); copy the base's files next to the weights"
+        )
     _quiet()
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (ValueError, KeyError, OSError, ImportError, json.JSONDecodeError) as error:
-        raise UserError(f"{folder}: its tokeniser cannot be loaded: {str(error).strip().splitlines()[0][:300]}") from None
+        raise UserError(
+            f"{folder}: its tokeniser cannot be loaded: {str(error).strip().splitlines()[0][:300]}"
+        ) from None
 
 
 def _quiet() -> None:

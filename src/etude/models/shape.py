@@ -35,7 +35,9 @@ def model_shape(folder: Path) -> ModelShape:
     try:
         config = AutoConfig.from_pretrained(folder)
     except (ValueError, KeyError, OSError, TypeError) as error:
-        raise UserError(f"{folder}/config.json is not a causal language model transformers knows ({_first_line(error)})") from None
+        raise UserError(
+            f"{folder}/config.json is not a causal language model transformers knows ({_first_line(error)})"
+        ) from None
     return shape_of(config)
 
 

@@ -43,7 +43,9 @@ class Header(BaseModel):
     def _stage_names(cls, names: list[str]) -> list[str]:
         for name in names:
             if not STAGE_NAME.fullmatch(name) or name in RESERVED:
-                raise ValueError(f"{name!r} cannot name a stage: use lower-case letters, digits and dashes, not {sorted(RESERVED)}")
+                raise ValueError(
+                    f"{name!r} cannot name a stage: use lower-case letters, digits and dashes, not {sorted(RESERVED)}"
+                )
             if names.count(name) > 1:
                 raise ValueError(f"{name!r} is listed twice; give each stage its own name and set its `kind`")
         return names
@@ -69,7 +71,11 @@ class Recipe:
 
     def resolved(self) -> dict[str, Any]:
         """Return the recipe with every setting written out."""
-        head: dict[str, Any] = {"name": self.name, "seed": self.seed, "stages": [stage.name for stage in self.stages]}
+        head: dict[str, Any] = {
+            "name": self.name,
+            "seed": self.seed,
+            "stages": [stage.name for stage in self.stages],
+        }
         if self.base is not None:
             head["base"] = self.base
         return head | {stage.name: {"kind": stage.kind, **stage.settings.model_dump()} for stage in self.stages}

@@ -51,7 +51,15 @@ class RunFolder:
 
     def other_work(self, name: str, fingerprint: str) -> list[Path]:
         """Return unfinished work on a stage under other settings."""
-        return [path for path in (self.path / ".work").glob(f"{name}-*") if path != self.work(name, fingerprint)]
+        works = (self.path / ".work").glob(f"{name}-{'?' * SHORT}")
+        return [path for path in works if path != self.work(name, fingerprint)]
+
+    def adopting(self, name: str, fingerprint: str) -> Path:
+        """Return where finished work from elsewhere is placed first.
+
+        Not the stage's own work folder: files are linked to another run's, and work appends to its metrics in place.
+        """
+        return self.path / ".work" / f"{name}-{fingerprint[:SHORT]}.adopting"
 
 
 def recorded_files(record: Record) -> dict[str, FileDigest]:
@@ -63,8 +71,17 @@ def finished(folder: Path, fingerprint: str) -> Record | None:
     """Return the record if the folder holds this very work, whole by the sizes of its files; else None."""
     if not (folder / RECORD_FILE).is_file():
         return None
-    record = load_record(folder)
-    return record if record.fingerprint == fingerprint and not missing_files(folder, record) else None
+    record = readable_record(folder)
+    whole = record is not None and record.fingerprint == fingerprint and not missing_files(folder, record)
+    return record if whole else None
+
+
+def readable_record(folder: Path) -> Record | None:
+    """Return the record of a folder; None if there is none that can be read, for then the stage is done again."""
+    try:
+        return load_record(folder)
+    except UserError:
+        return None
 
 
 def missing_files(folder: Path, record: Record) -> list[str]:
@@ -80,7 +97,7 @@ def publish_stage(run: RunFolder, name: str, work: Path, index: StageIndex) -> N
     """Give finished work its place, keeping what was there before under other settings."""
     final = run.stage(name)
     if final.exists():
-        record = load_record(final) if (final / RECORD_FILE).is_file() else None
+        record = readable_record(final)
         aside = run.replaced(name, record.fingerprint if record else "damaged")
         shutil.rmtree(aside, ignore_errors=True)
         publish_folder(final, aside)
@@ -113,18 +130,20 @@ class StageIndex:
         return self.cache / "stages" / f"{fingerprint}.json"
 
 
-def adopt(source: Path, work: Path, reporter: Reporter) -> bool:
-    """Place a finished stage of another run into a work folder, checking every byte; False if it does not check out."""
+def adopt(source: Path, place: Path, reporter: Reporter) -> bool:
+    """Place a finished stage of another run into a new folder, checking every byte; False if it does not check out."""
     record = load_record(source)
-    shutil.rmtree(work, ignore_errors=True)
+    shutil.rmtree(place, ignore_errors=True)
     recorded = recorded_files(record)
-    with reporter.task(f"checking {source.parent.name}/{source.name}", sum(d.bytes for d in recorded.values()), "B") as task:
+    with reporter.task(
+        f"checking {source.parent.name}/{source.name}", sum(d.bytes for d in recorded.values()), "B"
+    ) as task:
         for name, digest in recorded.items():
             if sha256_file(source / name, task.advance) != digest.sha256:
                 reporter.say(f"{source / name} is not what its record says; doing the stage again")
                 return False
     for file in files_below(source):
-        target = work / file.relative_to(source)
+        target = place / file.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         if file.is_symlink():
             target.symlink_to(file.readlink())

@@ -40,8 +40,15 @@ class RunLock:
             os.close(self._descriptor)
             raise UserError(_refusal(self.path.parent, before)) from None
         if before:
-            self.say(f"taking over {self.path.parent}: its last owner, process {before['pid']} on {before['host']}, ended without finishing")
-        owner = {"pid": os.getpid(), "host": platform.node(), "name": _process_name(os.getpid()), "since": time.time()}
+            self.say(
+                f"taking over {self.path.parent}: its last owner, process {before['pid']} on {before['host']}, ended without finishing"
+            )
+        owner = {
+            "pid": os.getpid(),
+            "host": platform.node(),
+            "name": _process_name(os.getpid()),
+            "since": time.time(),
+        }
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, json.dumps(owner).encode(), 0)
         return self
@@ -87,4 +94,6 @@ def _process_name(pid: int) -> str:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return "etude"
-    return " ".join(Path(os.fsdecode(word)).name if index < 2 else os.fsdecode(word) for index, word in enumerate(words) if word)[:120]  # noqa: PLR2004
+    return " ".join(
+        Path(os.fsdecode(word)).name if index < 2 else os.fsdecode(word) for index, word in enumerate(words) if word
+    )[:120]

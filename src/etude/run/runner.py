@@ -19,10 +19,20 @@ from etude.files import digest_of, files_below, write_json, write_text
 from etude.jsonl import MetricsLog
 from etude.lineage import environment
 from etude.lineage.licences import carry
-from etude.lineage.record import LINEAGE_FILE, RECORD_FILE, Compute, Lineage, Record, RecipeUse, load_lineage
+from etude.lineage.record import LINEAGE_FILE, RECORD_FILE, Compute, Lineage, RecipeUse, Record, load_lineage
 from etude.models.checkpoint import digest_files
 from etude.recipe.recipe import Recipe, StageEntry, as_toml
-from etude.run.folder import METRICS, MODEL, PROGRESS, RunFolder, StageIndex, adopt, finished, publish_stage
+from etude.run.folder import (
+    METRICS,
+    MODEL,
+    PROGRESS,
+    RunFolder,
+    StageIndex,
+    adopt,
+    finished,
+    publish_stage,
+    readable_record,
+)
 from etude.run.lock import RunLock
 from etude.run.stage import Job, Model, Outcome, Stage
 from etude.run.stages import BASE, STAGES, base_entry
@@ -74,7 +84,9 @@ class Runner:
     def execute(self, recipe: Recipe, until: str | None = None) -> list[Step]:
         """Run the recipe and return what was done with each stage."""
         if until is not None and until not in {entry.name for entry in entries(recipe)}:
-            raise UserError(f"--until {until!r} is not a stage of this recipe: {[entry.name for entry in entries(recipe)]}")
+            raise UserError(
+                f"--until {until!r} is not a stage of this recipe: {[entry.name for entry in entries(recipe)]}"
+            )
         with RunLock(self.folder.path, self.reporter.say):
             self._write_head(recipe)
             done: list[Step] = []
@@ -106,9 +118,10 @@ class Runner:
 
     def _step(self, entry: StageEntry, seed: int, parent_digest: str | None) -> Step:
         stage = self.stages[entry.kind]
-        inputs = stage.inputs(entry.settings, parent_digest)
-        named = {"kind": entry.kind, "version": stage.version, "seed": seed, "parent": parent_digest, "inputs": inputs}
-        fingerprint = digest_of(named)
+        inputs = stage.inputs(entry.settings, parent_digest, seed)
+        fingerprint = digest_of(
+            {"kind": entry.kind, "version": stage.version, "parent": parent_digest, "inputs": inputs}
+        )
         places: list[tuple[Action, Path | None]] = [
             ("kept", self.folder.stage(entry.name)),
             ("finish", self.folder.work(entry.name, fingerprint)),
@@ -122,32 +135,50 @@ class Runner:
 
     def _do(self, step: Step, recipe: Recipe, parent: Model | None) -> Step:
         """Bring one stage to its finished state."""
-        assert step.fingerprint is not None
-        name = step.entry.name
+        name, fingerprint = step.entry.name, step.fingerprint
+        assert fingerprint is not None
         index = StageIndex(self.cache)
-        work = self.folder.work(name, step.fingerprint)
+        work = self.folder.work(name, fingerprint)
         if step.action == "reuse":
             assert step.source is not None
-            if not adopt(step.source, work, self.reporter):
-                step = Step(step.entry, step.fingerprint, "run")
+            adopted = self.folder.adopting(name, fingerprint)
+            if adopt(step.source, adopted, self.reporter):
+                work = adopted
+            else:
+                step = Step(step.entry, fingerprint, "run")
         if step.action == "run":
-            for other in self.folder.other_work(name, step.fingerprint):
-                self.reporter.say(f"{name}: unfinished work under other settings is kept in {other}")
+            self._mention_other_work(name, fingerprint)
             self._run(step, recipe, parent, work)
         if step.action == "kept":
-            index.add(step.fingerprint, self.folder.stage(name))
+            index.add(fingerprint, self.folder.stage(name))
         else:
             publish_stage(self.folder, name, work, index)
-        words = {"kept": "unchanged, kept", "finish": "finished earlier, published", "reuse": f"reused from {step.source}", "run": "done"}
+        words = {
+            "kept": "unchanged, kept",
+            "finish": "finished earlier, published",
+            "reuse": f"reused from {step.source}",
+            "run": "done",
+        }
         self.reporter.say(f"{name}: {words[step.action]}")
         return step
+
+    def _mention_other_work(self, name: str, fingerprint: str) -> None:
+        for other in self.folder.other_work(name, fingerprint):
+            self.reporter.say(f"{name}: unfinished work under other settings is kept in {other}")
+        before = self.folder.stage(name)
+        if before.exists():
+            record = readable_record(before)
+            why = "its inputs changed" if record and record.fingerprint != fingerprint else "it is damaged"
+            self.reporter.say(f"{name}: {why}; the result so far will be kept in {self.folder.path / '.replaced'}")
 
     def _run(self, step: Step, recipe: Recipe, parent: Model | None, folder: Path) -> None:
         assert step.fingerprint is not None
         stage = self.stages[step.entry.kind]
         with MetricsLog(folder / METRICS) as metrics:
             if metrics.torn_bytes:
-                self.reporter.say(f"{step.entry.name}: dropped a half-written line ({metrics.torn_bytes} bytes) of {METRICS}")
+                self.reporter.say(
+                    f"{step.entry.name}: dropped a half-written line ({metrics.torn_bytes} bytes) of {METRICS}"
+                )
             sessions = 1 + sum(1 for _ in metrics.rows("session/"))
             if sessions > 1:
                 self.reporter.say(f"{step.entry.name}: continuing ({sessions - 1} earlier session(s))")
@@ -163,7 +194,13 @@ class Runner:
             self._write_record(step, recipe, parent, folder, outcome, metrics)
 
     def _write_record(
-        self, step: Step, recipe: Recipe, parent: Model | None, folder: Path, outcome: Outcome, metrics: MetricsLog
+        self,
+        step: Step,
+        recipe: Recipe,
+        parent: Model | None,
+        folder: Path,
+        outcome: Outcome,
+        metrics: MetricsLog,
     ) -> None:
         assert step.fingerprint is not None
         stage = self.stages[step.entry.kind]
@@ -199,7 +236,9 @@ class Runner:
                 device=outcome.device,
                 device_seconds=round(metrics.total("device_seconds"), 3),
             ),
-            weights=digest_files(weights, model, self.reporter, f"{step.entry.name}: hashing weights") if weights else {},
+            weights=digest_files(weights, model, self.reporter, f"{step.entry.name}: hashing weights")
+            if weights
+            else {},
             outputs=digest_files(others, folder, self.reporter, f"{step.entry.name}: hashing outputs"),
             licences=licences,
             summary=outcome.summary,

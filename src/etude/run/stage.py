@@ -54,12 +54,23 @@ class Outcome:
 class Stage(Protocol):
     """One kind of stage."""
 
-    version: int  # raise it when the same inputs would give another result: finished work is then done again
-    settings: type[BaseModel]
-    makes_model: bool
+    @property
+    def version(self) -> int:
+        """A number to raise when the same inputs would give another result: finished work is then done again."""
+        ...
 
-    def inputs(self, settings: Any, parent_digest: str | None) -> dict[str, Any]:
-        """Return everything that decides the result besides seed and version, as JSON-like values."""
+    @property
+    def settings(self) -> type[BaseModel]:
+        """The model of its settings in a recipe."""
+        ...
+
+    @property
+    def makes_model(self) -> bool:
+        """Whether it turns its parent into a child, or into a report."""
+        ...
+
+    def inputs(self, settings: Any, parent_digest: str | None, seed: int) -> dict[str, Any]:
+        """Return everything that decides the result besides the parent's weights, as JSON-like values."""
         ...
 
     def run(self, settings: Any, job: Job) -> Outcome:

@@ -51,7 +51,9 @@ def run_status(run: Path) -> RunStatus:
     try:
         head = read_json(run / "run.json")
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{str(run)!r} is not the folder of a run (no run.json); runs lie in runs/NAME by default") from None
+        raise UserError(
+            f"{str(run)!r} is not the folder of a run (no run.json); runs lie in runs/NAME by default"
+        ) from None
     except ValueError:
         raise UserError(f"{run / 'run.json'} is damaged; run the recipe again, finished stages are kept") from None
     owner = running_owner(run)
@@ -89,7 +91,12 @@ def status_table(status: RunStatus) -> Table:
     colours = {"done": "green", "running": "cyan", "stopped": "yellow", "waiting": "dim", "damaged": "red"}
     for stage in status.stages:
         shown = f"[{colours[stage.state]}]{stage.state}[/]"
-        table.add_row(stage.name, shown, *_progress_cells(stage), ", ".join(_metric(*pair) for pair in stage.summary.items()))
+        table.add_row(
+            stage.name,
+            shown,
+            *_progress_cells(stage),
+            ", ".join(_metric(*pair) for pair in stage.summary.items()),
+        )
     return table
 
 

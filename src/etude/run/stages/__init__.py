@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from etude.recipe.recipe import StageEntry
-from etude.run.stage import Stage
 from etude.run.stages.base import BaseSettings, BaseStage
 from etude.run.stages.compare import CompareStage
+
+if TYPE_CHECKING:
+    from etude.run.stage import Stage
 
 BASE = "base"
 STAGES: dict[str, Stage] = {BASE: BaseStage(), "compare": CompareStage()}

@@ -35,8 +35,8 @@ class BaseStage:
     settings = BaseSettings
     makes_model = True
 
-    def inputs(self, settings: BaseSettings, parent_digest: str | None) -> dict[str, Any]:
-        """Return what decides the base's bytes."""
+    def inputs(self, settings: BaseSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:  # noqa: ARG002
+        """Return what decides the base's bytes; chance has no part in it."""
         assert parent_digest is None
         return resolve(settings.base).identity()
 

@@ -32,12 +32,13 @@ class CompareStage:
     settings = CompareConfig
     makes_model = False
 
-    def inputs(self, settings: CompareConfig, parent_digest: str | None) -> dict[str, Any]:
+    def inputs(self, settings: CompareConfig, parent_digest: str | None, seed: int) -> dict[str, Any]:
         """Return the code by content, the candidates by identity, and the machine, on which speed depends."""
         if parent_digest is None and not settings.bases:
             raise UserError("compare: nothing to compare; set `base` in the recipe or `bases` in [compare]")
         return {
             "settings": settings.model_dump(exclude={"on", "bases"}),
+            "seed": seed,
             "code": read_codebase(Path(settings.on)).digest,
             "bases": [resolve(word).identity() for word in settings.bases],
             "machine": environment.machine_identity(),
@@ -51,7 +52,9 @@ class CompareStage:
         code = everything.sample(settings.max_bytes)
         chains = make_chains(everything, settings.state_tasks, settings.state_diffs, settings.state_chars, job.seed)
         if len(chains) < settings.state_tasks:
-            job.work.reporter.say(f"compare: only {len(chains)} of {settings.state_tasks} state-tracking tasks can be made from {settings.on}")
+            job.work.reporter.say(
+                f"compare: only {len(chains)} of {settings.state_tasks} state-tracking tasks can be made from {settings.on}"
+            )
         device = choose_device(settings.device)
         candidates, parents = _candidates(settings, job, device)
         results = [measure(candidate, code, chains, settings, job.work, job.seed) for candidate in candidates]
@@ -73,7 +76,11 @@ class CompareStage:
             if line.startswith("- "):
                 console.print(line, style="dim", highlight=False, markup=False)
         console.print(verdict(results), style="bold", highlight=False, markup=False)
-        console.print(f"report: {folder / 'report.md'}, picture: {folder / 'comparison.png'}", highlight=False, soft_wrap=True)
+        console.print(
+            f"report: {folder / 'report.md'}, picture: {folder / 'comparison.png'}",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def load_results(folder: Path) -> list[CandidateResult]:
@@ -85,31 +92,46 @@ def load_results(folder: Path) -> list[CandidateResult]:
 
 def _candidates(settings: CompareConfig, job: Job, device: Any) -> tuple[list[Candidate], list[Parent]]:
     """Return the candidates, checked, with their places in the family tree: the recipe's own model first."""
+    from etude.files import digest_of_files
     from etude.models.checkpoint import digest_files, weight_files
     from etude.models.fetch import fetch
-    from etude.files import digest_of_files
 
     candidates: list[Candidate] = []
     parents: list[Parent] = []
     if job.parent:
         name = str(job.parent.record.summary.get("base") or job.parent.record.stage)
         candidates.append(Candidate(name, job.parent.folder, device, None))
-        parents.append(Parent(name=name, role="compared", record=job.parent.record.id, model_digest=job.parent.record.model_digest))
+        parents.append(
+            Parent(
+                name=name,
+                role="compared",
+                record=job.parent.record.id,
+                model_digest=job.parent.record.model_digest,
+            )
+        )
     for word in settings.bases:
         base = resolve(word)
         fetched = fetch(base, job.work.cache, job.work.reporter)
         name = _unique(base.name, [candidate.name for candidate in candidates])
         candidates.append(Candidate(name, fetched.folder, device, base.known.licence if base.known else None))
-        digests = digest_files(weight_files(fetched.folder), fetched.folder, job.work.reporter, f"{name}: hashing weights")
+        digests = digest_files(
+            weight_files(fetched.folder), fetched.folder, job.work.reporter, f"{name}: hashing weights"
+        )
         lineage = load_lineage(fetched.folder) if (fetched.folder / LINEAGE_FILE).is_file() else None
         digest = digest_of_files({file: found.sha256 for file, found in digests.items()})
-        parents.append(Parent(name=name, role="compared", record=lineage.head if lineage else None, model_digest=digest))
+        parents.append(
+            Parent(name=name, role="compared", record=lineage.head if lineage else None, model_digest=digest)
+        )
     return candidates, parents
 
 
 def _unique(name: str, taken: list[str]) -> str:
     """Return the name, numbered if another candidate has it."""
-    return name if name not in taken else next(f"{name}-{n}" for n in range(2, len(taken) + 3) if f"{name}-{n}" not in taken)
+    return (
+        name
+        if name not in taken
+        else next(f"{name}-{n}" for n in range(2, len(taken) + 3) if f"{name}-{n}" not in taken)
+    )
 
 
 def _write(results: list[CandidateResult], code: Codebase, total_files: int, folder: Path) -> None:

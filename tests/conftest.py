@@ -1,0 +1,64 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import pytest
+
+from etude.cli.main import main
+from etude.progress import Reporter
+
+from tests import tiny
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with random weights; read-only for tests."""
+    return tiny.save_model(tmp_path_factory.mktemp("bases") / "tiny")
+
+
+@pytest.fixture
+def code_tree(tmp_path: Path) -> Path:
+    """A small source tree, a test's own."""
+    return tiny.write_tree(tmp_path / "code")
+
+
+@pytest.fixture
+def quiet() -> Reporter:
+    """A reporter that shows nothing."""
+    return Reporter(quiet=True)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Etude(Protocol):
+    """Runs the command line in this process."""
+
+    def __call__(self, *words: object) -> Said: ...
+
+
+@pytest.fixture
+def etude(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Etude:
+    """Run `etude …` as the shell would, and return its exit code and what it printed."""
+
+    def call(*words: object) -> Said:
+        monkeypatch.setattr(sys, "argv", ["etude", *map(str, words)])
+        with pytest.raises(SystemExit) as leaving:
+            main()
+        captured = capsys.readouterr()
+        return Said(int(leaving.value.code or 0), captured.out, captured.err)
+
+    return call
