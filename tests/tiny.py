@@ -6,14 +6,17 @@ import subprocess
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+transformers.utils.logging.disable_progress_bar()
+
 VOCABULARY = 320
-CONTEXT = 512
+CONTEXT = 1024
 _COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

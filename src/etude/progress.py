@@ -137,14 +137,19 @@ class Reporter:
             def changed(task: Task) -> None:
                 nonlocal last_state
                 show(task)
-                if self.listener and (task.seconds - last_state >= STATE_EVERY or task.done >= task.total):
+                if self.listener and task.seconds - last_state >= STATE_EVERY:
                     last_state = task.seconds
                     self.listener(task.state())
                 self.check_stop()
 
             task = Task(label, total, unit, on_change=changed)
             changed(task)
-            yield task
+            try:
+                yield task
+            finally:
+                if self.listener:
+                    with contextlib.suppress(OSError):  # the last news is a courtesy; the work itself reports a full disk
+                        self.listener(task.state())
 
     def _shower(self, stack: contextlib.ExitStack, label: str, total: float) -> Callable[[Task], object]:
         if self.quiet:

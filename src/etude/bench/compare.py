@@ -111,6 +111,38 @@ def _licence(folder: Path, listed: str | None) -> tuple[str, list[str]]:
     return ("unknown text" if found else "no licence file"), headline_duties(None)
 
 
+def check_fits(candidate: Candidate, chains: list[EditChain], config: CompareConfig) -> None:
+    """Refuse settings that a candidate's context cannot hold, before anything is measured."""
+    context = candidate.shape.context
+    if config.window > context:
+        raise UserError(
+            f"compare.window = {config.window} is longer than the context of {candidate.name} ({context}); "
+            "every candidate must see the same window: lower it"
+        )
+    if config.speed_prompt + config.speed_steps > context:
+        raise UserError(
+            f"compare.speed_prompt + compare.speed_steps is longer than the context of {candidate.name} ({context}); "
+            "lower them"
+        )
+    state_tracking.tracking_units(candidate.name, chains, candidate.tokeniser, context)
+
+
+def check_fits(candidate: Candidate, chains: list[EditChain], config: CompareConfig) -> None:
+    """Refuse settings that a candidate's context cannot hold, before anything is measured."""
+    context = candidate.shape.context
+    if config.window > context:
+        raise UserError(
+            f"compare.window = {config.window} is longer than the context of {candidate.name} ({context}); "
+            "every candidate must see the same window: lower it"
+        )
+    if config.speed_prompt + config.speed_steps > context:
+        raise UserError(
+            f"compare.speed_prompt + compare.speed_steps is longer than the context of {candidate.name} ({context}); "
+            "lower them"
+        )
+    state_tracking.tracking_units(candidate.name, chains, candidate.tokeniser, context)
+
+
 def measure(
     candidate: Candidate,
     code: Codebase,
@@ -120,16 +152,6 @@ def measure(
     seed: int,
 ) -> CandidateResult:
     """Measure one candidate, taking up where an earlier session stopped."""
-    if config.window > candidate.shape.context:
-        raise UserError(
-            f"compare.window = {config.window} is longer than the context of {candidate.name} "
-            f"({candidate.shape.context}); every candidate must see the same window: lower it"
-        )
-    if config.speed_prompt + config.speed_steps > candidate.shape.context:
-        raise UserError(
-            f"compare.speed_prompt + compare.speed_steps is longer than the context of {candidate.name} "
-            f"({candidate.shape.context}); lower them"
-        )
     bits = _measure_bits(candidate, code, config, work, seed)
     state = _measure_state(candidate, chains, work, seed) if chains else None
     speed = _measure_speed(candidate, config, work)

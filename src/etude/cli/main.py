@@ -42,10 +42,8 @@ OutFolder = Annotated[Path | None, typer.Option("--out", help="The run's folder;
 def main() -> NoReturn:
     """Run the command line; what a user can put right ends as one line and exit code 2."""
     try:
-        app(standalone_mode=False)
-        code = 0
-    except typer.Exit as leaving:
-        code = leaving.exit_code
+        left = app(standalone_mode=False)  # a command that leaves early hands its exit code back
+        code = left if isinstance(left, int) else 0
     except typer.Abort:
         code = 130
     except BrokenPipeError:  # the reader of our output has gone, as `| head` does
@@ -76,7 +74,7 @@ def _usage_error(error: Exception) -> int:
     return int(getattr(error, "exit_code", 2))
 
 
-def _version(*, wanted: bool) -> None:
+def _version(wanted: bool) -> None:  # noqa: FBT001 - called by typer
     if wanted:
         typer.echo(f"etude {etude.__version__}")
         raise typer.Exit
@@ -84,9 +82,9 @@ def _version(*, wanted: bool) -> None:
 
 @app.callback()
 def _top(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)] = False,
 ) -> None:
-    _version(wanted=version)
+    assert not version  # its callback has answered and left
 
 
 def _print_json(value: Any) -> None:
@@ -234,18 +232,22 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Show how a run stands: stages, progress, rate, time left, best metrics."""
-    from etude.run.status import run_status, status_table
+    from etude.run.status import headline, run_status, status_table
 
     if as_json:
         _print_json(run_status(run_folder).as_json())
         return
-    if not watch:
-        Console().print(status_table(run_status(run_folder)))
-        return
-    with Live(status_table(run_status(run_folder)), console=Console(), refresh_per_second=4) as live:
-        while run_status(run_folder).owner is not None:
-            time.sleep(0.5)
-            live.update(status_table(run_status(run_folder)))
+    console = Console(highlight=False)
+    now = run_status(run_folder)
+    if watch and now.owner is not None:
+        with Live(status_table(now), console=console, refresh_per_second=4) as live:
+            while now.owner is not None:
+                time.sleep(0.5)
+                now = run_status(run_folder)
+                live.update(status_table(now))
+    else:
+        console.print(status_table(now))
+    console.print(headline(now), soft_wrap=True, markup=False)
 
 
 @app.command(epilog="Example: etude bases smollm2-135m")
@@ -277,31 +279,17 @@ def _bases_table() -> Table:
     table = Table(
         title="Known bases",
         title_justify="left",
-        caption="etude bases NAME shows the source of each fact",
+        caption="tokens: pretraining; +: on top of its parent; ?: not known. etude bases NAME shows the sources.",
         caption_justify="left",
     )
-    for column in ("name", "parameters", "active", "pretraining", "context", "licence", "from"):
-        table.add_column(
-            column,
-            justify="right" if column in {"parameters", "active", "pretraining", "context"} else "left",
-        )
+    for column in ("name", "params", "active", "tokens", "context", "licence"):
+        left = column in {"name", "licence"}
+        table.add_column(column, justify="left" if left else "right", no_wrap=column != "licence", overflow="fold")
     for key, base in known_bases().items():
-        tokens = (
-            f"{'+' if base.continues else ''}{human(base.pretraining_tokens)}"
-            if base.pretraining_tokens
-            else "not known"
-        )
-        place = (
-            f"package {base.wheel.package}" if base.wheel else f"hub {base.hub}" if base.hub else "shipped with Etude"
-        )
+        tokens = human(base.pretraining_tokens) if base.pretraining_tokens else "?"
+        spent = f"{'+' if base.continues else ''}{tokens}"
         table.add_row(
-            key,
-            human(base.parameters),
-            human(base.active_parameters),
-            tokens,
-            f"{base.context:,}",
-            base.licence,
-            place,
+            key, human(base.parameters), human(base.active_parameters), spent, f"{base.context:,}", base.licence
         )
     return table
 

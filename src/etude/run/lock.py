@@ -94,6 +94,5 @@ def _process_name(pid: int) -> str:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return "etude"
-    return " ".join(
-        Path(os.fsdecode(word)).name if index < 2 else os.fsdecode(word) for index, word in enumerate(words) if word
-    )[:120]
+    program, *rest = [os.fsdecode(word) for word in words if word]
+    return " ".join([Path(program).name, *rest]).replace("\n", " ")[:120]

@@ -85,7 +85,7 @@ def _progress(work: Path) -> dict[str, Any] | None:
 
 def status_table(status: RunStatus) -> Table:
     """Draw it for the terminal."""
-    table = Table(title=f"{status.run}: {_owner_line(status)}", title_justify="left")
+    table = Table()
     for column in ("stage", "state", "progress", "rate", "time left", "best"):
         table.add_column(column)
     colours = {"done": "green", "running": "cyan", "stopped": "yellow", "waiting": "dim", "damaged": "red"}
@@ -100,12 +100,13 @@ def status_table(status: RunStatus) -> Table:
     return table
 
 
-def _owner_line(status: RunStatus) -> str:
+def headline(status: RunStatus) -> str:
+    """Return in one line who is at work, or how to go on."""
     if status.owner:
-        return f"process {status.owner['pid']} is at work"
+        return f"{status.run}: process {status.owner['pid']} is at work"
     if all(stage.state == "done" for stage in status.stages):
-        return "done"
-    return f"nobody is at work; continue with: {status.command}"
+        return f"{status.run}: done"
+    return f"{status.run}: nobody is at work; continue with: {status.command}"
 
 
 def _progress_cells(stage: StageStatus) -> tuple[str, str, str]:

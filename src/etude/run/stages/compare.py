@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from etude.bench.compare import Candidate, CandidateResult, CompareConfig, measure
+from etude.bench.compare import Candidate, CandidateResult, CompareConfig, check_fits, measure
 from etude.bench.report import markdown, ranked, table, verdict
 from etude.bench.state_tracking import make_chains
 from etude.data.codebase import Codebase, git_revision, read_codebase
@@ -36,11 +36,12 @@ class CompareStage:
         """Return the code by content, the candidates by identity, and the machine, on which speed depends."""
         if parent_digest is None and not settings.bases:
             raise UserError("compare: nothing to compare; set `base` in the recipe or `bases` in [compare]")
+        identities = [resolve(word).identity() for word in settings.bases]
         return {
             "settings": settings.model_dump(exclude={"on", "bases"}),
             "seed": seed,
             "code": read_codebase(Path(settings.on)).digest,
-            "bases": [resolve(word).identity() for word in settings.bases],
+            "bases": identities,
             "machine": environment.machine_identity(),
         }
 
@@ -51,12 +52,13 @@ class CompareStage:
         everything = read_codebase(Path(settings.on))
         code = everything.sample(settings.max_bytes)
         chains = make_chains(everything, settings.state_tasks, settings.state_diffs, settings.state_chars, job.seed)
-        if len(chains) < settings.state_tasks:
-            job.work.reporter.say(
-                f"compare: only {len(chains)} of {settings.state_tasks} state-tracking tasks can be made from {settings.on}"
-            )
         device = choose_device(settings.device)
         candidates, parents = _candidates(settings, job, device)
+        for candidate in candidates:
+            check_fits(candidate, chains, settings)
+        if len(chains) < settings.state_tasks:
+            few = f"only {len(chains)} of {settings.state_tasks} state-tracking tasks can be made from {settings.on}"
+            job.work.reporter.say(f"compare: {few}")
         results = [measure(candidate, code, chains, settings, job.work, job.seed) for candidate in candidates]
         _write(results, code, len(everything.files), job.work.folder)
         best = ranked(results)[0]

@@ -1,0 +1,57 @@
+"""kill −9 anywhere, run the same command again: the same result."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("killed")
+    bases = [tiny.save_model(folder / name, seed=seed) for seed, name in enumerate(("first", "second"))]
+    tree = tiny.write_tree(folder / "code")
+    recipe = folder / "recipe.toml"
+    recipe.write_text(
+        f'name = "kill"\nbase = "{bases[0]}"\nstages = ["compare"]\n[compare]\non = "{tree}"\nbases = ["{bases[1]}"]\n'
+        "window = 64\nstride = 32\nstate_tasks = 6\nstate_diffs = 1\nstate_chars = 120\nspeed_prompt = 8\nspeed_steps = 2\nspeed_batch = 2\n"
+    )
+    (folder / "runs").mkdir()
+    command = [sys.executable, "-m", "tests.run.killed", str(recipe), str(folder / "runs"), "20261115"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_ten_kills_in_random_places_change_nothing(outcome: Any) -> None:
+    assert len(outcome["kills"]) == 10
+    assert len({kill["at"] for kill in outcome["kills"]}) > 5
+    for kill in outcome["kills"]:
+        assert kill["ended"] == -9
+        assert kill["again"] == 0, kill["said again"]
+        assert kill["digests"] == outcome["digests"]
+
+
+def test_the_same_command_goes_on_and_says_so(outcome: Any) -> None:
+    assert any("ended without finishing" in kill["said again"] for kill in outcome["kills"])
+    assert any("compare: continuing (1 earlier session(s))" in kill["said again"] for kill in outcome["kills"])
+
+
+def test_a_signal_stops_in_order_and_says_how_to_go_on(outcome: Any) -> None:
+    assert [stop["ended"] for stop in outcome["stops"]] == [130, 143]
+    for stop in outcome["stops"]:
+        assert "stopping after the step at hand" in stop["said"]
+        assert "Go on with:\n  etude run " in stop["said"]
+        assert "Traceback" not in stop["said"]
+        assert stop["again"] == 0, stop["said again"]
+        assert "ended without finishing" not in stop["said again"]
+        assert stop["digests"] == outcome["digests"]

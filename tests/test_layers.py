@@ -1,0 +1,77 @@
+"""The architecture, enforced: each layer imports only from those below it, and the command line answers without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import etude
+
+ROOT = Path(etude.__file__).parent
+FOUNDATION = {"errors", "files", "jsonl", "progress", "work"}
+LAYERS = (  # from below; those on one level may import each other
+    {"lineage"},
+    {"models"},
+    {"training", "inference", "sandbox", "data"},
+    {"agent", "tasks", "rewards"},
+    {"rl", "bench"},
+    {"recipe", "run"},
+    {"cli", "web", "serve"},
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+MODULES = sorted(ROOT.rglob("*.py"))
+
+
+def imported_parts(module: Path) -> set[str]:
+    """Return the top-level parts of Etude that a module imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("etude"):
+            names = [node.module.partition("etude.")[2].split(".")[0]] if "." in node.module else [a.name for a in node.names]
+            found |= set(names)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("etude.")}
+    return found - {""}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_layer_imports_only_from_below(module: Path) -> None:
+    part = module.relative_to(ROOT).parts[0].removesuffix(".py")
+    imports = imported_parts(module)
+    if part in FOUNDATION:
+        assert imports <= FOUNDATION
+    elif part in LEVEL:
+        wrong = {name for name in imports if name not in FOUNDATION and LEVEL[name] > LEVEL[part]}
+        assert not wrong, f"{module} is in layer {part} and imports {wrong}"
+    else:
+        assert part in {"__init__", "__main__"}, f"{part} is in no layer"
+
+
+def test_every_folder_is_a_layer() -> None:
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+    assert folders <= set(LEVEL)
+
+
+def test_the_checker_sees_an_import_from_above(tmp_path: Path) -> None:
+    module = tmp_path / "bad.py"
+    module.write_text("def f():\n    from etude.cli.main import main\n    import etude.bench.report\n")
+    assert imported_parts(module) == {"cli", "bench"}
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["bases"], ["status", "--help"]])
+def test_answers_without_loading_torch(words: list[str]) -> None:
+    program = "import sys\nfrom etude.cli.main import app\ntry:\n    app()\nfinally:\n    print(sorted({'torch', 'transformers', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stderr.strip().endswith("[]")
+    assert done.stdout
+
+
+def test_no_file_is_too_long() -> None:
+    long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in MODULES}
+    assert not {name: lines for name, lines in long.items() if lines > 400}
+    assert sum(long.values()) < 12_000
