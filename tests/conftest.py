@@ -10,7 +10,6 @@ import pytest
 
 from etude.cli.main import main
 from etude.progress import Reporter
-
 from tests import tiny
 
 if TYPE_CHECKING:

@@ -19,14 +19,20 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("r
 
 def test_every_setting_is_explained() -> None:
     page = (ROOT / "docs/recipes.md").read_text()
-    names = [*Header.model_fields, *(name for kind, stage in STAGES.items() if kind != "base" for name in stage.settings.model_fields)]
+    names = [
+        *Header.model_fields,
+        *(name for kind, stage in STAGES.items() if kind != "base" for name in stage.settings.model_fields),
+    ]
     assert [name for name in names if f"`{name}`" not in page] == []
 
 
 @pytest.mark.parametrize("requirement", REQUIREMENTS)
 def test_every_dependency_is_pinned_and_reasoned(requirement: str) -> None:
     name = re.split(r"[<>=]", requirement)[0]
-    pins = {line.partition("==")[0].lower().replace("_", "-") for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    pins = {
+        line.partition("==")[0].lower().replace("_", "-")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+    }
     assert name in pins
     assert f"`{name}`" in (ROOT / "docs/dependencies.md").read_text()
 

@@ -31,7 +31,11 @@ def imported_parts(module: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("etude"):
-            names = [node.module.partition("etude.")[2].split(".")[0]] if "." in node.module else [a.name for a in node.names]
+            names = (
+                [node.module.partition("etude.")[2].split(".")[0]]
+                if "." in node.module
+                else [a.name for a in node.names]
+            )
             found |= set(names)
         elif isinstance(node, ast.Import):
             found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("etude.")}

@@ -11,14 +11,16 @@ from etude.progress import Reporter, Task, amount, duration
 
 
 @pytest.mark.parametrize(
-    ("seconds", "shown"), [(0.4, "0 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"), (7799, "2 h 09 min"), (59.4, "59 s")]
+    ("seconds", "shown"),
+    [(0.4, "0 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"), (7799, "2 h 09 min"), (59.4, "59 s")],
 )
 def test_durations(seconds: float, shown: str) -> None:
     assert duration(seconds) == shown
 
 
 @pytest.mark.parametrize(
-    ("value", "unit", "shown"), [(999, "B", "999 B"), (93e6, "B", "93.0 MB"), (5e12, "B", "5000.0 GB"), (16384, "tokens", "16,384 tokens")]
+    ("value", "unit", "shown"),
+    [(999, "B", "999 B"), (93e6, "B", "93.0 MB"), (5e12, "B", "5000.0 GB"), (16384, "tokens", "16,384 tokens")],
 )
 def test_amounts(value: float, unit: str, shown: str) -> None:
     assert amount(value, unit) == shown

@@ -148,7 +148,9 @@ class Reporter:
                 yield task
             finally:
                 if self.listener:
-                    with contextlib.suppress(OSError):  # the last news is a courtesy; the work itself reports a full disk
+                    with contextlib.suppress(
+                        OSError
+                    ):  # the last news is a courtesy; the work itself reports a full disk
                         self.listener(task.state())
 
     def _shower(self, stack: contextlib.ExitStack, label: str, total: float) -> Callable[[Task], object]:

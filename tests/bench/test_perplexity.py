@@ -29,11 +29,15 @@ def measured(base: Path, tree: Path, work: Work, window: int, stride: int) -> Bi
     code = read_codebase(tree)
     tokens = perplexity.tokenise(code, tokeniser)
     units = perplexity.scoring_units("tiny", rolling_windows(len(tokens.ids), window, stride))
-    perplexity.score(work, "tiny", units, tokens, SHAPE, lambda ids, each: token_nlls(model, ids, each).tolist(), lambda: 0.0)
+    perplexity.score(
+        work, "tiny", units, tokens, SHAPE, lambda ids, each: token_nlls(model, ids, each).tolist(), lambda: 0.0
+    )
     return perplexity.result(work, "tiny", code, tokens, seed=0)
 
 
-def test_bits_per_byte_equal_transformers_loss_times_tokens_over_bytes(tiny_base: Path, tmp_path: Path, work: Work) -> None:
+def test_bits_per_byte_equal_transformers_loss_times_tokens_over_bytes(
+    tiny_base: Path, tmp_path: Path, work: Work
+) -> None:
     tree = tmp_path / "tree"
     tree.mkdir()
     (tree / "a.py").write_text("def add(left, right):\n    return left + right\n")
@@ -67,7 +71,9 @@ def test_scoring_goes_on_where_it_stopped(tiny_base: Path, code_tree: Path, work
 def test_flops_and_tokens_are_counted(tiny_base: Path, code_tree: Path, work: Work) -> None:
     measured(tiny_base, code_tree, work, window=64, stride=32)
     rows = list(work.metrics.rows("tiny/bits/"))
-    assert [row["flops"] for row in rows] == [200 * n + 2 * 1 * 4 * n * (n + 1) // 2 for n in (row["tokens"] for row in rows)]
+    assert [row["flops"] for row in rows] == [
+        200 * n + 2 * 1 * 4 * n * (n + 1) // 2 for n in (row["tokens"] for row in rows)
+    ]
 
 
 def test_special_tokens_in_a_file_stay_text(tiny_base: Path, tmp_path: Path) -> None:
@@ -94,8 +100,8 @@ def result_of(bits: list[float], sizes: list[int]) -> BitsResult:
 def test_a_small_but_steady_lead_is_seen_through_files_that_differ_much() -> None:
     sizes = [100, 100, 200, 50, 400, 100]
     costs = [50.0, 150.0, 120.0, 90.0, 300.0, 20.0]
-    behind, interval = difference(result_of([c + 0.01 * s for c, s in zip(costs, sizes, strict=True)], sizes), result_of(costs, sizes), 0)
+    behind, interval = difference(
+        result_of([c + 0.01 * s for c, s in zip(costs, sizes, strict=True)], sizes), result_of(costs, sizes), 0
+    )
     assert behind == pytest.approx(0.01)
     assert interval == pytest.approx((0.01, 0.01))
-
-

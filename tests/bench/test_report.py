@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ CODE = Codebase(Path("src"), (SourceFile("a.py", "x\n"), SourceFile("b.py", "y\n
 SPEED = {"prefill": 1000.0, "decode_single": 20.0, "decode_batch": 80.5, "batch": 8, "prompt": 256, "weight_bytes": 5, "peak_bytes": 10**9, "peak_of": "process"}  # fmt: skip
 
 
-def candidate(name: str, bits: float, *, state: float | None = 0.5, lossy: int = 0, wobble: float = 0.0) -> CandidateResult:
+def candidate(
+    name: str, bits: float, *, state: float | None = 0.5, lossy: int = 0, wobble: float = 0.0
+) -> CandidateResult:
     files = [FileBits("a.py", 100, 100 * (bits + wobble)), FileBits("b.py", 100, 100 * (bits - wobble))]
     return CandidateResult(
         name=name, family="llama", parameters=135_000_000, active_parameters=135_000_000, context=8192, licence="MIT",
@@ -29,7 +32,9 @@ def candidate(name: str, bits: float, *, state: float | None = 0.5, lossy: int =
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("count", "shown"), [(5_410_048, "5.41M"), (134_515_008, "135M"), (1.0264e12, "1.03T"), (950, "950")])
+@pytest.mark.parametrize(
+    ("count", "shown"), [(5_410_048, "5.41M"), (134_515_008, "135M"), (1.0264e12, "1.03T"), (950, "950")]
+)
 def test_counts_are_short(count: float, shown: str) -> None:
     assert report.human(count) == shown
 
@@ -45,10 +50,13 @@ def test_the_best_comes_first_and_fits_eighty_characters() -> None:
 
 
 def test_a_sure_lead_and_a_lead_within_the_noise_are_called_so() -> None:
-    assert "better predicts this code best: 0.800 bits per byte; next is worse, 0.100 [0.100, 0.100] behind" in report.verdict(
-        [candidate("worse", 0.9), candidate("better", 0.8)]
+    assert (
+        "better predicts this code best: 0.800 bits per byte; next is worse, 0.100 [0.100, 0.100] behind"
+        in report.verdict([candidate("worse", 0.9), candidate("better", 0.8)])
     )
-    assert "better is ahead, but within the noise" in report.verdict([candidate("worse", 0.81, wobble=0.2), candidate("better", 0.8)])
+    assert "better is ahead, but within the noise" in report.verdict(
+        [candidate("worse", 0.81, wobble=0.2), candidate("better", 0.8)]
+    )
     assert report.verdict([candidate("only", 0.8)]) == "only: 0.800 bits per byte."
 
 
@@ -66,5 +74,5 @@ def test_the_picture_is_a_picture_with_all_bars(tmp_path: Path, state: float | N
     draw([candidate(f"base-{n}", 0.8 + n / 10, state=state) for n in range(3)], tmp_path / "out.png")
     pixels = image.imread(tmp_path / "out.png")
     blue = (abs(pixels[:, :, :3] - [0x3B / 255, 0x6E / 255, 0xA8 / 255]).max(axis=2) < 0.02).any(axis=1)
-    bars = sum(1 for above, here in zip(blue, blue[1:], strict=False) if here and not above)
+    bars = sum(1 for above, here in itertools.pairwise(blue) if here and not above)
     assert bars == 3

@@ -16,7 +16,6 @@ from etude.lineage.compute import ComputeShape
 from etude.models.load import load_tokeniser
 from etude.progress import Reporter
 from etude.work import Work
-
 from tests import tiny
 
 CHAINS = [

@@ -17,7 +17,16 @@ if TYPE_CHECKING:
 
     from tests.conftest import Etude, Said
 
-QUICK = ["--set", "compare.window=32", "--set", "compare.stride=16", "--set", "compare.state_tasks=0", "--set", "compare.speed_prompt=8"]
+QUICK = [
+    "--set",
+    "compare.window=32",
+    "--set",
+    "compare.stride=16",
+    "--set",
+    "compare.state_tasks=0",
+    "--set",
+    "compare.speed_prompt=8",
+]
 
 
 def refused(said: Said, *parts: str) -> None:
@@ -52,7 +61,10 @@ def test_malformed_recipe(etude: Etude, tmp_path: Path) -> None:
 
 
 def test_wrong_type(etude: Etude, tmp_path: Path) -> None:
-    refused(etude("run", recipe(tmp_path, more='window = "wide"')), "recipe.toml:5: compare.window: input should be a valid integer, not 'wide'")
+    refused(
+        etude("run", recipe(tmp_path, more='window = "wide"')),
+        "recipe.toml:5: compare.window: input should be a valid integer, not 'wide'",
+    )
 
 
 def test_settings_that_contradict(etude: Etude, tmp_path: Path) -> None:
@@ -66,7 +78,9 @@ def test_unknown_stage(etude: Etude, tmp_path: Path) -> None:
 
 
 def test_unknown_base(etude: Etude, tmp_path: Path, cache: list[object]) -> None:
-    refused(etude("run", recipe(tmp_path, "smollm2-135"), *cache), "unknown base 'smollm2-135'; did you mean 'smollm2-135m'")
+    refused(
+        etude("run", recipe(tmp_path, "smollm2-135"), *cache), "unknown base 'smollm2-135'; did you mean 'smollm2-135m'"
+    )
     refused(etude("bases", "sprot"), "unknown base 'sprot'; did you mean 'sprout'")
     refused(etude("compare", "sprot", "--on", tmp_path, *cache), "unknown base 'sprot'")
 
@@ -78,7 +92,9 @@ def test_nothing_to_compare(etude: Etude, tmp_path: Path, code_tree: Path, cache
 def test_empty_and_missing_code_folder(etude: Etude, tmp_path: Path, tiny_base: Path, cache: list[object]) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/data.bin").write_bytes(b"\0")
-    refused(etude("compare", tiny_base, "--on", tmp_path / "empty", *cache), "holds no code to read (1 not source code)")
+    refused(
+        etude("compare", tiny_base, "--on", tmp_path / "empty", *cache), "holds no code to read (1 not source code)"
+    )
     refused(etude("compare", tiny_base, "--on", tmp_path / "gone", *cache), "does not exist")
 
 
@@ -90,7 +106,9 @@ def test_folder_without_a_model(etude: Etude, tmp_path: Path, code_tree: Path, c
 def test_truncated_safetensors(etude: Etude, tmp_path: Path, code_tree: Path, cache: list[object]) -> None:
     weights = tiny.save_model(tmp_path / "cut") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    refused(etude("compare", tmp_path / "cut", "--on", code_tree, *cache), "model.safetensors is cut off", "fetch it again")
+    refused(
+        etude("compare", tmp_path / "cut", "--on", code_tree, *cache), "model.safetensors is cut off", "fetch it again"
+    )
     refused(etude("run", recipe(tmp_path, tmp_path / "cut", code_tree), *cache), "model.safetensors is cut off")
 
 
@@ -129,7 +147,9 @@ def test_status_of_something_else(etude: Etude, tmp_path: Path) -> None:
     refused(etude("status", tmp_path), "is not the folder of a run")
 
 
-def test_changed_weights_fail_the_check(etude: Etude, tmp_path: Path, tiny_base: Path, code_tree: Path, cache: list[object]) -> None:
+def test_changed_weights_fail_the_check(
+    etude: Etude, tmp_path: Path, tiny_base: Path, code_tree: Path, cache: list[object]
+) -> None:
     assert etude("run", recipe(tmp_path, tiny_base, code_tree), *cache, *QUICK).code == 0
     model = tmp_path / "run/base/model"
     weights = model / "model.safetensors"
@@ -154,7 +174,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, 64 kB large."""
     place = tmp_path / "disk"
     place.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", place], check=False).returncode:
+    if (
+        os.geteuid() != 0
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", place], check=False).returncode
+    ):
         pytest.skip("mounting a small file system needs root")
     try:
         yield place
@@ -164,16 +187,31 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_no_space_left(etude: Etude, tmp_path: Path, tiny_base: Path, code_tree: Path, small_disk: Path) -> None:
     path = recipe(tmp_path, tiny_base, code_tree)
-    said = etude("run", path, "--out", small_disk / "run", "--cache", tmp_path / "cache", *QUICK, "--set", "compare.stride=1")
+    said = etude(
+        "run", path, "--out", small_disk / "run", "--cache", tmp_path / "cache", *QUICK, "--set", "compare.stride=1"
+    )
     assert said.code == 2
     last = said.err.strip().splitlines()[-1]
-    assert last.startswith(f"error: cannot write {small_disk}/run") or last.startswith(f"error: cannot write in {small_disk}/run")
+    assert last.startswith((f"error: cannot write {small_disk}/run", f"error: cannot write in {small_disk}/run"))
     assert "no space left on the device; free some and run the same command again" in last
     subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
-    assert etude("run", path, "--out", small_disk / "run", "--cache", tmp_path / "cache", *QUICK, "--set", "compare.stride=1").code == 0
+    assert (
+        etude(
+            "run", path, "--out", small_disk / "run", "--cache", tmp_path / "cache", *QUICK, "--set", "compare.stride=1"
+        ).code
+        == 0
+    )
 
 
 def test_read_only_run_folder(etude: Etude, tmp_path: Path, tiny_base: Path, code_tree: Path, small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    said = etude("run", recipe(tmp_path, tiny_base, code_tree), "--out", small_disk / "run", "--cache", tmp_path / "cache", *QUICK)
+    said = etude(
+        "run",
+        recipe(tmp_path, tiny_base, code_tree),
+        "--out",
+        small_disk / "run",
+        "--cache",
+        tmp_path / "cache",
+        *QUICK,
+    )
     refused(said, f"cannot write {small_disk}/run", "the file system is read-only; choose another folder with --out")

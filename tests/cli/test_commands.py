@@ -48,7 +48,18 @@ def test_bases(etude: Etude) -> None:
 
 
 def test_compare_from_the_command_line(etude: Etude, tmp_path: Path, tiny_base: Path, code_tree: Path) -> None:
-    words = ["compare", "sprout", tiny_base, "--on", code_tree, "--out", tmp_path / "run", "--cache", tmp_path / "cache", *SMALL]
+    words = [
+        "compare",
+        "sprout",
+        tiny_base,
+        "--on",
+        code_tree,
+        "--out",
+        tmp_path / "run",
+        "--cache",
+        tmp_path / "cache",
+        *SMALL,
+    ]
     said = etude(*words)
     assert said.code == 0, said.err
     assert "sprout predicts this code best" in said.out
@@ -70,7 +81,17 @@ def test_compare_from_the_command_line(etude: Etude, tmp_path: Path, tiny_base: 
 
 
 def test_a_dry_run_prints_the_resolved_recipe_and_what_would_run(etude: Etude, tmp_path: Path) -> None:
-    words = ["run", ROOT / "recipes/quickstart.toml", "--cache", tmp_path, "--out", tmp_path / "run", "--dry-run", "--set", "compare.on=" + str(ROOT / "src")]
+    words = [
+        "run",
+        ROOT / "recipes/quickstart.toml",
+        "--cache",
+        tmp_path,
+        "--out",
+        tmp_path / "run",
+        "--dry-run",
+        "--set",
+        "compare.on=" + str(ROOT / "src"),
+    ]
     said = etude(*words)
     assert "stride = 512" in said.out
     assert said.out.endswith("base: would run\ncompare: would run\n")
@@ -103,12 +124,25 @@ def test_the_tree_of_a_finished_run(etude: Etude, tmp_path: Path, code_tree: Pat
 def test_no_colours_in_a_pipe(tmp_path: Path) -> None:
     clean = {name: value for name, value in os.environ.items() if name not in {"FORCE_COLOR", "CLICOLOR_FORCE"}}
     for words in (["bases"], ["--help"], ["run", "absent.toml"]):
-        done = subprocess.run([sys.executable, "-m", "etude", *words], capture_output=True, text=True, check=False, env=clean, cwd=tmp_path)
+        done = subprocess.run(
+            [sys.executable, "-m", "etude", *words],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=clean,
+            cwd=tmp_path,
+        )
         assert "\x1b" not in done.stdout + done.stderr
 
 
 def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
     command = f"{sys.executable} -m etude bases --json | head -n 1"
-    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}; exit ${{PIPESTATUS[1]}}"], capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}; exit ${{PIPESTATUS[1]}}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
     assert done.stdout == "{\n"
     assert "Traceback" not in done.stderr

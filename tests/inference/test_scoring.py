@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from etude.inference.scoring import Window, rolling_windows, token_nlls
 from etude.models.load import load_model
-
 from tests import tiny
 
 

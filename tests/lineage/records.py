@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from etude.lineage.environment import Code, Hardware
-from etude.lineage.record import CarriedLicence, Compute, DataUse, FileDigest, Lineage, Origin, Parent, Record, RecipeUse
+from etude.lineage.record import (
+    CarriedLicence,
+    Compute,
+    DataUse,
+    FileDigest,
+    Lineage,
+    Origin,
+    Parent,
+    RecipeUse,
+    Record,
+)
 
 
 def full_record(**changes: Any) -> Record:
@@ -28,7 +38,13 @@ def full_record(**changes: Any) -> Record:
         ),
         "data": [
             DataUse(
-                name="code", source="folder /code", revision="abc", digest="2" * 64, files=3, bytes=99, left_out={"empty": 1}
+                name="code",
+                source="folder /code",
+                revision="abc",
+                digest="2" * 64,
+                files=3,
+                bytes=99,
+                left_out={"empty": 1},
             )
         ],
         "code": Code(etude="0.1.0", revision="9" * 40, dirty=False),
@@ -52,7 +68,9 @@ def child_of(parent: Record | None, stage: str, *others: Parent) -> Record:
     """Return a record of a stage made from a parent's weights, and from other parents."""
     weights = {"model.safetensors": FileDigest(sha256=stage[0] * 64, bytes=1000)}
     edges = (
-        [Parent(name=parent.stage, role="weights", record=parent.id, model_digest=parent.model_digest)] if parent else []
+        [Parent(name=parent.stage, role="weights", record=parent.id, model_digest=parent.model_digest)]
+        if parent
+        else []
     )
     origin = full_record().origin if parent is None else None
     return full_record(stage=stage, kind=stage, parents=[*edges, *others], weights=weights, origin=origin)

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from etude.lineage.compute import Attention, ComputeShape, attended_keys, forward_flops, training_flops
 from etude.models.shape import shape_of
-
 from tests import tiny
 
 POSITIONS = st.integers(0, 80)

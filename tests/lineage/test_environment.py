@@ -14,7 +14,6 @@ import torch
 
 import etude
 from etude.lineage import environment
-
 from tests import tiny
 
 SOURCE = Path(etude.__file__).resolve().parent
@@ -97,7 +96,9 @@ def test_the_hardware_is_this_machine() -> None:
     machine = environment.hardware()
     assert machine.system == f"{os.uname().sysname} {platform.machine()}"
     assert machine.cores == len(os.sched_getaffinity(0))
-    kilobytes = next(line for line in Path("/proc/meminfo").read_text("utf-8").splitlines() if line.startswith("MemTotal"))
+    kilobytes = next(
+        line for line in Path("/proc/meminfo").read_text("utf-8").splitlines() if line.startswith("MemTotal")
+    )
     assert machine.memory_bytes == int(kilobytes.split()[1]) * 1024
     assert len(machine.accelerators) == torch.cuda.device_count()
 

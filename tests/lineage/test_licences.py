@@ -143,7 +143,8 @@ def test_the_duties_of_kimi_name_the_words_to_show_and_both_thresholds() -> None
 
 def test_conditions_that_must_all_hold_are_joined_by_and() -> None:
     assert any(
-        duty.endswith("if operates model as a service and revenue > 20,000,000 USD") for duty in headline_duties("Kimi-K3")
+        duty.endswith("if operates model as a service and revenue > 20,000,000 USD")
+        for duty in headline_duties("Kimi-K3")
     )
 
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from etude.errors import UserError
 from etude.files import digest_of_files
 from etude.lineage.record import LINEAGE_FILE, RECORD_FILE, FileDigest, Lineage, Record, load_lineage, load_record
-
 from tests.lineage.records import child_of, full_record, three_generations
 from tests.lineage.refusals import one_line
 
@@ -80,7 +79,9 @@ def test_the_id_does_not_depend_on_the_order_of_keys() -> None:
 @settings(deadline=None, max_examples=50)
 @given(
     summary=st.dictionaries(TEXT, st.none() | NUMBER | TEXT, max_size=4),
-    stage=st.dictionaries(TEXT, st.recursive(st.none() | st.booleans() | NUMBER | TEXT, st.lists, max_leaves=4), max_size=3),
+    stage=st.dictionaries(
+        TEXT, st.recursive(st.none() | st.booleans() | NUMBER | TEXT, st.lists, max_leaves=4), max_size=3
+    ),
     name=TEXT,
     flops=st.floats(0, 1e30),
     dirty=st.none() | st.booleans(),
@@ -122,7 +123,10 @@ def test_a_lineage_holds_the_record_and_all_ancestors_of_all_parents() -> None:
 
 
 def test_the_model_digest_covers_names_and_contents_of_all_weight_files() -> None:
-    weights = {"a.safetensors": FileDigest(sha256="1" * 64, bytes=1), "b.safetensors": FileDigest(sha256="2" * 64, bytes=1)}
+    weights = {
+        "a.safetensors": FileDigest(sha256="1" * 64, bytes=1),
+        "b.safetensors": FileDigest(sha256="2" * 64, bytes=1),
+    }
     swapped = dict(zip(weights, reversed(weights.values()), strict=True))
     digest = full_record(weights=weights).model_digest
     assert digest == digest_of_files({"b.safetensors": "2" * 64, "a.safetensors": "1" * 64})
@@ -218,7 +222,9 @@ def test_a_folder_without_a_record_is_not_ours(tmp_path: Path) -> None:
         load_lineage(tmp_path)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: load_lineage accepts a head that is not among the records (render: KeyError)")
+@pytest.mark.xfail(
+    strict=True, reason="bug: load_lineage accepts a head that is not among the records (render: KeyError)"
+)
 def test_a_lineage_whose_head_is_missing_is_refused(tmp_path: Path) -> None:
     lineage, records = three_generations()
     plain = lineage.model_dump(mode="json")

@@ -14,7 +14,6 @@ from etude.files import sha256_file
 from etude.lineage.record import Compute, FileDigest, Lineage
 from etude.lineage.tree import changed_weights, describe_compute, find_model, render
 from etude.progress import Reporter
-
 from tests.lineage.records import child_of, full_record, three_generations
 from tests.lineage.refusals import one_line
 
@@ -128,7 +127,9 @@ def test_an_ancestor_shared_by_two_parents_is_drawn_under_both() -> None:
 
 def test_no_compute_is_said_to_be_none() -> None:
     assert describe_compute(Compute(tokens=0, model_flops=0.0, method="measured")) == "none (no tokens processed)"
-    assert describe_compute(Compute(tokens=0, model_flops=2e3, method="hardware")) == "0 tokens, 2.00e+03 FLOP (hardware)"
+    assert (
+        describe_compute(Compute(tokens=0, model_flops=2e3, method="hardware")) == "0 tokens, 2.00e+03 FLOP (hardware)"
+    )
 
 
 def recorded(folder: Path, contents: dict[str, bytes]) -> Record:

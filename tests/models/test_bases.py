@@ -19,7 +19,6 @@ from etude.errors import UserError
 from etude.files import sha256_file
 from etude.lineage.record import load_lineage
 from etude.models.bases import Base, KnownBase, known_bases, resolve
-
 from tests.lineage.refusals import one_line
 
 REGISTRY: dict[str, dict[str, Any]] = tomllib.loads(

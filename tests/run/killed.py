@@ -46,7 +46,15 @@ def child(recipe: Path, folder: Path, name: str, end_at: int | None, by: int, co
                     os.kill(os.getpid(), by)
 
         sys.addaudithook(hook)
-        sys.argv = ["etude", "run", str(recipe), "--out", str(folder / name / "run"), "--cache", str(folder / name / "cache")]
+        sys.argv = [
+            "etude",
+            "run",
+            str(recipe),
+            "--out",
+            str(folder / name / "run"),
+            "--cache",
+            str(folder / name / "cache"),
+        ]
         try:
             main()
         except SystemExit as leaving:
@@ -61,7 +69,9 @@ def digests(run: Path) -> dict[str, str]:
     return {"weights": base.model_digest, "results": compare.outputs["results.json"].sha256}
 
 
-def ended_and_run_again(recipe: Path, folder: Path, name: str, touches: int, by: int, rng: random.Random) -> dict[str, object]:
+def ended_and_run_again(
+    recipe: Path, folder: Path, name: str, touches: int, by: int, rng: random.Random
+) -> dict[str, object]:
     """End one run at a random touch, run it again, and return what came of it."""
     counter = folder / "counter"
     for attempt in range(5):  # how often progress is written depends on time, so a run may end before the touch comes
@@ -86,7 +96,10 @@ def run_all(recipe: Path, folder: Path, seed: int) -> dict[str, object]:
     touches = int(counter.read_text())
     kills = [ended_and_run_again(recipe, folder, f"kill-{n}", touches, signal.SIGKILL, rng) for n in range(KILLS)]
     # A stop is asked for early in the second half, when there is still work left to be stopped.
-    stops = [ended_and_run_again(recipe, folder, f"stop-{by}", touches // 2, by, rng) for by in (signal.SIGINT, signal.SIGTERM)]
+    stops = [
+        ended_and_run_again(recipe, folder, f"stop-{by}", touches // 2, by, rng)
+        for by in (signal.SIGINT, signal.SIGTERM)
+    ]
     return {"touches": touches, "digests": digests(folder / "quiet/run"), "kills": kills, "stops": stops}
 
 

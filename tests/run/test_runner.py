@@ -12,11 +12,15 @@ from etude.errors import Interrupted, UserError
 from etude.files import sha256_file
 from etude.lineage.record import load_lineage, load_record
 from etude.progress import Reporter
-
 from tests import tiny
 from tests.run.toy import ScaleStage, recipe_of, runner
 
-FOUR: dict[str, dict[str, object]] = {"one": {"by": 1.5}, "two": {"by": 0.5}, "three": {"by": 2.0}, "four": {"by": 0.25}}
+FOUR: dict[str, dict[str, object]] = {
+    "one": {"by": 1.5},
+    "two": {"by": 0.5},
+    "three": {"by": 2.0},
+    "four": {"by": 0.25},
+}
 
 
 @pytest.fixture
@@ -28,7 +32,9 @@ def actions(steps: object) -> dict[str, str]:
     return {step.entry.name: step.action for step in steps}  # type: ignore[attr-defined]
 
 
-def test_a_run_leaves_models_metrics_and_records(tmp_path: Path, tiny_base: Path, stage: ScaleStage, quiet: Reporter) -> None:
+def test_a_run_leaves_models_metrics_and_records(
+    tmp_path: Path, tiny_base: Path, stage: ScaleStage, quiet: Reporter
+) -> None:
     runner(tmp_path / "run", tmp_path / "cache", stage, quiet).execute(recipe_of(tiny_base, FOUR))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/two/model")
     base = AutoModelForCausalLM.from_pretrained(tiny_base)
@@ -71,12 +77,20 @@ def test_changing_stage_four_does_not_repeat_one_to_three(
     worker.execute(recipe_of(tiny_base, FOUR))
     stage.log.clear()
     changed = recipe_of(tiny_base, FOUR | {"four": {"by": 3.0}})
-    assert actions(worker.plan(changed)) == {"base": "kept", "one": "kept", "two": "kept", "three": "kept", "four": "run"}
+    assert actions(worker.plan(changed)) == {
+        "base": "kept",
+        "one": "kept",
+        "two": "kept",
+        "three": "kept",
+        "four": "run",
+    }
     worker.execute(changed)
     assert stage.log == [f"four/{step}" for step in range(4)]
 
 
-def test_changing_back_uses_what_was_replaced(tmp_path: Path, tiny_base: Path, stage: ScaleStage, quiet: Reporter) -> None:
+def test_changing_back_uses_what_was_replaced(
+    tmp_path: Path, tiny_base: Path, stage: ScaleStage, quiet: Reporter
+) -> None:
     worker = runner(tmp_path / "run", tmp_path / "cache", stage, quiet)
     worker.execute(recipe_of(tiny_base, FOUR))
     first = load_record(tmp_path / "run/four")

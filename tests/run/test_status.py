@@ -10,7 +10,6 @@ from etude.errors import Interrupted, UserError
 from etude.progress import Reporter
 from etude.run.lock import RunLock
 from etude.run.status import headline, run_status, status_table
-
 from tests.run.toy import ScaleStage, recipe_of, runner
 
 

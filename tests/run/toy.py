@@ -77,7 +77,9 @@ def recipe_of(base: Path, stages: dict[str, dict[str, Any]], name: str = "toy") 
     return check([Layer("test", {**table, **tables})], {"scale": ScaleSettings})
 
 
-def runner(folder: Path, cache: Path, stage: ScaleStage, reporter: Reporter, check_stop: Callable[[], None] = lambda: None) -> Runner:
+def runner(
+    folder: Path, cache: Path, stage: ScaleStage, reporter: Reporter, check_stop: Callable[[], None] = lambda: None
+) -> Runner:
     """Return a runner that knows the scaling stage and the real base stage."""
     stages: dict[str, Stage] = {"base": STAGES["base"], "scale": stage}
     return Runner(RunFolder(folder), cache, reporter, check_stop, stages)

@@ -127,22 +127,6 @@ def check_fits(candidate: Candidate, chains: list[EditChain], config: CompareCon
     state_tracking.tracking_units(candidate.name, chains, candidate.tokeniser, context)
 
 
-def check_fits(candidate: Candidate, chains: list[EditChain], config: CompareConfig) -> None:
-    """Refuse settings that a candidate's context cannot hold, before anything is measured."""
-    context = candidate.shape.context
-    if config.window > context:
-        raise UserError(
-            f"compare.window = {config.window} is longer than the context of {candidate.name} ({context}); "
-            "every candidate must see the same window: lower it"
-        )
-    if config.speed_prompt + config.speed_steps > context:
-        raise UserError(
-            f"compare.speed_prompt + compare.speed_steps is longer than the context of {candidate.name} ({context}); "
-            "lower them"
-        )
-    state_tracking.tracking_units(candidate.name, chains, candidate.tokeniser, context)
-
-
 def measure(
     candidate: Candidate,
     code: Codebase,

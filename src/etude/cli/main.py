@@ -82,7 +82,9 @@ def _version(wanted: bool) -> None:  # noqa: FBT001 - called by typer
 
 @app.callback()
 def _top(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
 ) -> None:
     assert not version  # its callback has answered and left
 
@@ -276,11 +278,9 @@ def _bases_table() -> Table:
     from etude.bench.report import human
     from etude.models.bases import known_bases
 
+    caption = "tokens: of pretraining; +: on top of its parent; ?: not known. etude bases NAME shows the sources."
     table = Table(
-        title="Known bases",
-        title_justify="left",
-        caption="tokens: pretraining; +: on top of its parent; ?: not known. etude bases NAME shows the sources.",
-        caption_justify="left",
+        title="Known bases", title_justify="left", box=None, pad_edge=False, caption=caption, caption_justify="left"
     )
     for column in ("name", "params", "active", "tokens", "context", "licence"):
         left = column in {"name", "licence"}
