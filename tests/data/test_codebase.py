@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 
 from etude.data.codebase import LARGEST_FILE, Codebase, SourceFile, git_revision, read_codebase, tracked_files
 from etude.errors import UserError
-
 from tests import tiny
 from tests.lineage.refusals import one_line
 
 NAMES = st.sampled_from(["a", "B", "ä", "a-b", "a_b", "a.b", "z1"])
 FOLDERS = st.lists(NAMES, max_size=2).map(lambda parts: "".join(f"{part}/" for part in parts))
 FILES = st.tuples(FOLDERS, NAMES, st.sampled_from([".py", ".rs", ".txt", ".PY", ""])).map("".join)
-CONTENTS = st.sampled_from([b"", b"x = 1\n", b"\xff\xfe", b"a\0b", "ä = 'ü'\n".encode(), b" \n"]) | st.binary(max_size=8)
+CONTENTS = st.sampled_from([b"", b"x = 1\n", b"\xff\xfe", b"a\0b", "ä = 'ü'\n".encode(), b" \n"]) | st.binary(
+    max_size=8
+)
 
 
 def write(root: Path, contents: dict[str, bytes]) -> Path:
@@ -95,7 +96,9 @@ def test_every_reason_to_leave_a_file_out(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_outside_of_git_hidden_and_installed_folders_are_passed_over(tmp_path: Path) -> None:
-    write(tmp_path, {f"{folder}/x.py": b"x\n" for folder in ("src", ".venv", "node_modules", "src/__pycache__", "build")})
+    write(
+        tmp_path, {f"{folder}/x.py": b"x\n" for folder in ("src", ".venv", "node_modules", "src/__pycache__", "build")}
+    )
     write(tmp_path, {".hidden.py": b"x\n", "builder/x.py": b"x\n"})
     code = read_codebase(tmp_path)
     assert [file.path for file in code.files] == [".hidden.py", "builder/x.py", "src/x.py"]
@@ -112,7 +115,9 @@ def test_in_a_checkout_only_what_git_tracks_counts(code_tree: Path) -> None:
     assert code.left_out == {"not source code": 1}
 
     below = read_codebase(code_tree / "package_0")  # a folder inside of a checkout
-    assert [f"package_0/{file.path}" for file in below.files] == [name for name in tracked if name.startswith("package_0/")]
+    assert [f"package_0/{file.path}" for file in below.files] == [
+        name for name in tracked if name.startswith("package_0/")
+    ]
 
     (code_tree / "package_0" / "module_0.py").unlink()  # tracked, but gone from the disk
     assert len(read_codebase(code_tree).files) == len(code.files) - 1
@@ -266,7 +271,9 @@ def test_the_digest_changes_with_every_path_and_every_text(code: Codebase, data:
         SourceFile(file.path, file.text + "x"),
         SourceFile(file.path, file.text[:-1]),
     ]
-    digests = {dataclasses.replace(code, files=(*code.files[:at], new, *code.files[at + 1 :])).digest for new in changed}
+    digests = {
+        dataclasses.replace(code, files=(*code.files[:at], new, *code.files[at + 1 :])).digest for new in changed
+    }
     digests |= {code.digest, dataclasses.replace(code, files=(*code.files[:at], *code.files[at + 1 :])).digest}
     assert len(digests) == 5
     assert dataclasses.replace(code, root=Path("elsewhere"), left_out={}).digest == code.digest

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 OTHER_CHOICE = {"operations": "measured", "weights": "judge"}  # for fields that take one of a few words
 FIXED = {("format",)}  # these may hold one value only
 
-TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
+TEXT = st.text(st.characters(codec="utf-8"), max_size=12)
 NUMBER = st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
 
 

