@@ -36,6 +36,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; known: {', '.join(names)}" if names else ""
 
 
+def one_line(error: BaseException) -> str:
+    """Return what another library says of an error, in one line of bounded length."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 STORAGE_TROUBLE = {
     errno.ENOSPC: "no space left on the device; free some and run the same command again",
     errno.EDQUOT: "the disk quota is used up; free some and run the same command again",

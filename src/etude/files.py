@@ -66,6 +66,12 @@ def whole_file(path: Path) -> Iterator[Path]:
         beside.unlink(missing_ok=True)
 
 
+def remove_parts(folder: Path) -> None:
+    """Remove what killed writers left half-written in a folder that this process owns."""
+    for left in folder.glob(".*.part"):
+        left.unlink()
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file, whole or not at all."""
     with whole_file(path) as beside:

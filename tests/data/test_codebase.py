@@ -131,7 +131,6 @@ def test_names_that_git_would_quote_are_read(tmp_path: Path) -> None:
     assert [file.path for file in read_codebase(tmp_path).files] == sorted(names)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: git lists a file in conflict once for each side")
 def test_a_file_in_conflict_is_one_file(tmp_path: Path) -> None:
     write(tmp_path, {"a.py": b"x = 1\n", "b.py": b"y = 1\n"})
     tiny.git(tmp_path, "init", "-q", "-b", "main")
@@ -200,7 +199,6 @@ def test_the_revision_is_the_commit_git_stands_at(code_tree: Path) -> None:
     assert git_revision(code_tree / "notes.txt") == head
 
 
-@pytest.mark.xfail(strict=True, raises=UnicodeEncodeError, reason="bug: such a name has no digest")
 def test_a_name_that_is_not_utf8_does_not_stop_the_reading(tmp_path: Path) -> None:
     write(tmp_path, {"a.py": b"x = 1\n", "b.py": b"y = 1\n"})
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.py")).write_bytes(b"z = 1\n")

@@ -255,9 +255,6 @@ def test_what_is_not_committed_is_not_history(repository: Path) -> None:
     assert chain.versions[-1] == numbered(4)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="bug: versions that differ in the end of the last line only have an empty difference"
-)
 def test_every_step_from_git_can_be_seen_in_its_difference(repository: Path) -> None:
     commit(repository, "end.py", "value = 1\nother = 2")
     commit(repository, "end.py", "value = 1\nother = 2\n")  # only the end of the last line changes

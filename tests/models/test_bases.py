@@ -108,7 +108,6 @@ def test_a_path_that_does_not_exist_is_no_hub_id(word: str, tmp_path: Path, monk
         resolve(word)
 
 
-@pytest.mark.xfail(strict=True, raises=(RuntimeError, OSError, pytest.fail.Exception), reason="bug: see each word")
 @pytest.mark.parametrize(
     "word",
     [

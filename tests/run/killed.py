@@ -66,7 +66,8 @@ def child(recipe: Path, folder: Path, name: str, end_at: int | None, by: int, co
 def digests(run: Path) -> dict[str, str]:
     """Return the digests that must not depend on what happened on the way."""
     base, compare = load_record(run / "base"), load_record(run / "compare")
-    return {"weights": base.model_digest, "results": compare.outputs["results.json"].sha256}
+    files = {"base": sorted(base.outputs), "compare": sorted(compare.outputs)}
+    return {"weights": base.model_digest, "results": compare.outputs["results.json"].sha256, "files": json.dumps(files)}
 
 
 def ended_and_run_again(

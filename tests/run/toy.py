@@ -44,6 +44,9 @@ class ScaleStage:
         self.log: list[str] = []
         self.on_step: Callable[[int], None] = lambda step: None
 
+    def check(self, settings: ScaleSettings) -> None:
+        pass
+
     def inputs(self, settings: ScaleSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:
         return {"settings": settings.model_dump(), "seed": seed}
 

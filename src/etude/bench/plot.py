@@ -23,13 +23,13 @@ def draw(results: Sequence[CandidateResult], path: Path) -> None:
     order = ranked(results)
     panels = 3 if order[0].state else 2
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(4.0 * panels, 1.2 + 0.55 * len(order)), layout="constrained")
+        figure = Figure(figsize=(4.0 * panels, 1.4 + 0.55 * len(order)), layout="constrained")
         axes = figure.subplots(1, panels, sharey=True)
         _bars(
             axes[0],
             order,
             [r.bits.bits_per_byte for r in order],
-            "bits per byte (lower is better)",
+            "bits per byte\n(lower is better)",
             [r.bits.interval for r in order],
         )
         if order[0].state:
@@ -39,12 +39,12 @@ def draw(results: Sequence[CandidateResult], path: Path) -> None:
                 axes[1],
                 order,
                 values,
-                "state: edits per character (lower is better; dashed: copying)",
+                "state: edits per character\n(lower is better; dashed: copying)",
                 [state.interval for state in states],
             )
             axes[1].axvline(states[0].copying_per_character, color="#d08020", linestyle="--", linewidth=1.5)
         speeds = [r.speed["decode_single"] for r in order]
-        _bars(axes[-1], order, speeds, "writing, tokens/s, one sequence (higher is better)", [None] * len(order))
+        _bars(axes[-1], order, speeds, "writing one sequence, tokens/s\n(higher is better)", [None] * len(order))
         axes[0].invert_yaxis()
         figure.savefig(path, format="png", dpi=150, metadata={"Software": "etude"})
 

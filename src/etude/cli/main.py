@@ -135,7 +135,7 @@ def _run(
         reporter.check_stop = stop.check
         runner = Runner(RunFolder(folder), _cache(cache), reporter, stop.check, STAGES)
         if dry_run:
-            _print_plan(runner, recipe, as_json=as_json)
+            _print_plan(runner, recipe, until, as_json=as_json)
             return
         try:
             steps = runner.execute(recipe, until)
@@ -147,10 +147,10 @@ def _run(
     _print_outcome(steps, folder, as_json=as_json)
 
 
-def _print_plan(runner: Runner, recipe: Recipe, *, as_json: bool) -> None:
+def _print_plan(runner: Runner, recipe: Recipe, until: str | None, *, as_json: bool) -> None:
     from etude.recipe.recipe import as_toml
 
-    steps = runner.plan(recipe)
+    steps = runner.plan(recipe, until)
     words = {
         "kept": "is finished, would be kept",
         "finish": "is finished, would be published",

@@ -61,8 +61,8 @@ class Codebase:
     def sample(self, most_bytes: int) -> Codebase:
         """Return whole files of about `most_bytes` in all, chosen by the hash of their paths; 0 means everything.
 
-        The choice depends on paths only: it is the same for every model and on every machine, and adding a file to the
-        tree moves at most a few others. At least one file is kept.
+        The choice depends on paths and sizes: it is the same for every model and on every machine, and a changed file
+        moves at most a few others. At least one file is kept.
         """
         if not most_bytes or self.bytes <= most_bytes:
             return self
@@ -107,7 +107,7 @@ def tracked_files(root: Path) -> list[Path]:
         listed = subprocess.run(["git", "-C", str(root), "ls-files", "-z"], capture_output=True, check=False)
     except FileNotFoundError:
         return []
-    names = [os.fsdecode(name) for name in listed.stdout.split(b"\0") if name]
+    names = dict.fromkeys(os.fsdecode(name) for name in listed.stdout.split(b"\0") if name)
     return [root / name for name in names if (root / name).is_file()]
 
 
@@ -135,11 +135,13 @@ def _read(path: Path) -> tuple[str] | str:
     """Return the text of a source file in a tuple, or the reason to leave it out."""
     if path.suffix.lower() not in CODE_SUFFIXES:
         return "not source code"
-    if path.is_symlink() or not path.is_file():
-        return "a link or special file"
-    if path.stat().st_size > LARGEST_FILE:
-        return "over 1 MB"
+    if not path.name.isascii() and path.name != path.name.encode(errors="ignore").decode():
+        return "name not UTF-8"
     try:
+        if path.is_symlink() or not path.is_file():
+            return "a link or special file"
+        if path.stat().st_size > LARGEST_FILE:
+            return "over 1 MB"
         content = path.read_bytes()
     except OSError:
         return "unreadable"

@@ -8,6 +8,7 @@ move and change a number. They are drawn from a seeded generator, so a chain is 
 from __future__ import annotations
 
 import difflib
+import itertools
 import random
 import re
 import subprocess
@@ -121,17 +122,13 @@ def made_chains(code: Codebase, count: int, steps: int, most_chars: int, seed: i
     files = [file for file in code.files if FENCE not in file.text]
     rng.shuffle(files)
     chains = (made_chain(file.path, cut_piece(file.text, most_chars), steps, rng) for file in files)
-    return _first(list(chains), count)
+    return list(itertools.islice((chain for chain in chains if chain is not None), count))
 
 
 def git_chains(root: Path, paths: Sequence[str], count: int, steps: int, most_chars: int) -> list[EditChain]:
     """Return up to `count` chains from git history: the last `steps` commits that changed a file short enough."""
-    chains: list[EditChain | None] = []
-    for path in paths:
-        if sum(chain is not None for chain in chains) == count:
-            break
-        chains.append(_git_chain(root, path, steps, most_chars))
-    return _first(chains, count)
+    chains = (_git_chain(root, path, steps, most_chars) for path in paths)
+    return list(itertools.islice((chain for chain in chains if chain is not None), count))
 
 
 def _git_chain(root: Path, path: str, steps: int, most_chars: int) -> EditChain | None:
@@ -143,11 +140,8 @@ def _git_chain(root: Path, path: str, steps: int, most_chars: int) -> EditChain 
         return None
     versions = tuple(_git(root, "show", f"{commit}:./{path}") for commit in reversed(commits))
     short = all(0 < len(version) <= most_chars and FENCE not in version for version in versions)
-    return EditChain(path, versions, "git") if short and len(set(versions)) == len(versions) else None
-
-
-def _first(chains: Sequence[EditChain | None], count: int) -> list[EditChain]:
-    return [chain for chain in chains if chain is not None][:count]
+    distinct = len({tuple(version.splitlines()) for version in versions}) == len(versions)
+    return EditChain(path, versions, "git") if short and distinct else None
 
 
 def _git(root: Path, *arguments: str) -> str:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 LICENCE_NAME = re.compile(r"(LICEN[CS]E|NOTICE|COPYING|COPYRIGHT|USE_POLICY|USAGE_POLICY)([-_. ].*)?", re.IGNORECASE)
 
+# Not every line that starts with the word: "copyright notices shall be displayed" is a duty, not an owner.
+OWNER_LINE = re.compile(r"\s*copyright\s*(\(c\)|©|\[|\{|<|\d)", re.IGNORECASE)
+
 DUTY_TEXTS = {
     "licence_copy": "ship the licence text",
     "copyright_notice": "keep the copyright line",
@@ -55,7 +58,7 @@ def identify(text: str) -> str | None:
 
 def _without_copyright_lines(text: str) -> str:
     """Return the text without the lines that name the owner, in which copies of MIT and BSD differ."""
-    return "\n".join(line for line in text.splitlines() if not re.match(r"\s*copyright\b", line, re.IGNORECASE))
+    return "\n".join(line for line in text.splitlines() if not OWNER_LINE.match(line))
 
 
 def headline_duties(licence_id: str | None) -> list[str]:

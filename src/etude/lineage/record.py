@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from etude.errors import UserError
 from etude.files import digest_of, digest_of_files, read_json, write_json
@@ -147,6 +147,14 @@ class Lineage(Part):
     format: Literal["etude-lineage/1"] = "etude-lineage/1"
     head: str
     records: dict[str, Record]
+
+    @model_validator(mode="after")
+    def _whole(self) -> Lineage:
+        """Refuse a tree in which a record was changed after its child named it, or is missing."""
+        wrong = [key for key, record in self.records.items() if record.id != key]
+        if wrong or self.head not in self.records:
+            raise ValueError(f"record {(wrong or [self.head])[0][:12]} is missing or was changed")
+        return self
 
     @classmethod
     def of(cls, record: Record, parents: list[Lineage]) -> Lineage:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from etude.errors import UserError
-from etude.files import sha256_file
+from etude.files import read_json, sha256_file
 from etude.lineage.record import LINEAGE_FILE, Lineage, Record
 
 if TYPE_CHECKING:
@@ -25,10 +25,18 @@ def find_model(path: Path) -> Path:
     for candidate in (path, path / "model"):
         if (candidate / LINEAGE_FILE).is_file():
             return candidate
-    below = sorted(path.glob(f"*/model/{LINEAGE_FILE}"), key=lambda file: file.stat().st_mtime)
-    if not below:
-        raise UserError(f"{path} holds no {LINEAGE_FILE}: it was not written by Etude, so its lineage is unknown")
-    return below[-1].parent
+    for stage in reversed(_stages_of_run(path)):
+        if (path / stage / "model" / LINEAGE_FILE).is_file():
+            return path / stage / "model"
+    raise UserError(f"{path} holds no {LINEAGE_FILE}: it was not written by Etude, so its lineage is unknown")
+
+
+def _stages_of_run(path: Path) -> list[str]:
+    """Return the stages a run's folder lists, in order; none if it is not a run's folder."""
+    try:
+        return [str(stage["name"]) for stage in read_json(path / "run.json")["stages"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def changed_weights(model_folder: Path, record: Record, reporter: Reporter) -> list[str]:

@@ -106,13 +106,17 @@ def resolve(word: str) -> Base:
     known = known_bases().get(word)
     if known is not None:
         return _known(word, known)
-    path = Path(word).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(word).expanduser()
+        is_folder = bool(word) and path.is_dir()
+    except (RuntimeError, OSError) as error:
+        raise UserError(f"base {word[:80]!r} is no folder ({error.__class__.__name__})") from None
+    if is_folder:
         resolved = path.resolve()
         # runs/mine/cpt/model is better called by its stage than `model`
         name = resolved.parent.name if resolved.name == "model" else resolved.name
         return Base(name, "folder", str(resolved))
-    if path.exists():
+    if word and path.exists():
         raise UserError(f"base {word!r} is a file; give the folder that holds config.json and *.safetensors")
     if word.startswith((".", "/", "~")):
         raise UserError(f"base folder {word!r} does not exist (looked in {Path.cwd()})")

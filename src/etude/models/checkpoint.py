@@ -40,6 +40,8 @@ def _named_files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            if not names or any("/" in name for name in names):
+                raise ValueError
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"{index} is damaged: it must map tensor names to files; fetch it again") from None
         missing = [name for name in names if not (folder / name).is_file()]
@@ -66,9 +68,9 @@ def check_safetensors(file: Path) -> None:
         try:
             header = json.loads(stream.read(header_length))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            expected = 8 + header_length + max(ends, default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
             raise UserError(f"{file} has a damaged safetensors header; fetch it again") from None
-    expected = 8 + header_length + max(ends, default=0)
     if size != expected:
         kind = "is cut off" if size < expected else "has bytes after its end"
         raise UserError(f"{file} {kind}: {size:,} bytes, its header promises {expected:,}; fetch it again")

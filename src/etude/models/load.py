@@ -5,7 +5,6 @@ Missing tensors are refused: transformers would fill them with random numbers an
 
 from __future__ import annotations
 
-import json
 import logging
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,7 +12,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from etude.errors import UserError
+from etude.errors import UserError, one_line
 from etude.models.checkpoint import weight_files
 
 if TYPE_CHECKING:
@@ -42,10 +41,10 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = N
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype or default_dtype(device), output_loading_info=True
         )
-    except (ValueError, KeyError, OSError, RuntimeError) as error:
-        if isinstance(error, torch.cuda.OutOfMemoryError):
+    except Exception as error:
+        if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
             raise
-        raise UserError(f"{folder} cannot be loaded: {str(error).strip().splitlines()[0][:300]}") from None
+        raise UserError(f"{folder} cannot be loaded: {one_line(error)}") from None
     lacking = sorted(info["missing_keys"]) + [str(entry[0]) for entry in info.get("mismatched_keys", [])]
     if lacking:
         raise UserError(f"{folder}: its weights lack {len(lacking)} tensors of its config, such as {lacking[0]}")
@@ -64,10 +63,8 @@ def load_tokeniser(folder: Path) -> Any:
     _quiet()
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except (ValueError, KeyError, OSError, ImportError, json.JSONDecodeError) as error:
-        raise UserError(
-            f"{folder}: its tokeniser cannot be loaded: {str(error).strip().splitlines()[0][:300]}"
-        ) from None
+    except Exception as error:  # noqa: BLE001 - as above
+        raise UserError(f"{folder}: its tokeniser cannot be loaded: {one_line(error)}") from None
 
 
 def _quiet() -> None:

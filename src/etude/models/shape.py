@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from etude.errors import UserError
+from etude.errors import UserError, one_line
 from etude.lineage.compute import Attention, ComputeShape
 
 if TYPE_CHECKING:
@@ -33,12 +33,11 @@ class ModelShape:
 def model_shape(folder: Path) -> ModelShape:
     """Read the shape of the model in a folder."""
     try:
-        config = AutoConfig.from_pretrained(folder)
-    except (ValueError, KeyError, OSError, TypeError) as error:
+        return shape_of(AutoConfig.from_pretrained(folder))
+    except Exception as error:  # noqa: BLE001 - a damaged config makes transformers raise almost anything
         raise UserError(
-            f"{folder}/config.json is not a causal language model transformers knows ({_first_line(error)})"
+            f"{folder}/config.json is not a causal language model transformers knows ({one_line(error)})"
         ) from None
-    return shape_of(config)
 
 
 def shape_of(config: Any) -> ModelShape:
@@ -83,7 +82,3 @@ def _attention(text: Any) -> tuple[Attention, ...]:
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     windows = {"full_attention": None, "sliding_attention": getattr(text, "sliding_window", None)}
     return tuple(Attention(heads, qk_dim, v_dim, windows[kind]) for kind in kinds if kind in windows)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

@@ -122,7 +122,8 @@ def _explain(error: ErrorDetails, model: type[BaseModel], path: list[str], layer
     if error["type"] == "missing":
         about = model.model_fields[place[-1]].description or ""
         return f"{where}{name!r} is missing: {about}; set it in the recipe or with --set {name}=…"
-    given = f", not {error['input']!r}" if not isinstance(error["input"], dict) else ""
+    ours = error["type"] == "value_error"  # our own checks say what they were given
+    given = "" if ours or isinstance(error["input"], dict) else f", not {error['input']!r}"
     message = error["msg"].removeprefix("Value error, ")
     return f"{where}{name + ': ' if name else ''}{message[0].lower() + message[1:]}{given}"
 

@@ -33,7 +33,7 @@ class Header(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    name: str = Field(pattern=r"^[\w.-]+$", description="names the run; letters, digits, dot, dash and underscore")
+    name: str = Field(pattern=r"^\w[\w.-]*$", description="names the run; letters, digits, dot, dash and underscore")
     base: str | None = Field(default=None, description="known name, folder, or hub id (owner/name@revision)")
     seed: int = Field(default=0, ge=0, description="where all random choices start")
     stages: list[str] = Field(min_length=1, description="the stages to run, in order")
@@ -42,10 +42,10 @@ class Header(BaseModel):
     @classmethod
     def _stage_names(cls, names: list[str]) -> list[str]:
         for name in names:
-            if not STAGE_NAME.fullmatch(name) or name in RESERVED:
-                raise ValueError(
-                    f"{name!r} cannot name a stage: use lower-case letters, digits and dashes, not {sorted(RESERVED)}"
-                )
+            if not STAGE_NAME.fullmatch(name):
+                raise ValueError(f"{name!r} cannot name a stage: use lower-case letters, digits, dash and underscore")
+            if name in RESERVED:
+                raise ValueError(f"{name!r} cannot name a stage: a run's folder uses that name itself")
             if names.count(name) > 1:
                 raise ValueError(f"{name!r} is listed twice; give each stage its own name and set its `kind`")
         return names

@@ -12,6 +12,7 @@ Everything a finished stage has was written under `.work` and came here in one r
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -51,8 +52,13 @@ class RunFolder:
 
     def other_work(self, name: str, fingerprint: str) -> list[Path]:
         """Return unfinished work on a stage under other settings."""
-        works = (self.path / ".work").glob(f"{name}-{'?' * SHORT}")
-        return [path for path in works if path != self.work(name, fingerprint)]
+        return [path for path in self.works(name) if path != self.work(name, fingerprint)]
+
+    def works(self, name: str) -> list[Path]:
+        """Return all folders of a stage at work, the one touched last at the end."""
+        pattern = re.compile(rf"{re.escape(name)}-[0-9a-f]{{{SHORT}}}")  # not those of a stage whose name starts alike
+        found = [path for path in (self.path / ".work").glob(f"{name}-*") if pattern.fullmatch(path.name)]
+        return sorted(found, key=lambda path: path.stat().st_mtime)
 
     def adopting(self, name: str, fingerprint: str) -> Path:
         """Return where finished work from elsewhere is placed first.

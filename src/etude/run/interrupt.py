@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM: finish the unit at hand, keep everything, say how to go on. A second signal stops at once."""
+"""Ctrl-C and SIGTERM: stop at the next safe place, keep every finished unit, say how to go on.
+
+A unit at hand is dropped and done again by the next session. A second signal stops at once.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class StopRequest:
         if self.signal_number is not None:
             raise KeyboardInterrupt
         self.signal_number = number
-        self.say("stopping after the step at hand; once more to stop at once")
+        self.say("stopping at the next safe place; once more to stop at once")
 
     def check(self) -> None:
         """Raise Interrupted if the user asked to stop. Called where everything so far is on disk."""

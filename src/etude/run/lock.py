@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LOCK_FILE = "lock"
+LOOKS, LOOK_AGAIN = 10, 0.02  # times, seconds
 
 
 class RunLock:
@@ -34,11 +35,9 @@ class RunLock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         before = read_owner(self.path)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not self._take():
             os.close(self._descriptor)
-            raise UserError(_refusal(self.path.parent, before)) from None
+            raise UserError(_refusal(self.path.parent, read_owner(self.path)))
         if before:
             self.say(
                 f"taking over {self.path.parent}: its last owner, process {before['pid']} on {before['host']}, ended without finishing"
@@ -52,6 +51,17 @@ class RunLock:
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, json.dumps(owner).encode(), 0)
         return self
+
+    def _take(self) -> bool:
+        """Take the kernel's lock; look again for a moment, since `etude status` holds it while it looks."""
+        for _ in range(LOOKS):
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(LOOK_AGAIN)
+            else:
+                return True
+        return False
 
     def __exit__(self, *_: object) -> None:
         os.ftruncate(self._descriptor, 0)  # an empty file: nobody owns it, and nobody died

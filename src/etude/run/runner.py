@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from etude.errors import UserError
-from etude.files import digest_of, files_below, write_json, write_text
+from etude.files import digest_of, files_below, remove_parts, write_json, write_text
 from etude.jsonl import MetricsLog
 from etude.lineage import environment
 from etude.lineage.licences import carry
@@ -67,12 +67,13 @@ class Runner:
     check_stop: Callable[[], None]
     stages: Mapping[str, Stage]
 
-    def plan(self, recipe: Recipe) -> list[Step]:
+    def plan(self, recipe: Recipe, until: str | None = None) -> list[Step]:
         """Return what would be done, without doing it. After a stage that must run, fingerprints are not known."""
+        wanted = self._checked(recipe, until)
         steps: list[Step] = []
         parent_digest: str | None = None
         known = True
-        for entry in entries(recipe):
+        for entry in wanted:
             step = self._step(entry, recipe.seed, parent_digest) if known else Step(entry, None, "run")
             steps.append(step)
             if self.stages[entry.kind].makes_model:
@@ -83,23 +84,30 @@ class Runner:
 
     def execute(self, recipe: Recipe, until: str | None = None) -> list[Step]:
         """Run the recipe and return what was done with each stage."""
-        if until is not None and until not in {entry.name for entry in entries(recipe)}:
-            raise UserError(
-                f"--until {until!r} is not a stage of this recipe: {[entry.name for entry in entries(recipe)]}"
-            )
+        wanted = self._checked(recipe, until)
         with RunLock(self.folder.path, self.reporter.say):
+            remove_parts(self.folder.path)
             self._write_head(recipe)
             done: list[Step] = []
             parent: Model | None = None
-            for entry in entries(recipe):
+            for entry in wanted:
                 step = self._step(entry, recipe.seed, parent.record.model_digest if parent else None)
                 step = self._do(step, recipe, parent)
                 done.append(step)
                 if self.stages[entry.kind].makes_model:
                     parent = self._model(entry)
-                if entry.name == until:
-                    break
             return done
+
+    def _checked(self, recipe: Recipe, until: str | None) -> list[StageEntry]:
+        """Return the stages to do, after refusing what can be seen to be wrong before the first of them runs."""
+        listed = entries(recipe)
+        names = [entry.name for entry in listed]
+        if until is not None and until not in names:
+            raise UserError(f"--until {until!r} is not a stage of this recipe: {names}")
+        wanted = listed if until is None else listed[: names.index(until) + 1]
+        for entry in wanted:
+            self.stages[entry.kind].check(entry.settings)
+        return wanted
 
     def _write_head(self, recipe: Recipe) -> None:
         write_text(self.folder.path / "recipe.toml", as_toml(recipe))
@@ -174,10 +182,12 @@ class Runner:
     def _run(self, step: Step, recipe: Recipe, parent: Model | None, folder: Path) -> None:
         assert step.fingerprint is not None
         stage = self.stages[step.entry.kind]
+        for place in [folder, *folder.rglob("*/")]:
+            remove_parts(place)
         with MetricsLog(folder / METRICS) as metrics:
             if metrics.torn_bytes:
                 self.reporter.say(
-                    f"{step.entry.name}: dropped a half-written line ({metrics.torn_bytes} bytes) of {METRICS}"
+                    f"{step.entry.name}: dropped {metrics.torn_bytes} bytes after the last whole line of {METRICS}"
                 )
             sessions = 1 + sum(1 for _ in metrics.rows("session/"))
             if sessions > 1:

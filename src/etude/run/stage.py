@@ -69,6 +69,10 @@ class Stage(Protocol):
         """Whether it turns its parent into a child, or into a report."""
         ...
 
+    def check(self, settings: Any) -> None:
+        """Raise UserError for what can be seen to be wrong before anything is done, such as a missing folder."""
+        ...
+
     def inputs(self, settings: Any, parent_digest: str | None, seed: int) -> dict[str, Any]:
         """Return everything that decides the result besides the parent's weights, as JSON-like values."""
         ...

@@ -10,9 +10,9 @@ from rich.table import Table
 
 from etude.errors import UserError
 from etude.files import read_json
-from etude.lineage.record import RECORD_FILE, load_record
+from etude.lineage.record import RECORD_FILE
 from etude.progress import Task, duration, of_total, speed
-from etude.run.folder import PROGRESS, missing_files
+from etude.run.folder import PROGRESS, RunFolder, missing_files, readable_record
 from etude.run.lock import running_owner
 
 if TYPE_CHECKING:
@@ -62,14 +62,13 @@ def run_status(run: Path) -> RunStatus:
 
 
 def _stage_status(run: Path, name: str, kind: str, *, running: bool) -> StageStatus:
-    works = sorted((run / ".work").glob(f"{name}-*"), key=lambda path: path.stat().st_mtime)
-    works = [work for work in works if not (work / RECORD_FILE).exists()]
+    works = [work for work in RunFolder(run).works(name) if not (work / RECORD_FILE).exists()]
     if works and (running or not (run / name / RECORD_FILE).is_file()):
         return StageStatus(name, kind, "running" if running else "stopped", _progress(works[-1]), {})
     if not (run / name / RECORD_FILE).is_file():
         return StageStatus(name, kind, "waiting", None, {})
-    record = load_record(run / name)
-    if missing_files(run / name, record):
+    record = readable_record(run / name)
+    if record is None or missing_files(run / name, record):
         return StageStatus(name, kind, "damaged", None, {})
     return StageStatus(name, kind, "done", None, dict(record.summary))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
@@ -34,6 +35,10 @@ class BaseStage:
     version = 1
     settings = BaseSettings
     makes_model = True
+
+    def check(self, settings: BaseSettings) -> None:
+        """Refuse an unknown base."""
+        resolve(settings.base)
 
     def inputs(self, settings: BaseSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:  # noqa: ARG002
         """Return what decides the base's bytes; chance has no part in it."""
@@ -73,13 +78,15 @@ class BaseStage:
 
 
 def _place(source: Path, target: Path, fetched: Fetched) -> None:
-    """Link what nobody changes; point at what the user may change, so that a huge folder is not copied."""
-    if fetched.immutable:
-        link_or_copy(source, target)
-        return
+    """Link what only we write, copy what is part of the program, point at what is the user's and may be huge."""
     target.parent.mkdir(parents=True, exist_ok=True)
     target.unlink(missing_ok=True)
-    target.symlink_to(source.resolve())
+    if fetched.place == "link":
+        link_or_copy(source, target)
+    elif fetched.place == "copy":
+        shutil.copyfile(source, target)
+    else:
+        target.symlink_to(source.resolve())
 
 
 def _own_parent(fetched: Fetched) -> list[Any]:

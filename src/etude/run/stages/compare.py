@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from etude.bench.report import markdown, ranked, table, verdict
 from etude.bench.state_tracking import make_chains
 from etude.data.codebase import Codebase, git_revision, read_codebase
 from etude.errors import UserError
-from etude.files import read_json, whole_file, write_json, write_text
+from etude.files import digest_of, read_json, whole_file, write_json, write_text
 from etude.lineage import environment
 from etude.lineage.record import LINEAGE_FILE, DataUse, Parent, load_lineage
 from etude.models.bases import resolve
@@ -20,6 +21,8 @@ from etude.run.stage import Job, Outcome
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from etude.data.edits import EditChain
 
 RESULTS = "results.json"  # the same on every run
 SPEED = "speed.json"  # not
@@ -32,16 +35,23 @@ class CompareStage:
     settings = CompareConfig
     makes_model = False
 
+    def check(self, settings: CompareConfig) -> None:
+        """Refuse unknown bases and a folder without code."""
+        for word in settings.bases:
+            resolve(word)
+        read_codebase(_code_folder(settings))
+
     def inputs(self, settings: CompareConfig, parent_digest: str | None, seed: int) -> dict[str, Any]:
-        """Return the code by content, the candidates by identity, and the machine, on which speed depends."""
+        """Return the code and the tasks by content, the candidates by identity, and the machine, on which speed depends."""
         if parent_digest is None and not settings.bases:
             raise UserError("compare: nothing to compare; set `base` in the recipe or `bases` in [compare]")
-        identities = [resolve(word).identity() for word in settings.bases]
+        code = read_codebase(_code_folder(settings))
         return {
             "settings": settings.model_dump(exclude={"on", "bases"}),
+            "code": code.digest,
+            "tasks": digest_of([asdict(chain) for chain in _chains(code, settings, seed)]),
             "seed": seed,
-            "code": read_codebase(Path(settings.on)).digest,
-            "bases": identities,
+            "bases": [resolve(word).identity() for word in settings.bases],
             "machine": environment.machine_identity(),
         }
 
@@ -49,9 +59,9 @@ class CompareStage:
         """Measure every candidate and write the report."""
         from etude.models.load import choose_device
 
-        everything = read_codebase(Path(settings.on))
+        everything = read_codebase(_code_folder(settings))
         code = everything.sample(settings.max_bytes)
-        chains = make_chains(everything, settings.state_tasks, settings.state_diffs, settings.state_chars, job.seed)
+        chains = _chains(everything, settings, job.seed)
         device = choose_device(settings.device)
         candidates, parents = _candidates(settings, job, device)
         for candidate in candidates:
@@ -59,12 +69,12 @@ class CompareStage:
         if len(chains) < settings.state_tasks:
             few = f"only {len(chains)} of {settings.state_tasks} state-tracking tasks can be made from {settings.on}"
             job.work.reporter.say(f"compare: {few}")
-        results = [measure(candidate, code, chains, settings, job.work, job.seed) for candidate in candidates]
+        results = [_measured(candidate, code, chains, settings, job) for candidate in candidates]
         _write(results, code, len(everything.files), job.work.folder)
         best = ranked(results)[0]
         return Outcome(
             parents=parents,
-            data=[_data_use(settings.on, code)],
+            data=[_data_use(_code_folder(settings), code)],
             device=_device_name(device),
             summary={"best": best.name, "bits_per_byte": best.bits.bits_per_byte, "candidates": len(results)},
         )
@@ -83,6 +93,14 @@ class CompareStage:
             highlight=False,
             soft_wrap=True,
         )
+
+
+def _code_folder(settings: CompareConfig) -> Path:
+    return Path(settings.on).expanduser()
+
+
+def _chains(code: Codebase, settings: CompareConfig, seed: int) -> list[EditChain]:
+    return make_chains(code, settings.state_tasks, settings.state_diffs, settings.state_chars, seed)
 
 
 def load_results(folder: Path) -> list[CandidateResult]:
@@ -127,6 +145,20 @@ def _candidates(settings: CompareConfig, job: Job, device: Any) -> tuple[list[Ca
     return candidates, parents
 
 
+def _measured(
+    candidate: Candidate, code: Codebase, chains: list[EditChain], settings: CompareConfig, job: Job
+) -> CandidateResult:
+    import torch
+
+    try:
+        return measure(candidate, code, chains, settings, job.work, job.seed)
+    except torch.cuda.OutOfMemoryError:
+        raise UserError(
+            f"{candidate.name} does not fit into the GPU's memory with these settings; "
+            "lower compare.window or compare.speed_batch, or set compare.device=cpu"
+        ) from None
+
+
 def _unique(name: str, taken: list[str]) -> str:
     """Return the name, numbered if another candidate has it."""
     return (
@@ -146,11 +178,11 @@ def _write(results: list[CandidateResult], code: Codebase, total_files: int, fol
         draw(results, beside)
 
 
-def _data_use(source: str, code: Codebase) -> DataUse:
+def _data_use(source: Path, code: Codebase) -> DataUse:
     return DataUse(
         name="code",
-        source=str(Path(source).resolve()),
-        revision=git_revision(Path(source)),
+        source=str(source.resolve()),
+        revision=git_revision(source),
         digest=code.digest,
         files=len(code.files),
         bytes=code.bytes,
