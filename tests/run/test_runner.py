@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -220,9 +221,12 @@ def test_until_a_stage(tmp_path: Path, tiny_base: Path, stage: ScaleStage, quiet
         worker.execute(recipe_of(tiny_base, FOUR), until="five")
 
 
-def test_the_run_folder_says_how_to_go_on(tmp_path: Path, tiny_base: Path, stage: ScaleStage, quiet: Reporter) -> None:
+def test_the_run_folder_says_how_to_go_on(
+    tmp_path: Path, tiny_base: Path, stage: ScaleStage, quiet: Reporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/etude", "run", "my recipe.toml"])
     runner(tmp_path / "run", tmp_path / "cache", stage, quiet).execute(recipe_of(tiny_base, {"one": {}}))
     head = json.loads((tmp_path / "run/run.json").read_text())
     assert head["stages"] == [{"name": "base", "kind": "base"}, {"name": "one", "kind": "scale"}]
-    assert head["command"].startswith("etude ")
+    assert head["command"] == "etude run 'my recipe.toml'"
     assert 'kind = "scale"' in (tmp_path / "run/recipe.toml").read_text()
