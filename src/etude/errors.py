@@ -46,6 +46,11 @@ STORAGE_TROUBLE = {
     errno.EDQUOT: "the disk quota is used up; free some and run the same command again",
     errno.EROFS: "the file system is read-only; choose another folder with --out or --cache",
     errno.EACCES: "permission denied; choose another folder with --out or --cache, or change its permissions",
+    errno.ENOTDIR: "a part of this path is a file, not a folder; choose another one",
+    errno.EEXIST: "there is a file where a folder is needed; choose another place with --out or --cache",
+    errno.EISDIR: "there is a folder where a file is needed; choose another one",
+    errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
+    errno.ELOOP: "it is a link that leads back to itself; choose another one",
     errno.EPERM: "not permitted; choose another folder with --out or --cache, or change its permissions",
 }
 
@@ -59,4 +64,4 @@ def storage_error(error: OSError, working_in: str = "") -> UserError | None:
     if advice is None:
         return None
     where = error.filename or working_in
-    return UserError(f"cannot write{f' {where}' if where else ''}: {advice}")
+    return UserError(f"cannot use{f' {where}' if where else ''}: {advice}")

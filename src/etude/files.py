@@ -68,7 +68,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 def remove_parts(folder: Path) -> None:
     """Remove what killed writers left half-written in a folder that this process owns."""
-    for left in folder.glob(".*.part"):
+    for left in folder.glob(".*.[0-9]*.part"):
         left.unlink()
 
 

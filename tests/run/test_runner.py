@@ -129,7 +129,29 @@ def test_a_changed_base_changes_everything_but_a_touched_one_nothing(
     assert actions(worker.execute(recipe)) == {"base": "run", "one": "run"}
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove", "record"])
+def test_a_changed_tokeniser_is_a_changed_parent(tmp_path: Path, stage: ScaleStage, quiet: Reporter) -> None:
+    base = tiny.save_model(tmp_path / "mine", seed=1)
+    worker = runner(tmp_path / "run", tmp_path / "cache", stage, quiet)
+    recipe = recipe_of(base, {"one": {}})
+    worker.execute(recipe)
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 77}))
+    assert actions(worker.execute(recipe)) == {"base": "run", "one": "run"}
+
+
+def test_only_what_the_record_names_is_taken_from_another_run(
+    tmp_path: Path, tiny_base: Path, stage: ScaleStage, quiet: Reporter
+) -> None:
+    recipe = recipe_of(tiny_base, {"one": {}})
+    runner(tmp_path / "run", tmp_path / "cache", stage, quiet).execute(recipe)
+    (tmp_path / "run/one/model/stray.safetensors").write_text("mine")
+    done = runner(tmp_path / "other", tmp_path / "cache", stage, quiet).execute(recipe)
+    assert actions(done)["one"] == "reuse"
+    assert not (tmp_path / "other/one/model/stray.safetensors").exists()
+    assert load_lineage(tmp_path / "other/one/model").head == load_record(tmp_path / "other/one").id
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove", "record", "lineage"])
 def test_a_damaged_stage_is_done_again(
     tmp_path: Path, tiny_base: Path, stage: ScaleStage, quiet: Reporter, damage: str
 ) -> None:
@@ -142,6 +164,8 @@ def test_a_damaged_stage_is_done_again(
         weights.write_bytes(weights.read_bytes()[:-1])
     elif damage == "remove":
         weights.unlink()
+    elif damage == "lineage":
+        (tmp_path / "run/one/model/lineage.json").unlink()
     else:
         (tmp_path / "run/one/record.json").write_text("{")
     stage.log.clear()
@@ -228,5 +252,5 @@ def test_the_run_folder_says_how_to_go_on(
     runner(tmp_path / "run", tmp_path / "cache", stage, quiet).execute(recipe_of(tiny_base, {"one": {}}))
     head = json.loads((tmp_path / "run/run.json").read_text())
     assert head["stages"] == [{"name": "base", "kind": "base"}, {"name": "one", "kind": "scale"}]
-    assert head["command"] == "etude run 'my recipe.toml'"
+    assert head["command"] == "/somewhere/etude run 'my recipe.toml'"
     assert 'kind = "scale"' in (tmp_path / "run/recipe.toml").read_text()

@@ -102,10 +102,13 @@ class Candidate:
 
 def _licence(folder: Path, listed: str | None) -> tuple[str, list[str]]:
     """Return the licence of a model's folder and its duties: by its text, else as our registry lists it."""
-    found = [identify(file.read_text(encoding="utf-8", errors="replace")) for file in licence_files(folder)]
+    texts = [file for file in licence_files(folder) if not file.name.upper().startswith("NOTICE")]
+    found = [identify(file.read_text(encoding="utf-8", errors="replace")) for file in texts]
     known = sorted({licence for licence in found if licence})
     if known:
-        return " + ".join(known), [duty for licence in known for duty in headline_duties(licence)]
+        unread = None in found  # one text we know beside one we do not: the second may be the one for the weights
+        duties = [duty for licence in known for duty in headline_duties(licence)]
+        return " + ".join([*known, *["unknown text"] * unread]), duties + headline_duties(None) * unread
     if listed:
         return f"{listed} (as listed, text not seen)", headline_duties(listed)
     return ("unknown text" if found else "no licence file"), headline_duties(None)

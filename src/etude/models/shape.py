@@ -26,14 +26,13 @@ class ModelShape:
     parameters: int
     active_parameters: int
     context: int
-    vocabulary: int
     compute: ComputeShape
 
 
 def model_shape(folder: Path) -> ModelShape:
     """Read the shape of the model in a folder."""
     try:
-        return shape_of(AutoConfig.from_pretrained(folder))
+        return shape_of(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     except Exception as error:  # noqa: BLE001 - a damaged config makes transformers raise almost anything
         raise UserError(
             f"{folder}/config.json is not a causal language model transformers knows ({one_line(error)})"
@@ -43,7 +42,7 @@ def model_shape(folder: Path) -> ModelShape:
 def shape_of(config: Any) -> ModelShape:
     """Return the shape that a transformers config describes."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     text = config.get_text_config()
     embedding = model.get_input_embeddings().weight
     tied = bool(text.tie_word_embeddings)
@@ -60,7 +59,6 @@ def shape_of(config: Any) -> ModelShape:
         parameters=total,
         active_parameters=round(active),
         context=int(text.max_position_embeddings),
-        vocabulary=int(text.vocab_size),
         compute=ComputeShape(round(active) - looked_up, _attention(text)),
     )
 

@@ -99,7 +99,7 @@ def check(layers: Sequence[Layer], kinds: Mapping[str, type[BaseModel]]) -> Reci
 
 def _entry(name: str, table: Table, layers: Sequence[Layer], kinds: Mapping[str, type[BaseModel]]) -> StageEntry:
     kind = table.get("kind", name)
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         where = _where(layers, [name, "kind"] if "kind" in table else ["stages"])
         raise UserError(f"{where}unknown stage {kind!r}{nearest(str(kind), kinds)}")
     settings = {key: value for key, value in table.items() if key != "kind"}

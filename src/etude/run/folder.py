@@ -12,14 +12,15 @@ Everything a finished stage has was written under `.work` and came here in one r
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from etude.errors import UserError
-from etude.files import files_below, link_or_copy, publish_folder, read_json, sha256_file, write_json
-from etude.lineage.record import RECORD_FILE, FileDigest, Record, load_record
+from etude.files import link_or_copy, publish_folder, read_json, sha256_file, write_json
+from etude.lineage.record import LINEAGE_FILE, RECORD_FILE, FileDigest, Record, load_record
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,13 +53,17 @@ class RunFolder:
 
     def other_work(self, name: str, fingerprint: str) -> list[Path]:
         """Return unfinished work on a stage under other settings."""
-        return [path for path in self.works(name) if path != self.work(name, fingerprint)]
+        return [path for _, path in self.works(name) if path != self.work(name, fingerprint)]
 
-    def works(self, name: str) -> list[Path]:
-        """Return all folders of a stage at work, the one touched last at the end."""
+    def works(self, name: str) -> list[tuple[float, Path]]:
+        """Return all folders of a stage at work with the time each was touched, the last one at the end."""
         pattern = re.compile(rf"{re.escape(name)}-[0-9a-f]{{{SHORT}}}")  # not those of a stage whose name starts alike
-        found = [path for path in (self.path / ".work").glob(f"{name}-*") if pattern.fullmatch(path.name)]
-        return sorted(found, key=lambda path: path.stat().st_mtime)
+        found = []
+        for path in (self.path / ".work").glob(f"{name}-*"):
+            with contextlib.suppress(FileNotFoundError):  # published while we look
+                if pattern.fullmatch(path.name):
+                    found.append((path.stat().st_mtime, path))
+        return sorted(found)
 
     def adopting(self, name: str, fingerprint: str) -> Path:
         """Return where finished work from elsewhere is placed first.
@@ -79,7 +84,7 @@ def finished(folder: Path, fingerprint: str) -> Record | None:
         return None
     record = readable_record(folder)
     whole = record is not None and record.fingerprint == fingerprint and not missing_files(folder, record)
-    return record if whole else None
+    return record if whole else None  # by the sizes of its files: reading them all is for taking them elsewhere
 
 
 def readable_record(folder: Path) -> Record | None:
@@ -92,7 +97,9 @@ def readable_record(folder: Path) -> Record | None:
 
 def missing_files(folder: Path, record: Record) -> list[str]:
     """Return the recorded files that are gone or have another size."""
-    return [
+    lineage = f"{MODEL}/{LINEAGE_FILE}"
+    unnamed = [lineage] if record.weights and not (folder / lineage).is_file() else []
+    return unnamed + [
         name
         for name, digest in recorded_files(record).items()
         if not (folder / name).is_file() or (folder / name).stat().st_size != digest.bytes
@@ -137,22 +144,31 @@ class StageIndex:
 
 
 def adopt(source: Path, place: Path, reporter: Reporter) -> bool:
-    """Place a finished stage of another run into a new folder, checking every byte; False if it does not check out."""
-    record = load_record(source)
+    """Place a finished stage of another run into a new folder, checking every byte; False if it does not check out.
+
+    Only what the record names is taken: whatever else lies there is somebody else's. The other run is not locked, so its
+    files may go away meanwhile: then this is False as well.
+    """
     shutil.rmtree(place, ignore_errors=True)
-    recorded = recorded_files(record)
-    with reporter.task(
-        f"checking {source.parent.name}/{source.name}", sum(d.bytes for d in recorded.values()), "B"
-    ) as task:
-        for name, digest in recorded.items():
-            if sha256_file(source / name, task.advance) != digest.sha256:
-                reporter.say(f"{source / name} is not what its record says; doing the stage again")
-                return False
-    for file in files_below(source):
-        target = place / file.relative_to(source)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if file.is_symlink():
-            target.symlink_to(file.readlink())
-        else:
-            link_or_copy(file, target)
+    try:
+        record = load_record(source)
+        recorded = recorded_files(record)
+        with reporter.task(f"checking {source}", sum(digest.bytes for digest in recorded.values()), "B") as task:
+            for name, digest in recorded.items():
+                if sha256_file(source / name, task.advance) != digest.sha256:
+                    reporter.say(f"{source / name} is not what its record says; doing the stage again")
+                    return False
+        for name in [*recorded, *([f"{MODEL}/{LINEAGE_FILE}"] if record.weights else []), RECORD_FILE]:
+            _place_again(source / name, place / name)
+    except (FileNotFoundError, UserError):
+        reporter.say(f"{source} went away; doing the stage again")
+        return False
     return True
+
+
+def _place_again(file: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if file.is_symlink():
+        target.symlink_to(file.readlink())
+    else:
+        link_or_copy(file, target)

@@ -34,10 +34,10 @@ class RunLock:
     def __enter__(self) -> Self:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        before = read_owner(self.path)
         if not self._take():
             os.close(self._descriptor)
             raise UserError(_refusal(self.path.parent, read_owner(self.path)))
+        before = read_owner(self.path)
         if before:
             self.say(
                 f"taking over {self.path.parent}: its last owner, process {before['pid']} on {before['host']}, ended without finishing"

@@ -9,13 +9,15 @@ came about.
 from __future__ import annotations
 
 import datetime
+import os
 import shlex
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from etude.errors import UserError
-from etude.files import digest_of, files_below, remove_parts, write_json, write_text
+from etude.files import digest_of, files_below, fsync_tree, remove_parts, write_json, write_text
 from etude.jsonl import MetricsLog
 from etude.lineage import environment
 from etude.lineage.licences import carry
@@ -33,14 +35,13 @@ from etude.run.folder import (
     publish_stage,
     readable_record,
 )
-from etude.run.lock import RunLock
+from etude.run.lock import LOCK_FILE, RunLock
 from etude.run.stage import Job, Model, Outcome, Stage
 from etude.run.stages import BASE, STAGES, base_entry
 from etude.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from etude.progress import Reporter
 
@@ -79,19 +80,20 @@ class Runner:
             if self.stages[entry.kind].makes_model:
                 done = self._record_of(step)
                 known = known and done is not None
-                parent_digest = done.model_digest if done else None
+                parent_digest = done.content_digest if done else None
         return steps
 
     def execute(self, recipe: Recipe, until: str | None = None) -> list[Step]:
         """Run the recipe and return what was done with each stage."""
         wanted = self._checked(recipe, until)
+        self._refuse_foreign_folder()
         with RunLock(self.folder.path, self.reporter.say):
             remove_parts(self.folder.path)
             self._write_head(recipe)
             done: list[Step] = []
             parent: Model | None = None
             for entry in wanted:
-                step = self._step(entry, recipe.seed, parent.record.model_digest if parent else None)
+                step = self._step(entry, recipe.seed, parent.record.content_digest if parent else None)
                 step = self._do(step, recipe, parent)
                 done.append(step)
                 if self.stages[entry.kind].makes_model:
@@ -109,10 +111,19 @@ class Runner:
             self.stages[entry.kind].check(entry.settings)
         return wanted
 
+    def _refuse_foreign_folder(self) -> None:
+        """A folder with somebody's files in it is not ours to sort out."""
+        path = self.folder.path
+        if path.is_dir() and any(path.iterdir()) and not ((path / "run.json").exists() or (path / LOCK_FILE).exists()):
+            raise UserError(f"{path} is not empty and not a run; choose another folder with --out")
+
     def _write_head(self, recipe: Recipe) -> None:
         write_text(self.folder.path / "recipe.toml", as_toml(recipe))
         listed = [{"name": entry.name, "kind": entry.kind} for entry in entries(recipe)]
-        write_json(self.folder.path / "run.json", {"name": recipe.name, "stages": listed, "command": command_line()})
+        write_json(
+            self.folder.path / "run.json",
+            {"name": recipe.name, "stages": listed, "command": command_line(), "in": str(Path.cwd())},
+        )
 
     def _model(self, entry: StageEntry) -> Model:
         folder = self.folder.stage(entry.name)
@@ -161,6 +172,7 @@ class Runner:
             index.add(fingerprint, self.folder.stage(name))
         else:
             publish_stage(self.folder, name, work, index)
+        os.utime(self.folder.stage(name))  # newer than any work on it: `status` tells abandoned work by that
         words = {
             "kept": "unchanged, kept",
             "finish": "finished earlier, published",
@@ -184,15 +196,16 @@ class Runner:
         stage = self.stages[step.entry.kind]
         for place in [folder, *folder.rglob("*/")]:
             remove_parts(place)
+        (folder / RECORD_FILE).unlink(missing_ok=True)  # of work that was not whole
         with MetricsLog(folder / METRICS) as metrics:
             if metrics.torn_bytes:
                 self.reporter.say(
                     f"{step.entry.name}: dropped {metrics.torn_bytes} bytes after the last whole line of {METRICS}"
                 )
-            sessions = 1 + sum(1 for _ in metrics.rows("session/"))
+            sessions = 1 + sum(1 for _ in metrics.rows("etude/session/"))
             if sessions > 1:
                 self.reporter.say(f"{step.entry.name}: continuing ({sessions - 1} earlier session(s))")
-            metrics.put(f"session/{sessions:04d}", command=command_line())
+            metrics.put(f"etude/session/{sessions:04d}", command=command_line())
             self.reporter.listener = lambda state: write_json(folder / PROGRESS, state)
             try:
                 work = Work(folder, metrics, self.reporter, self.cache, self.check_stop)
@@ -225,7 +238,7 @@ class Runner:
         files = [file for file in files_below(folder) if file.name not in notes]
         weights = [file for file in files if file.suffix == ".safetensors" and file.parent == model]
         others = [file for file in files if file not in weights]
-        sessions = list(metrics.rows("session/"))
+        sessions = list(metrics.rows("etude/session/"))
         record = Record(
             stage=step.entry.name,
             kind=step.entry.kind,
@@ -258,6 +271,7 @@ class Runner:
         )
         if stage.makes_model:
             Lineage.of(record, outcome.lineages).save(model)
+        fsync_tree(folder)  # the record says that all else is there: it must reach the disk last
         record.save(folder)
 
 
@@ -268,7 +282,8 @@ def entries(recipe: Recipe) -> list[StageEntry]:
 
 def command_line() -> str:
     """Return the command that continues this run: the one that is running."""
-    return shlex.join(["etude", *sys.argv[1:]])
+    program = [sys.executable, "-m", "etude"] if sys.argv[0].endswith("__main__.py") else [sys.argv[0]]
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def _iso(seconds: float) -> str:

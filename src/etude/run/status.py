@@ -56,14 +56,21 @@ def run_status(run: Path) -> RunStatus:
         ) from None
     except ValueError:
         raise UserError(f"{run / 'run.json'} is damaged; run the recipe again, finished stages are kept") from None
+    try:
+        listed, command = [(stage["name"], stage["kind"]) for stage in head["stages"]], str(head["command"])
+    except (KeyError, TypeError):
+        raise UserError(f"{run / 'run.json'} was not written by Etude; runs lie in runs/NAME by default") from None
     owner = running_owner(run)
-    stages = [_stage_status(run, stage["name"], stage["kind"], running=owner is not None) for stage in head["stages"]]
-    return RunStatus(str(run), owner, head["command"], stages)
+    stages = [_stage_status(run, name, kind, running=owner is not None) for name, kind in listed]
+    return RunStatus(str(run), owner, command, stages)
 
 
 def _stage_status(run: Path, name: str, kind: str, *, running: bool) -> StageStatus:
-    works = [work for work in RunFolder(run).works(name) if not (work / RECORD_FILE).exists()]
-    if works and (running or not (run / name / RECORD_FILE).is_file()):
+    place = RunFolder(run)
+    finished_at = place.stage(name).stat().st_mtime if (run / name / RECORD_FILE).is_file() else 0.0
+    # Work that is newer than the finished stage goes on under changed settings; older work was abandoned.
+    works = [work for at, work in place.works(name) if at > finished_at and not (work / RECORD_FILE).exists()]
+    if works:
         return StageStatus(name, kind, "running" if running else "stopped", _progress(works[-1]), {})
     if not (run / name / RECORD_FILE).is_file():
         return StageStatus(name, kind, "waiting", None, {})

@@ -16,7 +16,7 @@ from etude.errors import UserError
 from etude.files import digest_of, read_json, whole_file, write_json, write_text
 from etude.lineage import environment
 from etude.lineage.record import LINEAGE_FILE, DataUse, Parent, load_lineage
-from etude.models.bases import resolve
+from etude.models.bases import known_bases, resolve
 from etude.run.stage import Job, Outcome
 
 if TYPE_CHECKING:
@@ -120,7 +120,9 @@ def _candidates(settings: CompareConfig, job: Job, device: Any) -> tuple[list[Ca
     parents: list[Parent] = []
     if job.parent:
         name = str(job.parent.record.summary.get("base") or job.parent.record.stage)
-        candidates.append(Candidate(name, job.parent.folder, device, None))
+        origin = job.parent.record.origin
+        known = known_bases().get(name) if origin and origin.source.startswith(("hub ", "package ")) else None
+        candidates.append(Candidate(name, job.parent.folder, device, known.licence if known else None))
         parents.append(
             Parent(
                 name=name,
