@@ -1,4 +1,4 @@
-# The two commands of the README. Everything goes into .venv; nothing else on the machine is changed.
+# The two commands of the README. Packages go into .venv, fetched models into ~/.cache/etude, results into runs/.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

@@ -72,7 +72,7 @@ class Codebase:
             if taken + file.bytes <= most_bytes:
                 chosen.append(file)
                 taken += file.bytes
-        chosen = chosen or [min(self.files, key=lambda file: file.bytes)]
+        chosen = chosen or [min(self.files, key=lambda file: (file.bytes, file.path))]
         left_out = {**self.left_out, "over the size budget": len(self.files) - len(chosen)}
         return Codebase(self.root, tuple(sorted(chosen, key=lambda file: file.path)), left_out)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -14,9 +15,6 @@ from etude.lineage.record import RECORD_FILE
 from etude.progress import Task, duration, of_total, speed
 from etude.run.folder import PROGRESS, RunFolder, missing_files, readable_record
 from etude.run.lock import running_owner
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 STALE = 30.0  # seconds without news after which a running stage's rate is no longer believed
 
@@ -39,6 +37,7 @@ class RunStatus:
     run: str
     owner: dict[str, Any] | None
     command: str
+    folder: str | None  # where the command was given: its paths are relative to that
     stages: list[StageStatus]
 
     def as_json(self) -> dict[str, Any]:
@@ -57,12 +56,13 @@ def run_status(run: Path) -> RunStatus:
     except ValueError:
         raise UserError(f"{run / 'run.json'} is damaged; run the recipe again, finished stages are kept") from None
     try:
-        listed, command = [(stage["name"], stage["kind"]) for stage in head["stages"]], str(head["command"])
+        listed = [(str(stage["name"]), str(stage["kind"])) for stage in head["stages"]]
+        command, given_in = str(head["command"]), head.get("in")
     except (KeyError, TypeError):
         raise UserError(f"{run / 'run.json'} was not written by Etude; runs lie in runs/NAME by default") from None
     owner = running_owner(run)
     stages = [_stage_status(run, name, kind, running=owner is not None) for name, kind in listed]
-    return RunStatus(str(run), owner, command, stages)
+    return RunStatus(str(run), owner, command, given_in, stages)
 
 
 def _stage_status(run: Path, name: str, kind: str, *, running: bool) -> StageStatus:
@@ -112,7 +112,8 @@ def headline(status: RunStatus) -> str:
         return f"{status.run}: process {status.owner['pid']} is at work"
     if all(stage.state == "done" for stage in status.stages):
         return f"{status.run}: done"
-    return f"{status.run}: nobody is at work; continue with: {status.command}"
+    elsewhere = status.folder is not None and status.folder != str(Path.cwd())
+    return f"{status.run}: nobody is at work; continue with: {f'cd {status.folder} && ' if elsewhere else ''}{status.command}"
 
 
 def _progress_cells(stage: StageStatus) -> tuple[str, str, str]:
