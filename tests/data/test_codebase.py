@@ -10,7 +10,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from etude.data.codebase import LARGEST_FILE, Codebase, SourceFile, git_revision, read_codebase, tracked_files
+from etude.data.codebase import (
+    LARGEST_FILE,
+    Codebase,
+    SourceFile,
+    git_revision,
+    read_codebase,
+    tracked_files,
+)
 from etude.errors import UserError
 from tests import tiny
 from tests.lineage.refusals import one_line
@@ -282,3 +289,14 @@ def test_the_digest_tells_where_a_path_ends_and_a_text_begins() -> None:
     left = Codebase(Path(), (SourceFile("a", "bc"), SourceFile("d", "e")), {})
     right = Codebase(Path(), (SourceFile("ab", "c"), SourceFile("d", "e")), {})
     assert left.digest != right.digest
+
+
+def test_files_that_git_does_not_track_have_no_revision(tmp_path: Path) -> None:
+    tree = tiny.write_tree(tmp_path / "tree")
+    assert git_revision(tree) is None
+    tiny.git(tree, "init", "-q")
+    (tree / ".gitignore").write_text("package_1\n", encoding="utf-8")
+    tiny.git(tree, "add", "-A")
+    tiny.git(tree, "commit", "-qm", "first")
+    assert git_revision(tree) == tiny.git(tree, "rev-parse", "HEAD").strip()
+    assert git_revision(tree / "package_1") is None

@@ -113,8 +113,10 @@ def tracked_files(root: Path) -> list[Path]:
 
 
 def git_revision(root: Path) -> str | None:
-    """Return the commit a git checkout stands at; None outside of one."""
+    """Return the commit a git checkout stands at; None outside of one, and for files that git does not track."""
     folder = root if root.is_dir() else root.parent
+    if not tracked_files(folder):
+        return None
     try:
         asked = subprocess.run(
             ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False

@@ -28,6 +28,8 @@ def find_model(path: Path) -> Path:
     for stage in reversed(_stages_of_run(path)):
         if (path / stage / "model" / LINEAGE_FILE).is_file():
             return path / stage / "model"
+    if _stages_of_run(path):
+        raise UserError(f"{path} is a run that has made no model yet, or only reports; give the folder of a model")
     raise UserError(f"{path} holds no {LINEAGE_FILE}: it was not written by Etude, so its lineage is unknown")
 
 

@@ -43,6 +43,7 @@ from etude.work import Work
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from etude.lineage.record import CarriedLicence
     from etude.progress import Reporter
 
 Action = Literal["kept", "finish", "reuse", "run"]
@@ -227,13 +228,8 @@ class Runner:
     ) -> None:
         assert step.fingerprint is not None
         stage = self.stages[step.entry.kind]
-        licences = []
         model = folder / MODEL
-        if stage.makes_model:
-            source = outcome.licence_folder or (parent.folder if parent else None)
-            assert source is not None, "a model comes from somewhere"
-            origin = outcome.origin.name if outcome.origin else parent.record.stage if parent else ""
-            licences = carry(source, model, origin)
+        licences = self._carried(outcome, parent, model) if stage.makes_model else []
         notes = {RECORD_FILE, LINEAGE_FILE}
         files = [file for file in files_below(folder) if file.name not in notes]
         weights = [file for file in files if file.suffix == ".safetensors" and file.parent == model]
@@ -252,13 +248,7 @@ class Runner:
             seeds={"recipe": recipe.seed},
             packages=environment.packages(),
             hardware=environment.hardware(),
-            compute=Compute(
-                tokens=round(metrics.total("tokens")),
-                model_flops=metrics.total("flops"),
-                method="operations",
-                device=outcome.device,
-                device_seconds=round(metrics.total("device_seconds"), 3),
-            ),
+            compute=_spent(metrics, outcome.device),
             weights=digest_files(weights, model, self.reporter, f"{step.entry.name}: hashing weights")
             if weights
             else {},
@@ -273,6 +263,25 @@ class Runner:
             Lineage.of(record, outcome.lineages).save(model)
         fsync_tree(folder)  # the record says that all else is there: it must reach the disk last
         record.save(folder)
+
+    @staticmethod
+    def _carried(outcome: Outcome, parent: Model | None, model: Path) -> list[CarriedLicence]:
+        """Carry the licence files from where the model came from; every model came from somewhere."""
+        source = outcome.licence_folder or (parent.folder if parent else None)
+        assert source is not None
+        name = outcome.origin.name if outcome.origin else parent.record.stage if parent else ""
+        return carry(source, model, name)
+
+
+def _spent(metrics: MetricsLog, device: str | None) -> Compute:
+    """Return the compute of a stage: what its rows add up to."""
+    return Compute(
+        tokens=round(metrics.total("tokens")),
+        model_flops=metrics.total("flops"),
+        method="operations",
+        device=device,
+        device_seconds=round(metrics.total("device_seconds"), 3),
+    )
 
 
 def entries(recipe: Recipe) -> list[StageEntry]:
