@@ -200,7 +200,8 @@ def test_the_revision_is_the_commit_git_stands_at(code_tree: Path) -> None:
     assert git_revision(code_tree) is None
     tiny.git(code_tree, "init", "-q")
     assert git_revision(code_tree) is None  # no commit yet
-    tiny.git(code_tree, "commit", "-q", "--allow-empty", "-m", "first")
+    tiny.git(code_tree, "add", "-A")
+    tiny.git(code_tree, "commit", "-q", "-m", "first")
     head = tiny.git(code_tree, "rev-parse", "HEAD").strip()
     assert git_revision(code_tree) == git_revision(code_tree / "package_0") == head
     assert git_revision(code_tree / "notes.txt") == head
