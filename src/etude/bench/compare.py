@@ -88,6 +88,8 @@ class Candidate:
         self.name = name
         self.folder = folder
         self.device = device
+        # Rows of another device were computed in another precision: a run resumed elsewhere does not mix them.
+        self.rows = f"{device.type}/{name}"
         self.shape = model_shape(folder)
         self.tokeniser = load_tokeniser(folder)
         self.licence, self.duties = _licence(folder, listed_licence)
@@ -166,10 +168,10 @@ def _measure_bits(candidate: Candidate, code: Codebase, config: CompareConfig, w
         return [float(nll) for nll in token_nlls(candidate.model, ids, window)]
 
     tokens = perplexity.tokenise(code, candidate.tokeniser)
-    units = perplexity.scoring_units(candidate.name, rolling_windows(len(tokens.ids), config.window, config.stride))
+    units = perplexity.scoring_units(candidate.rows, rolling_windows(len(tokens.ids), config.window, config.stride))
     timer = partial(clock, candidate.device)
     perplexity.score(work, candidate.name, units, tokens, candidate.shape.compute, nlls_of, timer)
-    return perplexity.result(work, candidate.name, code, tokens, seed)
+    return perplexity.result(work, candidate.rows, code, tokens, seed)
 
 
 def _measure_state(candidate: Candidate, chains: list[EditChain], work: Work, seed: int) -> StateResult:
@@ -183,16 +185,16 @@ def _measure_state(candidate: Candidate, chains: list[EditChain], work: Work, se
 
         return list(write_greedily(candidate.model, candidate.tokeniser, prompts, budget, FENCE, on_step))
 
-    units = state_tracking.tracking_units(candidate.name, chains, candidate.tokeniser, candidate.shape.context)
+    units = state_tracking.tracking_units(candidate.rows, chains, candidate.tokeniser, candidate.shape.context)
     timer = partial(clock, candidate.device)
     state_tracking.track(work, candidate.name, units, candidate.tokeniser, candidate.shape.compute, write, timer)
-    return state_tracking.result(work, candidate.name, chains, seed)
+    return state_tracking.result(work, candidate.rows, chains, seed)
 
 
 def _measure_speed(candidate: Candidate, config: CompareConfig, work: Work) -> dict[str, Any]:
     from etude.bench.speed import REPEATS, ROUNDS, clock, measure_speed
 
-    unit = Unit(f"{candidate.name}/speed", None, ROUNDS)
+    unit = Unit(f"{candidate.rows}/speed", None, ROUNDS)
     for each in work.pending(f"{candidate.name}: measuring speed", [unit], "rounds"):
         prompt, steps, batch = config.speed_prompt, config.speed_steps, config.speed_batch
         begun = clock(candidate.device)

@@ -1,0 +1,152 @@
+"""`etude run` and `etude compare`: a recipe, from a file or from the words of the command, is carried out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from etude.cli.options import AsJson, CacheFolder, OutFolder, print_json
+from etude.errors import Interrupted, storage_error
+from etude.progress import Reporter
+
+if TYPE_CHECKING:
+    from etude.recipe.recipe import Recipe
+    from etude.run.runner import Runner, Step
+
+
+def run(
+    recipes: Annotated[
+        list[Path], typer.Argument(help="Recipe files; later ones change single settings of earlier ones.")
+    ],
+    change: Annotated[
+        list[str] | None, typer.Option("--set", help="stage.key=value; may be given several times.")
+    ] = None,
+    out: OutFolder = None,
+    until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and what would run.")] = False,
+    cache: CacheFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a recipe. What is finished is kept; what was interrupted goes on where it stopped."""
+    from etude.recipe.load import load_recipe
+    from etude.run.runner import stage_settings
+
+    recipe = load_recipe(recipes, change or [], stage_settings())
+    _run(recipe, out, cache, until=until, dry_run=dry_run, as_json=as_json)
+
+
+def _run(
+    recipe: Recipe, out: Path | None, cache: Path | None, *, until: str | None, dry_run: bool, as_json: bool
+) -> None:
+    from etude.run.folder import RunFolder
+    from etude.run.interrupt import StopRequest
+    from etude.run.runner import Runner, command_line
+    from etude.run.stages import STAGES
+
+    reporter = Reporter()
+    folder = out if out is not None else Path("runs") / recipe.name
+    with StopRequest(reporter.say) as stop:
+        reporter.check_stop = stop.check
+        runner = Runner(RunFolder(folder), _cache(cache), reporter, stop.check, STAGES)
+        if dry_run:
+            _print_plan(runner, recipe, until, as_json=as_json)
+            return
+        try:
+            steps = runner.execute(recipe, until)
+        except Interrupted as interruption:
+            reporter.say(f"stopped; all finished steps are kept in {folder}. Go on with:\n  {command_line()}")
+            raise typer.Exit(128 + interruption.signal_number) from None
+        except OSError as error:
+            raise storage_error(error, f"in {folder}") or error from error
+    _print_outcome(steps, folder, as_json=as_json)
+
+
+def _print_plan(runner: Runner, recipe: Recipe, until: str | None, *, as_json: bool) -> None:
+    from etude.recipe.recipe import as_toml
+
+    steps = runner.plan(recipe, until)
+    words = {
+        "kept": "is finished, would be kept",
+        "finish": "is finished, would be published",
+        "reuse": "would be reused",
+        "run": "would run",
+    }
+    if as_json:
+        listed = [
+            {
+                "stage": step.entry.name,
+                "action": step.action,
+                "from": str(step.source) if step.source else None,
+            }
+            for step in steps
+        ]
+        print_json(
+            {
+                "recipe": recipe.resolved(),
+                "hash": recipe.hash,
+                "folder": str(runner.folder.path),
+                "steps": listed,
+            }
+        )
+        return
+    typer.echo(f"# resolved recipe {recipe.hash[:12]}, to run in {runner.folder.path}\n{as_toml(recipe)}")
+    for step in steps:
+        typer.echo(f"{step.entry.name}: {words[step.action]}{f' from {step.source}' if step.action == 'reuse' else ''}")
+
+
+def _print_outcome(steps: list[Step], folder: Path, *, as_json: bool) -> None:
+    from etude.lineage.record import load_record
+    from etude.run.stages import STAGES
+
+    if as_json:
+        records = {step.entry.name: load_record(folder / step.entry.name).model_dump(mode="json") for step in steps}
+        print_json(
+            {
+                "folder": str(folder),
+                "steps": {step.entry.name: step.action for step in steps},
+                "records": records,
+            }
+        )
+        return
+    console = Console()
+    for step in steps:
+        STAGES[step.entry.kind].show(folder / step.entry.name, console)
+    last = folder / steps[-1].entry.name
+    console.print(f"done: {folder}; its record: {last / 'record.json'}", highlight=False, soft_wrap=True)
+
+
+def compare(
+    bases: Annotated[list[str], typer.Argument(help="Known names, folders or hub ids.")],
+    on: Annotated[str, typer.Option(help="Folder with your code.")],
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A setting of the comparison: window=2048, max_bytes=0, …"),
+    ] = None,
+    out: OutFolder = None,
+    cache: CacheFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Choose a base: bits per byte, state tracking, speed, memory and licence of each candidate on your code."""
+    from etude.recipe.load import Layer, check, parse_change
+    from etude.run.runner import stage_settings
+
+    name = f"compare-{Path(on).expanduser().resolve().name or 'code'}"
+    table = {"name": "".join(c if c.isalnum() or c in "._-" else "-" for c in name), "stages": ["compare"],
+             "compare": {"on": str(Path(on).expanduser()), "bases": bases}}  # fmt: skip
+    recipe = check(
+        [
+            Layer("etude compare", table),
+            *(parse_change(f"compare.{each.removeprefix('compare.')}") for each in change or []),
+        ],
+        stage_settings(),
+    )
+    _run(recipe, out, cache, until=None, dry_run=False, as_json=as_json)
+
+
+def _cache(folder: Path | None) -> Path:
+    from etude.models.fetch import default_cache
+
+    return folder if folder is not None else default_cache()

@@ -1,0 +1,131 @@
+"""`etude status`, `etude bases` and `etude lineage show`: looking, without changing anything."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path  # noqa: TC003 - typer reads annotations at run time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from etude.cli.options import AsJson, print_json
+from etude.errors import UserError, nearest
+from etude.progress import Reporter
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def status(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until the run ends.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show how a run stands: stages, progress, rate, time left, best metrics."""
+    from etude.run.status import headline, run_status, status_table
+
+    if as_json:
+        print_json(run_status(run_folder).as_json())
+        return
+    console = Console(highlight=False)
+    now = run_status(run_folder)
+    if watch and now.owner is not None:
+        with Live(status_table(now), console=console, refresh_per_second=4) as live:
+            while now.owner is not None:
+                time.sleep(0.5)
+                now = run_status(run_folder)
+                live.update(status_table(now))
+    else:
+        console.print(status_table(now))
+    console.print(headline(now), soft_wrap=True, markup=False)
+
+
+def bases(
+    name: Annotated[str | None, typer.Argument(help="One base, with the source of each fact.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the known bases; any Hugging Face folder or hub id works as well."""
+    from etude.models.bases import known_bases
+
+    known = known_bases()
+    if name is not None and name not in known:
+        raise UserError(f"unknown base {name!r}{nearest(name, known)}")
+    chosen = {name: known[name]} if name is not None else known
+    if as_json:
+        print_json({key: base.model_dump(mode="json", exclude_none=True) for key, base in chosen.items()})
+    elif name is not None:
+        _print_base(name)
+    else:
+        Console().print(_bases_table())
+
+
+def _bases_table() -> Table:
+    from rich.table import Table
+
+    from etude.bench.report import human
+    from etude.models.bases import known_bases
+
+    caption = "tokens: of pretraining; +: on top of its parent; ?: not known. etude bases NAME shows the sources."
+    table = Table(
+        title="Known bases", title_justify="left", box=None, pad_edge=False, caption=caption, caption_justify="left"
+    )
+    for column in ("name", "params", "active", "tokens", "context", "licence"):
+        left = column in {"name", "licence"}
+        table.add_column(column, justify="left" if left else "right", no_wrap=column != "licence", overflow="fold")
+    for key, base in known_bases().items():
+        tokens = human(base.pretraining_tokens) if base.pretraining_tokens else "?"
+        spent = f"{'+' if base.continues else ''}{tokens}"
+        table.add_row(
+            key, human(base.parameters), human(base.active_parameters), spent, f"{base.context:,}", base.licence
+        )
+    return table
+
+
+def _print_base(name: str) -> None:
+    from etude.lineage.licences import headline_duties
+    from etude.models.bases import known_bases
+
+    base = known_bases()[name]
+    console = Console(highlight=False)
+    console.print(f"{name}: {base.title}", style="bold", markup=False)
+    for fact in ("licence", "parameters", "active_parameters", "context", "pretraining_tokens", "continues"):
+        value = getattr(base, fact)
+        if value is not None:
+            shown = f"{value:,}" if isinstance(value, int) else value
+            console.print(f"  {fact}: {shown}", markup=False, soft_wrap=True)
+            if fact in base.sources:
+                console.print(f"    from: {base.sources[fact]}", style="dim", markup=False, soft_wrap=True)
+    if base.caveat:
+        console.print(f"  note: {base.caveat}", markup=False, soft_wrap=True)
+    console.print(
+        f"  duties: {'; '.join(headline_duties(base.licence))} (facts, not legal advice)",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def lineage_show(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model's folder, its stage's, or a run's.")],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Hash the weights again and compare with the record.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print a model's family tree back to its base, from the records it carries."""
+    from etude.lineage.record import load_lineage
+    from etude.lineage.tree import changed_weights, find_model, render
+
+    folder = find_model(model)
+    lineage = load_lineage(folder)
+    if verify:
+        wrong = changed_weights(folder, lineage.records[lineage.head], Reporter())
+        if wrong:
+            raise UserError(f"{folder} does not agree with its record: {'; '.join(wrong)}")
+    if as_json:
+        print_json(lineage.model_dump(mode="json"))
+        return
+    typer.echo("\n".join(render(lineage, str(folder))))
+    if verify:
+        typer.echo("the weights agree with the record")
