@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import hypothesis
 import pytest
 
 from etude.cli.main import main
@@ -14,6 +15,10 @@ from tests import tiny
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+# How long an example takes is the machine's affair: a slow disk must not fail a test.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")
