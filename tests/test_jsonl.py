@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.jsonl import MetricsLog, read_rows
+from etude.jsonl import MetricsLog
 
 VALUES = st.lists(st.text() | st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=6)
 
@@ -30,7 +30,9 @@ def test_cut_at_any_byte_the_whole_rows_survive_and_work_goes_on(values: list[ob
             for index, value in enumerate(values):
                 if f"k{index}" not in log:
                     log.put(f"k{index}", value=value)
-        assert [row["value"] for row in read_rows(path)] == values
+        with MetricsLog(path) as log:
+            assert log.torn_bytes == 0
+            assert [row["value"] for row in log.rows()] == values
 
 
 def test_a_key_is_written_once(tmp_path: Path) -> None:
@@ -46,8 +48,6 @@ def test_a_key_is_written_once(tmp_path: Path) -> None:
 def test_a_foreign_line_ends_what_is_believed(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text(json.dumps({"key": "a"}) + "\n[1]\n" + json.dumps({"key": "b"}) + "\n")
-    assert [row["key"] for row in read_rows(path)] == ["a"]
-
-
-def test_an_absent_log_has_no_rows(tmp_path: Path) -> None:
-    assert read_rows(tmp_path / "none") == []
+    with MetricsLog(path) as log:
+        assert [row["key"] for row in log.rows()] == ["a"]
+    assert path.read_text() == json.dumps({"key": "a"}) + "\n"

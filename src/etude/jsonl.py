@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Return the whole rows of a log, without a torn last line; an absent log has none."""
-    return _whole_rows(path.read_bytes())[0] if path.exists() else []
-
-
 def _whole_rows(content: bytes) -> tuple[list[Row], int]:
     """Return the rows before the first torn or foreign line, and how many bytes they take."""
     rows: list[Row] = []

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from etude.jsonl import MetricsLog
@@ -34,7 +34,6 @@ class Work:
     metrics: MetricsLog
     reporter: Reporter
     cache: Path
-    check_stop: Callable[[], None]  # raises Interrupted if the user asked to stop
     _task: Task | None = None
     _ticked: float = 0.0
 
@@ -45,7 +44,7 @@ class Work:
                 if each.key in self.metrics:
                     task.skip(each.size)
                     continue
-                self.check_stop()
+                self.reporter.check_stop()
                 self._task, self._ticked = task, 0.0
                 yield each
                 assert each.key in self.metrics, f"{each.key} was not written to the metrics"

@@ -21,7 +21,7 @@ SHAPE = ComputeShape(100, (Attention(1, 2, 2),))
 
 @pytest.fixture
 def work(tmp_path: Path, quiet: Reporter) -> Work:
-    return Work(tmp_path, MetricsLog(tmp_path / "work/metrics.jsonl"), quiet, tmp_path, lambda: None)
+    return Work(tmp_path, MetricsLog(tmp_path / "work/metrics.jsonl"), quiet, tmp_path)
 
 
 def measured(base: Path, tree: Path, work: Work, window: int, stride: int) -> BitsResult:
@@ -64,7 +64,7 @@ def test_scoring_goes_on_where_it_stopped(tiny_base: Path, code_tree: Path, work
     (tmp_path / "resumed/metrics.jsonl").write_bytes(b"".join(lines[:3]) + lines[3][:20])
     log = MetricsLog(tmp_path / "resumed/metrics.jsonl")
     assert log.torn_bytes == 20
-    resumed = measured(tiny_base, code_tree, Work(tmp_path, log, work.reporter, tmp_path, lambda: None), 64, 32)
+    resumed = measured(tiny_base, code_tree, Work(tmp_path, log, work.reporter, tmp_path), 64, 32)
     assert resumed == whole
 
 

@@ -55,7 +55,7 @@ def test_what_is_written_ends_at_the_fence() -> None:
 def test_a_perfect_and_a_copying_writer_score_as_they_must(tiny_base: Path, tmp_path: Path, quiet: Reporter) -> None:
     tokeniser = load_tokeniser(tiny_base)
     for number, (name, version) in enumerate((("perfect", -1), ("copying", 0))):
-        work = Work(tmp_path, MetricsLog(tmp_path / f"{number}.jsonl"), quiet, tmp_path, lambda: None)
+        work = Work(tmp_path, MetricsLog(tmp_path / f"{number}.jsonl"), quiet, tmp_path)
         texts = iter([chain.versions[version] + FENCE for chain in CHAINS])
 
         def write(prompts: list[list[int]], budget: int, texts: object = texts) -> list[list[int]]:

@@ -117,36 +117,25 @@ def deepseek(**changes: Any) -> Any:
     return DeepseekV3Config(**published | changes)
 
 
+DIMENSIONS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+PUBLISHED: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
+    "smollm2-360m": (LlamaConfig, (960, 32, 15, 5, 2560), {"vocab_size": 49152, "tie_word_embeddings": True}),
+    "smollm2-1.7b": (LlamaConfig, (2048, 24, 32, 32, 8192), {"vocab_size": 49152, "tie_word_embeddings": True}),
+    "llama-3.2-1b": (LlamaConfig, (2048, 16, 32, 8, 8192), {"vocab_size": 128256, "tie_word_embeddings": True}),
+    "qwen2.5-coder-7b": (Qwen2Config, (3584, 28, 28, 4, 18944), {"vocab_size": 152064, "tie_word_embeddings": False}),
+    "qwen3-0.6b-base": (Qwen3Config, (1024, 28, 16, 8, 3072), {"head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}),
+    "qwen3-8b-base": (Qwen3Config, (4096, 36, 32, 8, 12288), {"head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False}),
+    "qwen3-30b-a3b-base": (Qwen3MoeConfig, (2048, 48, 32, 4, 6144), {
+        "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1,
+    }),
+}  # fmt: skip
+
+
 def published(name: str) -> Any:
     """Return the config of a known base, from the dimensions that its sources in bases.toml state."""
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
-    if name == "smollm2-360m":
-        values = (960, 32, 15, 5, 2560)
-        return LlamaConfig(**dict(zip(names, values, strict=True)), vocab_size=49152, tie_word_embeddings=True)
-    if name == "smollm2-1.7b":
-        values = (2048, 24, 32, 32, 8192)
-        return LlamaConfig(**dict(zip(names, values, strict=True)), vocab_size=49152, tie_word_embeddings=True)
-    if name == "llama-3.2-1b":
-        values = (2048, 16, 32, 8, 8192)
-        return LlamaConfig(**dict(zip(names, values, strict=True)), vocab_size=128256, tie_word_embeddings=True)
-    if name == "qwen2.5-coder-7b":
-        values = (3584, 28, 28, 4, 18944)
-        return Qwen2Config(**dict(zip(names, values, strict=True)), vocab_size=152064, tie_word_embeddings=False)
-    if name == "qwen3-0.6b-base":
-        values = (1024, 28, 16, 8, 3072)
-        return Qwen3Config(
-            **dict(zip(names, values, strict=True)), head_dim=128, vocab_size=151936, tie_word_embeddings=True
-        )
-    if name == "qwen3-8b-base":
-        values = (4096, 36, 32, 8, 12288)
-        return Qwen3Config(
-            **dict(zip(names, values, strict=True)), head_dim=128, vocab_size=151936, tie_word_embeddings=False
-        )
-    assert name == "qwen3-30b-a3b-base"
-    return Qwen3MoeConfig(
-        **dict(zip(names, (2048, 48, 32, 4, 6144), strict=True)), head_dim=128, vocab_size=151936, num_experts=128,
-        num_experts_per_tok=8, moe_intermediate_size=768, tie_word_embeddings=False, decoder_sparse_step=1,
-    )  # fmt: skip
+    kind, values, more = PUBLISHED[name]
+    return kind(**dict(zip(DIMENSIONS, values, strict=True)), **more)
 
 
 DENSE = ("smollm2-360m", "smollm2-1.7b", "llama-3.2-1b", "qwen2.5-coder-7b", "qwen3-0.6b-base", "qwen3-8b-base")

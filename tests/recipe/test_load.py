@@ -89,6 +89,8 @@ def test_the_hash_is_of_what_is_meant_not_of_how_it_is_written(tmp_path: Path) -
         (GOOD.replace('name = "mine"', 'name = "a/b"'), [], "recipe.toml:1: name: string should match pattern"),
         (GOOD.replace('name = "mine"', 'nam = "a"'), [], "'name' is missing"),
         (GOOD + "[other]\nx = 1\n", [], "recipe.toml:9: section [other] is not in stages"),
+        (GOOD.replace("[train]\nsteps = 3\n", "").replace("stages", "train = 3\nstages"), [], "recipe.toml:2: 'train' is a stage: its settings stand in a table, written [train]"),
+        (GOOD.replace("[train]", "[[train]]"), [], "recipe.toml:3: 'train' is a stage"),
         (GOOD, ["seed=-1"], "--set seed=-1: seed: input should be greater than or equal to 0, not -1"),
         ("stages = []\nname = 'x'", [], "recipe.toml:1: stages: list should have at least 1 item"),
     ],

@@ -85,4 +85,5 @@ def runner(
 ) -> Runner:
     """Return a runner that knows the scaling stage and the real base stage."""
     stages: dict[str, Stage] = {"base": STAGES["base"], "scale": stage}
-    return Runner(RunFolder(folder), cache, reporter, check_stop, stages)
+    reporter.check_stop = check_stop
+    return Runner(RunFolder(folder), cache, reporter, stages)

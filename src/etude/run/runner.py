@@ -1,8 +1,8 @@
 """Run a recipe: each stage is kept, taken over from elsewhere, continued or run; then published with its record.
 
-A stage's fingerprint is the digest of all that decides its result: kind and version, settings, seed, the parent's
-weights and the data it reads. Equal fingerprints mean equal work, so finished work is used again: in the same run, after
-a change that does not concern it, and across runs on this machine. The parent counts by its weights, not by how they
+A stage's fingerprint is the digest of all that decides its result: kind and version, settings, seed, the parent's model
+and the data it reads. Equal fingerprints mean equal work, so finished work is used again: in the same run, after a change
+that does not concern it, and across runs on this machine. The parent counts by the files of its model, not by how they
 came about.
 """
 
@@ -41,7 +41,7 @@ from etude.run.stages import BASE, STAGES, base_entry
 from etude.work import Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from etude.lineage.record import CarriedLicence
     from etude.progress import Reporter
@@ -66,7 +66,6 @@ class Runner:
     folder: RunFolder
     cache: Path
     reporter: Reporter
-    check_stop: Callable[[], None]
     stages: Mapping[str, Stage]
 
     def plan(self, recipe: Recipe, until: str | None = None) -> list[Step]:
@@ -209,7 +208,7 @@ class Runner:
             metrics.put(f"etude/session/{sessions:04d}", command=command_line())
             self.reporter.listener = lambda state: write_json(folder / PROGRESS, state)
             try:
-                work = Work(folder, metrics, self.reporter, self.cache, self.check_stop)
+                work = Work(folder, metrics, self.reporter, self.cache)
                 outcome = stage.run(step.entry.settings, Job(step.entry.name, work, parent, recipe.seed))
             finally:
                 self.reporter.listener = None

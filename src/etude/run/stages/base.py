@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict
 
 from etude.files import link_or_copy, read_json
-from etude.lineage.record import LINEAGE_FILE, load_lineage, load_record
+from etude.lineage.record import LINEAGE_FILE, Parent, load_lineage, load_record
 from etude.models.bases import resolve
 from etude.run.folder import MODEL
 from etude.run.stage import Job, Outcome
@@ -54,10 +54,14 @@ class BaseStage:
         weight_files(fetched.folder)
         for file in model_files(fetched):
             _place(file, job.work.folder / MODEL / file.relative_to(fetched.folder), fetched)
-        job.work.check_stop()
+        # A base that Etude itself made carries its tree: ours goes on from there.
         lineages = [load_lineage(fetched.folder)] if (fetched.folder / LINEAGE_FILE).is_file() else []
+        heads = [lineage.records[lineage.head] for lineage in lineages]
         return Outcome(
-            parents=_own_parent(fetched),
+            parents=[
+                Parent(name=head.stage, role="weights", record=head.id, model_digest=head.model_digest)
+                for head in heads
+            ],
             lineages=lineages,
             origin=fetched.origin,
             licence_folder=fetched.folder,
@@ -87,14 +91,3 @@ def _place(source: Path, target: Path, fetched: Fetched) -> None:
         shutil.copyfile(source, target)
     else:
         target.symlink_to(source.resolve())
-
-
-def _own_parent(fetched: Fetched) -> list[Any]:
-    """Return the edge to the record of a base that Etude itself made, if it is one."""
-    from etude.lineage.record import Parent
-
-    if not (fetched.folder / LINEAGE_FILE).is_file():
-        return []
-    lineage = load_lineage(fetched.folder)
-    record = lineage.records[lineage.head]
-    return [Parent(name=record.stage, role="weights", record=record.id, model_digest=record.model_digest)]
