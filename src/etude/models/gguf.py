@@ -1,7 +1,7 @@
 """From a GGUF file to a Hugging Face folder, once.
 
-Why our own: transformers can read GGUF but not save what it read, takes four times as long as this conversion and eighty
-times as long as loading its result (benchmarks/results/gguf_loading-cpu.json), and builds the tokeniser of the `smollm`
+Why our own: transformers can read GGUF but not save what it read, takes more than three times as long as this conversion
+and tens of times as long as loading its result (benchmarks/results/gguf_loading-cpu.json), and builds the tokeniser of the `smollm`
 kind without its first step (digits are split singly), so that spaces before numbers are cut differently from how the
 model was trained. Values are exact: a dequantised weight is stored as the float32 it is.
 Supported: the Llama architecture with a byte-level BPE tokeniser; others are refused by name.
