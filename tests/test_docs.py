@@ -7,7 +7,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
+from etude.data import settings
 from etude.recipe.recipe import Header
 from etude.run.stages import STAGES
 
@@ -21,9 +23,23 @@ def test_every_setting_is_explained() -> None:
     page = (ROOT / "docs/recipes.md").read_text()
     names = [
         *Header.model_fields,
-        *(name for kind, stage in STAGES.items() if kind != "base" for name in stage.settings.model_fields),
+        *(
+            name
+            for kind, stage in STAGES.items()
+            if kind not in {"base", "data"}
+            for name in stage.settings.model_fields
+        ),
     ]
     assert [name for name in names if f"`{name}`" not in page] == []
+
+
+def test_every_setting_of_the_corpus_is_explained() -> None:
+    page = (ROOT / "docs/data.md").read_text()
+    models = [value for value in vars(settings).values() if isinstance(value, type) and issubclass(value, BaseModel)]
+    names = [name for model in models for name in model.model_fields]
+    nested = {"filters", "duplicates", "contamination", "fim", "replay", "tokeniser"}
+    assert [name for name in names if f"`{name}`" not in page and name not in nested] == []
+    assert [name for name in nested if f"`[data.{name}]`" not in page] == []
 
 
 @pytest.mark.parametrize("requirement", REQUIREMENTS)

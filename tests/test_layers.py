@@ -12,7 +12,7 @@ import pytest
 import etude
 
 ROOT = Path(etude.__file__).parent
-FOUNDATION = {"errors", "files", "jsonl", "progress", "work"}
+FOUNDATION = {"errors", "files", "jsonl", "parallel", "progress", "work"}
 LAYERS = (  # from below; those on one level may import each other
     {"lineage"},
     {"models"},

@@ -6,11 +6,15 @@ stopped. So whatever is killed, at most one unit is done twice, and none is coun
 
 from __future__ import annotations
 
+import contextlib
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from etude import parallel
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from etude.jsonl import MetricsLog
@@ -50,6 +54,26 @@ class Work:
                 assert each.key in self.metrics, f"{each.key} was not written to the metrics"
                 task.advance(each.size - self._ticked)
         self._task = None
+
+    def parallel(
+        self, label: str, units: Sequence[Unit], unit: str, function: Callable[[Any], dict[str, Any]], workers: int
+    ) -> None:
+        """Do the units that are not done in several processes; what `function` returns of an item becomes its row."""
+        with self.reporter.task(label, sum(each.size for each in units), unit) as task:
+            pending = [each for each in units if each.key not in self.metrics]
+            task.skip(sum(each.size for each in units) - sum(each.size for each in pending))
+            items = [each.item for each in pending]
+            for index, row in parallel.each(function, items, workers, self.reporter.check_stop):
+                self.metrics.put(pending[index].key, **row)
+                task.advance(pending[index].size)
+
+    @contextlib.contextmanager
+    def timed(self, step: str) -> Iterator[None]:
+        """Write a row with the seconds the body took, so that one can see later where the time went."""
+        began = time.perf_counter()
+        yield
+        number = 1 + sum(1 for _ in self.metrics.rows(f"step/{step}/"))  # an interrupted step is done again
+        self.metrics.put(f"step/{step}/{number:03d}", seconds=round(time.perf_counter() - began, 3))
 
     def tick(self, amount: float) -> None:
         """Say that `amount` of the unit at hand is done: news within long units. The unit itself is still all or nothing."""

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
 
+from etude.data.settings import DataSettings
 from etude.errors import UserError
 from etude.recipe.load import load_recipe, merge, parse_change
 from etude.recipe.recipe import Recipe, StageEntry, as_toml
@@ -92,7 +93,7 @@ def test_the_hash_is_of_what_is_meant_not_of_how_it_is_written(tmp_path: Path) -
         (GOOD.replace("[train]\nsteps = 3\n", "").replace("stages", "train = 3\nstages"), [], "recipe.toml:2: 'train' is a stage: its settings stand in a table, written [train]"),
         (GOOD.replace("[train]", "[[train]]"), [], "recipe.toml:3: 'train' is a stage"),
         (GOOD, ["seed=-1"], "--set seed=-1: seed: input should be greater than or equal to 0, not -1"),
-        ("stages = []\nname = 'x'", [], "recipe.toml:1: stages: list should have at least 1 item"),
+        ("stages = []\nname = 'x'", [], "recipe.toml:1: nothing to do: list stages = [\"…\"], or describe a corpus in [data]"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named_with_their_place(tmp_path: Path, text: str, changes: list[str], said: str) -> None:
@@ -171,3 +172,68 @@ def test_a_resolved_recipe_reads_back_the_same(text: str, names: list[str], rate
     back = tomllib.loads(as_toml(recipe))
     assert back["base"] == text
     assert Settings.model_validate({key: value for key, value in back["train"].items() if key != "kind"}) == settings
+
+
+CORPUS = """name = "mine"
+
+[data]
+length = 256
+
+[[data.source]]
+name = "one"
+folder = "src"
+
+[[data.source]]
+name = "two"
+pypi = ["toolz==1.2.0"]
+
+[data.fim]
+rate = 0.5
+"""
+
+
+def corpus(tmp_path: Path, text: str, *changes: str) -> Recipe:
+    return load_recipe([write(tmp_path, text)], list(changes), {**KINDS, "data": DataSettings})
+
+
+def test_a_recipe_may_be_a_corpus_alone(tmp_path: Path) -> None:
+    recipe = corpus(tmp_path, CORPUS, "data.fim.spm=0.25", "data.workers=3")
+    assert recipe.stages == ()
+    assert recipe.data is not None
+    settings = recipe.data.settings
+    assert isinstance(settings, DataSettings)
+    assert [source.name for source in settings.source] == ["one", "two"]
+    assert (settings.fim.rate, settings.fim.spm, settings.workers) == (0.5, 0.25, 3)
+
+
+def test_the_resolved_corpus_can_be_run_again(tmp_path: Path) -> None:
+    recipe = corpus(tmp_path, CORPUS)
+    again = corpus(tmp_path, as_toml(recipe))
+    assert again.resolved() == recipe.resolved()
+    assert again.hash == recipe.hash
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('pypi = ["toolz==1.2.0"]', 'pypi = ["toolz"]', "recipe.toml:10: data.source.1: 'toolz' names no version"),
+        ('folder = "src"', 'foldr = "src"', "recipe.toml:8: unknown key 'data.source.0.foldr'; did you mean 'folder'"),
+        ('name = "two"', 'name = "one"', "two sources are called 'one'"),
+        ('name = "two"', "", "'data.source.1.name' is missing: names the source in counts"),
+        ('folder = "src"', 'folder = "src"\ngit = "."', "must have exactly one of"),
+        ('folder = "src"', 'folder = "src"\nhistory = 3', "`history` means nothing for a source with `folder`"),
+        ("rate = 0.5", "rat = 0.5", "recipe.toml:15: unknown key 'data.fim.rat'; did you mean 'rate'"),
+        ("rate = 0.5", "rate = 2", "recipe.toml:15: data.fim.rate: input should be less than or equal to 1, not 2"),
+        (
+            "length = 256",
+            'replay = { share = 0.1, source = "three" }',
+            "replay.source 'three' is neither a source (one, two) nor",
+        ),
+        ("length = 256", "shares = { prose = 0.1 }", "shares names the domain 'prose', which no source has"),
+        ("length = 256", "shares = { code = 1.5 }", "must not add up to more than 1"),
+    ],
+)
+def test_mistakes_in_a_corpus_are_named_with_their_place(tmp_path: Path, old: str, new: str, said: str) -> None:
+    with pytest.raises(UserError) as raised:
+        corpus(tmp_path, CORPUS.replace(old, new, 1))
+    assert said in str(raised.value)

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 import etude
-from etude.cli import run, show
+from etude.cli import data, run, show
 from etude.errors import UserError, storage_error
 
 app = typer.Typer(
@@ -23,11 +23,15 @@ app = typer.Typer(
 )
 lineage_app = typer.Typer(help="What a model was made from.", no_args_is_help=True)
 app.add_typer(lineage_app, name="lineage")
+data_app = typer.Typer(help="The corpus of a recipe: build it, look at it.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
 
 app.command(epilog="Example: etude run recipes/quickstart.toml --set compare.max_bytes=200000")(run.run)
 app.command(epilog="Example: etude compare smollm2-135m sprout --on ~/my-project")(run.compare)
 app.command(epilog="Example: etude status runs/quickstart --watch")(show.status)
 app.command(epilog="Example: etude bases smollm2-135m")(show.bases)
+data_app.command("build", epilog="Example: etude data build recipes/quickstart.toml --set data.length=4096")(data.build)
+data_app.command("report", epilog="Example: etude data report runs/quickstart")(data.report)
 lineage_app.command("show", epilog="Example: etude lineage show runs/quickstart/base/model --verify")(show.lineage_show)
 
 

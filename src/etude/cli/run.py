@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from etude.cli.options import AsJson, CacheFolder, OutFolder, print_json
+from etude.cli.options import AsJson, CacheFolder, Changes, DryRun, OutFolder, RecipeFiles, print_json
 from etude.errors import Interrupted, storage_error
 from etude.progress import Reporter
 
@@ -18,15 +18,11 @@ if TYPE_CHECKING:
 
 
 def run(
-    recipes: Annotated[
-        list[Path], typer.Argument(help="Recipe files; later ones change single settings of earlier ones.")
-    ],
-    change: Annotated[
-        list[str] | None, typer.Option("--set", help="stage.key=value; may be given several times.")
-    ] = None,
+    recipes: RecipeFiles,
+    change: Changes = None,
     out: OutFolder = None,
     until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and what would run.")] = False,
+    dry_run: DryRun = False,
     cache: CacheFolder = None,
     as_json: AsJson = False,
 ) -> None:
@@ -35,12 +31,13 @@ def run(
     from etude.run.runner import stage_settings
 
     recipe = load_recipe(recipes, change or [], stage_settings())
-    _run(recipe, out, cache, until=until, dry_run=dry_run, as_json=as_json)
+    run_recipe(recipe, out, cache, until=until, dry_run=dry_run, as_json=as_json)
 
 
-def _run(
+def run_recipe(
     recipe: Recipe, out: Path | None, cache: Path | None, *, until: str | None, dry_run: bool, as_json: bool
 ) -> None:
+    """Carry out a checked recipe, or say what would be done."""
     from etude.run.folder import RunFolder
     from etude.run.interrupt import StopRequest
     from etude.run.runner import Runner, command_line
@@ -146,7 +143,7 @@ def compare(
         ],
         stage_settings(),
     )
-    _run(recipe, out, cache, until=None, dry_run=False, as_json=as_json)
+    run_recipe(recipe, out, cache, until=None, dry_run=False, as_json=as_json)
 
 
 def _cache(folder: Path | None) -> Path:

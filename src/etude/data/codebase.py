@@ -103,13 +103,15 @@ def _listed(root: Path) -> list[Path]:
 
 
 def tracked_files(root: Path) -> list[Path]:
-    """Return the files git tracks below a folder; none if it is not a git checkout."""
+    """Return what git tracks below a folder and is there: files, links, submodules; nothing if it is no git checkout."""
     try:
-        listed = subprocess.run(["git", "-C", str(root), "ls-files", "-z"], capture_output=True, check=False)
+        listed = subprocess.run(
+            ["git", "-c", "core.fsmonitor=false", "-C", str(root), "ls-files", "-z"], capture_output=True, check=False
+        )
     except FileNotFoundError:
         return []
     names = dict.fromkeys(os.fsdecode(name) for name in listed.stdout.split(b"\0") if name)
-    return [root / name for name in names if (root / name).is_file()]
+    return [root / name for name in names if os.path.lexists(root / name)]
 
 
 def git_revision(root: Path) -> str | None:

@@ -83,6 +83,8 @@ class DataUse(Part):
     files: int
     bytes: int
     left_out: dict[str, int]  # files not used, by reason
+    licences: dict[str, int] = {}  # of what was used, in bytes
+    tokens: int | None = None  # made of it, if it was turned into tokens
 
 
 class RecipeUse(Part):

@@ -8,17 +8,18 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from etude.errors import UserError, nearest
 from etude.recipe.locate import key_line
-from etude.recipe.recipe import Header, Recipe, StageEntry
+from etude.recipe.recipe import DATA, Header, Recipe, StageEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from pydantic.fields import FieldInfo
     from pydantic_core import ErrorDetails
 
 Table = dict[str, Any]
@@ -89,13 +90,19 @@ def check(layers: Sequence[Layer], kinds: Mapping[str, type[BaseModel]]) -> Reci
     head = {key: value for key, value in merged.items() if not isinstance(value, dict) or key in Header.model_fields}
     header = _validated(Header, head, [], layers)
     tables = {key: value for key, value in merged.items() if key not in head}
+    corpus = tables.pop(DATA, None)
+    if corpus is None and not header.stages:
+        raise UserError(
+            f'{_where(layers, ["stages"])}nothing to do: list stages = ["…"], or describe a corpus in [data]'
+        )
     for name in tables:
         if name not in header.stages:
             raise UserError(
                 f"{_where(layers, [name])}section [{name}] is not in stages = {header.stages}{nearest(name, header.stages)}"
             )
     entries = tuple(_entry(name, tables.get(name, {}), layers, kinds) for name in header.stages)
-    return Recipe(header.name, header.base, header.seed, entries)
+    data = StageEntry(DATA, DATA, _validated(kinds[DATA], corpus, [DATA], layers)) if corpus is not None else None
+    return Recipe(header.name, header.base, header.seed, entries, data)
 
 
 def _refuse_stages_that_are_no_tables(merged: Table, layers: Sequence[Layer]) -> None:
@@ -129,9 +136,9 @@ def _explain(error: ErrorDetails, model: type[BaseModel], path: list[str], layer
     name = ".".join(place)
     where = _where(layers, place)
     if error["type"] == "extra_forbidden":
-        return f"{where}unknown key {name!r}{nearest(place[-1], model.model_fields)}"
+        return f"{where}unknown key {name!r}{nearest(place[-1], _fields(model, error['loc'][:-1]))}"
     if error["type"] == "missing":
-        about = model.model_fields[place[-1]].description or ""
+        about = _fields(model, error["loc"][:-1])[place[-1]].description or ""
         return f"{where}{name!r} is missing: {about}; set it in the recipe or with --set {name}=…"
     ours = error["type"] == "value_error"  # our own checks say what they were given
     given = "" if ours or isinstance(error["input"], dict) else f", not {error['input']!r}"
@@ -139,12 +146,30 @@ def _explain(error: ErrorDetails, model: type[BaseModel], path: list[str], layer
     return f"{where}{name + ': ' if name else ''}{message[0].lower() + message[1:]}{given}"
 
 
+def _fields(model: type[BaseModel], place: Sequence[str | int]) -> dict[str, FieldInfo]:
+    """Return the fields of the table at a place inside a model: through lists, optional tables and tables in tables."""
+    for part in place:
+        if isinstance(part, str) and part in model.model_fields:
+            model = next(_models(model.model_fields[part].annotation), model)
+    return model.model_fields
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models(inner)
+
+
 def _where(layers: Sequence[Layer], place: Sequence[str]) -> str:
     """Return `file:line: ` of the last layer that sets a key, or of the last file."""
     for layer in reversed(layers):
         found: Any = layer.table
         for part in place:
-            found = found.get(part) if isinstance(found, dict) else None
+            if isinstance(found, list):
+                found = found[int(part)] if part.isdecimal() and int(part) < len(found) else None
+            else:
+                found = found.get(part) if isinstance(found, dict) else None
         if found is not None:
             return _title(layer, place)
     for layer in reversed(layers):

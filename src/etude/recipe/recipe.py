@@ -8,6 +8,11 @@
     [compare]                  # the settings of a stage stand under its name
     on = "src"
 
+    [data]                     # the corpus the stages learn from, if any; made after the base and before the stages
+    [[data.source]]
+    name = "mine"
+    git = "~/my-project"
+
 A stage's name is also its kind, unless its table says `kind = "…"`: so a recipe can have two stages of one kind.
 """
 
@@ -24,8 +29,10 @@ from etude.files import digest_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 STAGE_NAME = re.compile(r"[a-z][a-z0-9_-]*")
-RESERVED = {"base", "data", "record", "recipe", "lock"}  # names a run's folder uses itself
+DATA = "data"  # the table of the corpus
+RESERVED = {"base", DATA, "record", "recipe", "lock"}  # names a run's folder uses itself
 
 
 class Header(BaseModel):
@@ -36,7 +43,7 @@ class Header(BaseModel):
     name: str = Field(pattern=r"^\w[\w.-]*$", description="names the run; letters, digits, dot, dash and underscore")
     base: str | None = Field(default=None, description="known name, folder, or hub id (owner/name@revision)")
     seed: int = Field(default=0, ge=0, description="where all random choices start")
-    stages: list[str] = Field(min_length=1, description="the stages to run, in order")
+    stages: list[str] = Field(default=[], description="the stages to run, in order")
 
     @field_validator("stages")
     @classmethod
@@ -68,6 +75,7 @@ class Recipe:
     base: str | None
     seed: int
     stages: tuple[StageEntry, ...]
+    data: StageEntry | None = None
 
     def resolved(self) -> dict[str, Any]:
         """Return the recipe with every setting written out."""
@@ -78,7 +86,9 @@ class Recipe:
         }
         if self.base is not None:
             head["base"] = self.base
-        return head | {stage.name: {"kind": stage.kind, **stage.settings.model_dump()} for stage in self.stages}
+        corpus = {DATA: self.data.settings.model_dump()} if self.data else {}
+        stages = {stage.name: {"kind": stage.kind, **stage.settings.model_dump()} for stage in self.stages}
+        return head | corpus | stages
 
     @property
     def hash(self) -> str:
@@ -107,7 +117,11 @@ def _value(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return _list(value)
     assert isinstance(value, dict), value
-    return "{ " + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + " }"
+    return "{ " + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items() if item is not None) + " }"
+
+
+def _key(key: str) -> str:
+    return key if BARE_KEY.fullmatch(key) else _string(key)
 
 
 def _string(value: str) -> str:

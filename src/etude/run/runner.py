@@ -284,8 +284,9 @@ def _spent(metrics: MetricsLog, device: str | None) -> Compute:
 
 
 def entries(recipe: Recipe) -> list[StageEntry]:
-    """Return the stages of a recipe in order; a base, if there is one, comes first."""
-    return [*([base_entry(recipe.base)] if recipe.base is not None else []), *recipe.stages]
+    """Return the stages of a recipe in order: first its base, then its corpus, if it has them."""
+    base = [base_entry(recipe.base)] if recipe.base is not None else []
+    return [*base, *([recipe.data] if recipe.data else []), *recipe.stages]
 
 
 def command_line() -> str:

@@ -1,0 +1,103 @@
+"""A document on its way into the corpus, and how it can leave it: dropped, with the step and the reason.
+
+Nothing disappears: whatever a source lists ends either as a kept document or as a `Drop`, and the build asserts that the
+two add up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+UNKNOWN = "unknown"  # a licence that could not be told
+
+
+@dataclass(slots=True)
+class Document:
+    """One text and where it came from. Filters may change `text` and fill in what they find out."""
+
+    repository: str  # what is held out as a whole: `toolz-1.2.0`, a git repository, or for loose rows the row itself
+    path: str  # inside the repository; for a commit its id
+    text: str
+    kind: str = "file"  # file, commit or row
+    language: str = ""  # tag of the library `identify`: python, markdown, plain-text, …
+    licence: str = UNKNOWN  # SPDX expression
+    evidence: str = ""  # what told the licence: spdx-tag, text-hash, classifier, metadata, declared
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """A document as its source gives it: bytes of a file, or text of a row."""
+
+    repository: str
+    path: str
+    content: bytes | str
+    kind: str = "file"
+    licence: str | None = None  # what the source itself says of this one (a column), if it does
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A document that is left out: where, why, and the beginning of it for looking at."""
+
+    repository: str
+    path: str
+    step: str
+    reason: str
+    size: int  # bytes
+    excerpt: str = ""
+
+
+@dataclass(frozen=True)
+class LicenceFile:
+    """A licence text found in a repository; it speaks for the folder it lies in (`""` is the top) and all below."""
+
+    folder: str
+    name: str
+    text: str
+
+
+class Part(Protocol):
+    """A piece of a source that one worker reads: a package, some hundred files, some thousand rows. Picklable."""
+
+    @property
+    def size(self) -> int:
+        """About how many bytes it holds, for progress and for sharing work out."""
+        ...
+
+    def licence_files(self) -> list[LicenceFile]:
+        """Return the licence texts that speak for its documents; none for rows."""
+        ...
+
+    def stated_licence(self) -> str | None:
+        """Return the licence its metadata states (an SPDX expression), if there is any."""
+        ...
+
+    def read(self) -> Iterator[Raw | Drop]:
+        """Yield everything it holds, in a fixed order: each entry once, as a document or as a drop."""
+        ...
+
+
+@dataclass
+class Tally:
+    """Counts of one source: what came in, what was kept, what was dropped by step and reason."""
+
+    documents_in: int = 0
+    bytes_in: int = 0
+    kept: int = 0
+    kept_bytes: int = 0
+    drops: Counter[str] = field(default_factory=Counter)  # "step: reason" → documents
+    dropped_bytes: Counter[str] = field(default_factory=Counter)
+
+    def drop(self, step: str, reason: str, size: int) -> None:
+        """Count one document as dropped."""
+        self.drops[f"{step}: {reason}"] += 1
+        self.dropped_bytes[f"{step}: {reason}"] += size
+
+    def check(self) -> None:
+        """Assert that nothing disappeared."""
+        assert self.documents_in == self.kept + sum(self.drops.values()), self

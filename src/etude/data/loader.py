@@ -1,0 +1,217 @@
+"""Batches of a built corpus: mixed by shares, shuffled, resumable to the exact sample.
+
+The order of samples is a function of the corpus, the shares and the seed. A global batch is the next `batch` samples of
+it, and each rank reads its own stretch of that: the same batches come out for any number of ranks and of workers, and a
+state saved by one rank can be loaded by any, however many there are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from etude.data.mixing import Mixer, shuffled
+from etude.data.shards import Shard
+from etude.errors import UserError, nearest
+from etude.files import digest_of, read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+    from typing import Self
+
+    import numpy.typing as npt
+
+    Place = tuple[str, Shard, int]  # of a row: source, shard, index in the shard
+    Counts = dict[str, dict[str, int]]  # "rows" and "tokens" by source
+
+AHEAD = 2  # batches read in advance for each worker
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Rows of one length. Padding is a piece of its own: separators, document −1, positions from 0."""
+
+    tokens: npt.NDArray[np.int64]  # [B, L]
+    documents: npt.NDArray[np.int32]  # [B, L]: running number of the piece inside its row
+    positions: npt.NDArray[np.int32]  # [B, L]: from 0 in each piece
+    sources: list[str]  # [B]
+
+
+class Series:
+    """The rows of one source and split, over all its shards."""
+
+    def __init__(self, source: str, shards: Sequence[Shard]) -> None:
+        self._source, self._shards = source, shards
+        self._begins = list(accumulate((len(shard) for shard in shards), initial=0))
+
+    def __len__(self) -> int:
+        return self._begins[-1]
+
+    def __getitem__(self, index: int) -> Place:
+        shard = bisect_right(self._begins, index) - 1
+        return self._source, self._shards[shard], index - self._begins[shard]
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """A built corpus, open for reading."""
+
+    folder: Path
+    length: int  # tokens in a row of a batch
+    separator: int
+    vocabulary: int
+    shares: dict[str, float]  # by source, as built
+    domains: dict[str, str]  # by source
+    splits: dict[str, dict[str, Series]]  # by split and source; none is empty
+    digest: str  # of everything but the shares
+
+    @classmethod
+    def open(cls, folder: Path) -> Corpus:
+        """Open the corpus in a folder; every shard must be what the manifest says."""
+        path = folder / "manifest.json"
+        try:
+            manifest = read_json(path)
+            shape = {key: int(manifest[key]) for key in ("length", "separator", "vocabulary")}
+            entries, shares = manifest["shards"], {source: float(share) for source, share in manifest["shares"].items()}
+            found: dict[str, dict[str, list[Shard]]] = {}
+            for entry in entries:
+                shard = _open(folder / "shards", entry, shape["length"], manifest["dtype"])
+                if len(shard):
+                    found.setdefault(entry["split"], {}).setdefault(entry["source"], []).append(shard)
+            domains = {entry["source"]: entry["domain"] for entry in entries}
+        except FileNotFoundError:
+            raise UserError(f"{folder} holds no corpus (no manifest.json); make one with `etude data build`") from None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"{path} is no manifest of a corpus ({error!r}); build the corpus again") from None
+        splits = {split: {name: Series(name, shards) for name, shards in each.items()} for split, each in found.items()}
+        return cls(folder, **shape, shares=shares, domains=domains, splits=splits, digest=digest_of([shape, entries]))
+
+    def read(self, places: Sequence[Place]) -> Batch:
+        """Read rows, pad them to one length and number what they hold."""
+        tokens = np.full((len(places), self.length), self.separator, dtype=np.int64)
+        begins, numbers = [], []  # of the pieces and the padding of each row, which may be empty
+        for index, (source, shard, inside) in enumerate(places):
+            row = shard.row(inside)
+            if row.tokens.max() >= self.vocabulary:
+                raise UserError(f"a shard of {source!r} in {self.folder} is damaged: it has tokens that are not in the"
+                                f" vocabulary of {self.vocabulary}; build the corpus again")  # fmt: skip
+            tokens[index, : len(row.tokens)] = row.tokens
+            begins.append(np.append(row.starts, len(row.tokens)) + index * self.length)
+            numbers.append(np.append(np.arange(len(row.starts)), -1))
+        begin = np.concatenate(begins)
+        spans = np.diff(begin, append=tokens.size)
+        documents = np.repeat(np.concatenate(numbers).astype(np.int32), spans)
+        positions = np.arange(tokens.size, dtype=np.int32) - np.repeat(begin.astype(np.int32), spans)
+        sources = [source for source, _, _ in places]
+        return Batch(tokens, documents.reshape(tokens.shape), positions.reshape(tokens.shape), sources)
+
+    def heldout(self, domain: str, batch: int = 8) -> Iterator[Batch]:
+        """Return the held-out rows of a domain once, in order; the last batch may be smaller."""
+        held = self.splits.get("heldout", {})
+        wanted = [series for source, series in held.items() if self.domains[source] == domain]
+        if not wanted:
+            known = nearest(domain, {self.domains[source] for source in held})
+            raise UserError(f"the corpus in {self.folder} holds out nothing of the domain {domain!r}{known}")
+        places = [series[index] for series in wanted for index in range(len(series))]
+        return (self.read(places[begin : begin + batch]) for begin in range(0, len(places), batch))
+
+
+def _open(folder: Path, entry: Mapping[str, Any], length: int, dtype: str) -> Shard:
+    shard = Shard.open(folder, entry["name"])
+    found = (len(shard), len(shard.tokens), shard.tokens.dtype.name)
+    if found != (entry["rows"], entry["tokens"], dtype) or np.diff(shard.rows).max(initial=0) > length:
+        raise UserError(f"{folder / entry['name']} is not the shard its manifest describes; build the corpus again")
+    return shard
+
+
+class Loader:
+    """An endless iterator of batches. `batch` counts the rows of all ranks together; each gets `batch / world` of them."""
+
+    def __init__(
+        self, corpus: Corpus, *, split: str = "train", seed: int = 0, batch: int = 8, rank: int = 0, world: int = 1,
+        shares: Mapping[str, float] | None = None, workers: int = 0,
+    ) -> None:  # fmt: skip
+        if batch % world:
+            raise UserError(f"a batch of {batch} rows cannot be shared by {world} ranks; make it a multiple of {world}")
+        self.corpus, self.split, self.seed, self.batch = corpus, split, seed, batch
+        self._mine = slice(rank * batch // world, (rank + 1) * batch // world)
+        self._mixer = Mixer(corpus.shares if shares is None else shares, corpus.length)
+        self._series = corpus.splits.get(split, {})
+        if empty := sorted(set(self._mixer.shares) - set(self._series)):
+            raise UserError(f"source {empty[0]!r} has a share but no rows in the split {split!r} of {corpus.folder}")
+        self._rows = dict.fromkeys(self._mixer.shares, 0)  # planned so far; batches planned may not be handed over yet
+        self._seen = self._counts()  # as of the last batch handed over
+        self._ahead: deque[tuple[Counts, Callable[[], Batch]]] = deque()
+        self._depth = AHEAD * workers
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="loader") if workers else None
+
+    def _counts(self) -> Counts:
+        return {"rows": dict(self._rows), "tokens": dict(self._mixer.taken)}
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        while len(self._ahead) <= self._depth:
+            places = [self._next_place() for _ in range(self.batch)]
+            read = partial(self.corpus.read, places[self._mine])
+            self._ahead.append((self._counts(), self._pool.submit(read).result if self._pool else read))
+        seen, read_batch = self._ahead[0]
+        batch = read_batch()  # an error of a worker is raised here, and again if asked again: no batch is skipped
+        self._ahead.popleft()
+        self._seen = seen
+        return batch
+
+    def _next_place(self) -> Place:
+        source = self._mixer.turn()
+        series = self._series[source]
+        epoch, position = divmod(self._rows[source], len(series))
+        key = hashlib.sha256(f"{self.seed}\0{source}\0{epoch}".encode()).digest()[:8]
+        place = series[shuffled(position, len(series), int.from_bytes(key))]
+        self._rows[source] += 1
+        self._mixer.take(source, place[1].size(place[2]))
+        return place
+
+    def _order(self) -> dict[str, Any]:
+        """Return all that the order of samples depends on."""
+        shares = dict(self._mixer.shares)
+        return {"corpus": self.corpus.digest, "split": self.split, "seed": self.seed, "shares": shares}
+
+    def state(self) -> dict[str, Any]:
+        """Return, fit for JSON, where the order stands after the last batch: the same on every rank."""
+        return {**self._order(), "samples": sum(self._seen["rows"].values()), **self._seen}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken; it must be of the same order."""
+        for key, value in self._order().items():
+            if state.get(key) != value:
+                raise UserError(f"the saved position is in another order of samples: its {key} is {state.get(key)!r}, here"
+                                f" {value!r}; resume with what the run began with, or begin anew")  # fmt: skip
+        self._rows, self._mixer.taken = dict(state["rows"]), dict(state["tokens"])
+        self._seen = self._counts()
+        self._ahead.clear()
+
+    def achieved(self) -> dict[str, dict[str, float]]:
+        """Return shares of the tokens handed over, on all ranks together: by source, by domain; and epochs by source."""
+        tokens = self._seen["tokens"]
+        sources = {source: count / max(sum(tokens.values()), 1) for source, count in tokens.items()}
+        domains: dict[str, float] = {}
+        for source, share in sources.items():
+            domain = self.corpus.domains[source]
+            domains[domain] = domains.get(domain, 0.0) + share
+        epochs = {source: count / len(self._series[source]) for source, count in self._seen["rows"].items()}
+        return {"sources": sources, "domains": domains, "epochs": epochs}
+
+    def close(self) -> None:
+        """Stop the workers; batches not begun are not read."""
+        if self._pool:
+            self._pool.shutdown(cancel_futures=True)

@@ -1,0 +1,97 @@
+"""Replay for bases whose own data is not public: text sampled from the base itself.
+
+What the base writes when nothing is asked of it, at temperature 1, follows the distribution it learnt; training on a share of
+it works against forgetting. The sampled tokens are kept as they are, never decoded and encoded again, and the manifest and
+the record name the base as the writer: it is generated data with a teacher.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from etude.data.manifest import SourceEntry
+from etude.data.shape import is_heldout, write_shaped
+from etude.files import digest_of, sha256_file, whole_file
+from etude.models.checkpoint import weight_files
+from etude.work import Unit
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from etude.data.settings import DataSettings, ReplaySettings
+    from etude.work import Work
+
+SOURCE, DOMAIN = "self", "replay"
+
+
+def sample_base(base: Path, data: DataSettings, separator: int, folder: Path, work: Work, seed: int) -> SourceEntry:
+    """Sample texts from the base into a unit's folder; return their entry in the manifest."""
+    assert data.replay is not None
+    texts = _sampled(base, data.replay, separator, folder, work, seed)
+    names = [f"{SOURCE}#{number}" for number in range(len(texts))]
+    held = [is_heldout(name, data.heldout, seed) for name in names]
+    rows = [
+        {"repository": name, "paths": [name], "licence": "", "heldout": out, "tokens": len(text)}
+        for name, text, out in zip(names, texts, held, strict=True)
+    ]
+    write_shaped(folder, texts, rows)
+    tokens = {split: sum(len(text) for text, out in zip(texts, held, strict=True) if out == (split == "heldout"))
+              for split in ("train", "heldout")}  # fmt: skip
+    writer = digest_of({file.name: sha256_file(file) for file in weight_files(base)})
+    return SourceEntry(
+        name=SOURCE, domain=DOMAIN, location=f"sampled from the base, temperature {data.replay.temperature}", revision=None,
+        digest=digest_of([text.tolist() for text in texts]), generated_by=writer, documents_in=len(texts), bytes_in=0,
+        kept=len(texts), kept_bytes=0, drops={}, dropped_bytes={}, scrubbed={}, repositories=len(texts),
+        heldout_repositories=[], licences={}, languages={}, evidence={}, tokens=tokens, tokens_in=sum(tokens.values()), fim=0,
+    )  # fmt: skip
+
+
+def _sampled(base: Path, settings: ReplaySettings, separator: int, folder: Path, work: Work, seed: int) -> list[Any]:
+    """Return the texts, each with the separator at its end; batches that are done are read from the folder."""
+    batches = -(-settings.tokens // (settings.length * settings.batch))
+    units = [Unit(f"replay/{number:05d}", number, settings.length * settings.batch) for number in range(batches)]
+    folder.mkdir(parents=True, exist_ok=True)
+    from etude.lineage.compute import forward_flops
+    from etude.models.shape import shape_of
+
+    model: Any = None
+    for unit in work.pending("data: sampling replay from the base", units, "tokens"):
+        if model is None:
+            model = _load(base)
+        began = time.perf_counter()
+        rows = _sample(model, separator, settings, seed + unit.item)
+        with whole_file(folder / f"{unit.item:05d}.npy") as beside, beside.open("wb") as file:
+            np.save(file, rows)
+        flops = settings.batch * forward_flops(shape_of(model.config).compute, settings.length)
+        work.metrics.put(unit.key, tokens=rows.size, flops=flops, device_seconds=time.perf_counter() - began)
+    texts = []
+    for number in range(batches):
+        for row in np.load(folder / f"{number:05d}.npy"):
+            ends = np.flatnonzero(row == separator)
+            texts.append(np.append(row[: ends[0]] if len(ends) else row, separator).astype(np.uint32))
+    return [text for text in texts if len(text) > 1]
+
+
+def _load(base: Path) -> Any:
+    from etude.models.load import choose_device, load_model
+
+    return load_model(base, choose_device("auto"))
+
+
+def _sample(model: Any, separator: int, settings: ReplaySettings, seed: int) -> Any:
+    """Return [batch, length] tokens sampled after the separator."""
+    import torch
+    from transformers import GenerationConfig
+
+    torch.manual_seed(seed)
+    start = torch.full((settings.batch, 1), separator, device=model.device)
+    how = GenerationConfig(
+        do_sample=True, temperature=settings.temperature, top_k=0, top_p=1.0, min_new_tokens=settings.length,
+        max_new_tokens=settings.length, pad_token_id=separator, use_cache=True,
+    )  # fmt: skip
+    with torch.inference_mode():
+        written = model.generate(start, attention_mask=torch.ones_like(start), generation_config=how)
+    return written[:, 1:].cpu().numpy().astype(np.uint32)

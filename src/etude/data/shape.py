@@ -1,0 +1,189 @@
+"""Second pass of the build: turn the documents of a unit that stay into tokens.
+
+Files may be joined by repository and may have their middle moved to the end; each document ends with the separator. A unit
+leaves its tokens one after another, their lengths, and a table that says which files each document holds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from etude.data.compare import KEPT
+from etude.data.document import Document
+from etude.data.filters.language import is_code
+from etude.data.shaping.encoder import Encoder
+from etude.data.shaping.fim import FimTokens, draw, rearrange
+from etude.data.shaping.repository import header, in_order, joined
+from etude.data.units import DOCUMENTS, TEXT_COLUMNS
+from etude.files import whole_file, write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from etude.data.settings import DataSettings
+    from etude.data.shaping.encoder import Tokens
+    from etude.data.shaping.fim import Pieces
+
+TOKENS, LENGTHS, TABLE, SHAPED = "tokens.npy", "lengths.npy", "table.parquet", "shaped.json"
+READ_ROWS = 2000  # documents read at once
+TABLE_SCHEMA = pa.schema(
+    [("repository", pa.string()), ("paths", pa.list_(pa.string())), ("licence", pa.string()), ("heldout", pa.bool_()),
+     ("tokens", pa.int64())]
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ShapeJob:
+    """What a worker is told."""
+
+    folder: Path  # of the unit
+    data: DataSettings
+    tokeniser: Path
+    separator: int
+    heldout: frozenset[str] | float  # repositories; or for loose rows the share, decided by each row's hash
+    seed: int
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """A document in pieces, and the files it holds."""
+
+    pieces: Pieces
+    files: Sequence[Document]
+    fim: int = 0  # files in it that were rearranged
+
+
+def is_heldout(repository: str, heldout: frozenset[str] | float, seed: int) -> bool:
+    """Return whether a repository is held out: by name, or for loose rows by chance, fixed by its hash."""
+    if isinstance(heldout, frozenset):
+        return repository in heldout
+    return draw(seed, "heldout", repository).random() < heldout
+
+
+def shape_unit(job: ShapeJob) -> dict[str, Any]:
+    """Do one unit; return its counts, which also lie in its folder."""
+    encoder = Encoder(job.tokeniser)
+    fim = FimTokens(*(encoder.token(name) or 0 for name in job.data.fim.tokens)) if job.data.fim.rate else None
+    counts: dict[str, Counter[str]] = {key: Counter() for key in ("licences", "languages", "evidence")}
+    totals: Counter[str] = Counter()
+    arrays: list[Tokens] = []
+    rows: list[dict[str, Any]] = []
+    for documents in _repositories(job):
+        _count(documents, counts)
+        for shaped, tokens in _encoded(list(_shape(documents, job, fim)), encoder, job):
+            held = is_heldout(shaped.files[0].repository, job.heldout, job.seed)
+            arrays.append(tokens)
+            rows.append(_row(shaped, len(tokens), heldout=held))
+            totals["heldout" if held else "train"] += len(tokens)
+            totals["fim"] += shaped.fim
+    write_shaped(job.folder, arrays, rows)
+    result = {"totals": dict(totals), "documents": len(rows), "exact_fast_tokeniser": encoder.use_fast,
+              **{key: dict(values) for key, values in counts.items()}}  # fmt: skip
+    write_json(job.folder / SHAPED, result)
+    return {"documents": len(rows), "written_tokens": sum(map(len, arrays))}
+
+
+def read_kept(folder: Path) -> Iterator[list[Document]]:
+    """Yield the documents of a unit that stay, some at a time."""
+    kept = np.load(folder / KEPT)
+    position = 0
+    for batch in pq.ParquetFile(folder / DOCUMENTS).iter_batches(READ_ROWS, columns=list(TEXT_COLUMNS)):
+        columns = [batch.column(name).to_pylist() for name in TEXT_COLUMNS]
+        here = kept[position : position + batch.num_rows]
+        position += batch.num_rows
+        fields = zip(*columns, strict=True)
+        yield [
+            Document(**dict(zip(TEXT_COLUMNS, values, strict=True)))
+            for values, stays in zip(fields, here, strict=True)
+            if stays
+        ]
+
+
+def _repositories(job: ShapeJob) -> Iterator[list[Document]]:
+    """Yield neighbouring documents: those of one repository if files are to be joined, else as they come."""
+    if job.data.repositories == "off":
+        yield from read_kept(job.folder)
+        return
+    everything = (document for batch in read_kept(job.folder) for document in batch)
+    for _, documents in groupby(everything, key=lambda document: document.repository):
+        yield list(documents)
+
+
+def _shape(documents: list[Document], job: ShapeJob, fim: FimTokens | None) -> Iterator[Shaped]:
+    data = job.data
+    if data.repositories == "off":
+        yield from (_alone(document, job, fim) for document in documents)
+        return
+    files = [document for document in documents if document.kind == "file"]
+    yield from (_alone(document, job, fim) for document in documents if document.kind != "file")
+    for group in joined(in_order(files, data.repositories), data.repository_chars):
+        pieces: Pieces = []
+        moved = 0
+        for file in group:
+            alone = _alone(file, job, fim)
+            pieces += [header(file.path), *alone.pieces, "\n"]
+            moved += alone.fim
+        yield Shaped(pieces, group, moved)
+
+
+def _alone(document: Document, job: ShapeJob, fim: FimTokens | None) -> Shaped:
+    """Return one document by itself, with its middle at the end if it is chosen for that."""
+    if fim and document.kind == "file" and is_code(document.language):
+        rng = draw(job.seed, "fim", document.repository, document.path)
+        if rng.random() < job.data.fim.rate:
+            return Shaped(rearrange(document.text, fim, rng, job.data.fim.spm), [document], 1)
+    return Shaped([document.text], [document])
+
+
+def _encoded(shaped: list[Shaped], encoder: Encoder, job: ShapeJob) -> Iterator[tuple[Shaped, Tokens]]:
+    for each, tokens in zip(shaped, _tokens(shaped, encoder, job.separator), strict=True):
+        if each.fim and len(each.files) == 1 and len(tokens) > job.data.length:
+            # Cut over two rows, the middle would be asked for without what surrounds it.
+            plain = Shaped([each.files[0].text], each.files)
+            yield plain, _tokens([plain], encoder, job.separator)[0]
+        else:
+            yield each, tokens
+
+
+def _tokens(shaped: Sequence[Shaped], encoder: Encoder, separator: int) -> list[Tokens]:
+    texts = [piece for each in shaped for piece in each.pieces if isinstance(piece, str)]
+    encoded = iter(encoder.encode(texts))
+    return [
+        np.concatenate(
+            [*(next(encoded) if isinstance(piece, str) else np.array([piece], np.uint32) for piece in each.pieces),
+             np.array([separator], np.uint32)]
+        )
+        for each in shaped
+    ]  # fmt: skip
+
+
+def _count(documents: Sequence[Document], counts: dict[str, Counter[str]]) -> None:
+    for document in documents:
+        size = len(document.text.encode())
+        counts["licences"][document.licence] += size
+        counts["languages"][document.language] += size
+        counts["evidence"][document.evidence or "none"] += size
+
+
+def _row(shaped: Shaped, tokens: int, *, heldout: bool) -> dict[str, Any]:
+    licences = sorted({file.licence for file in shaped.files})
+    return {"repository": shaped.files[0].repository, "paths": [file.path for file in shaped.files],
+            "licence": " AND ".join(licences), "heldout": heldout, "tokens": tokens}  # fmt: skip
+
+
+def write_shaped(folder: Path, arrays: Sequence[Tokens], rows: Sequence[dict[str, Any]]) -> None:
+    """Write the documents of a unit as tokens, and the table that says what they are."""
+    with whole_file(folder / TOKENS) as beside, beside.open("wb") as file:
+        np.save(file, np.concatenate([np.zeros(0, np.uint32), *arrays]))
+    with whole_file(folder / LENGTHS) as beside, beside.open("wb") as file:
+        np.save(file, np.array([len(tokens) for tokens in arrays], np.int64))
+    with whole_file(folder / TABLE) as beside:
+        pq.write_table(pa.Table.from_pylist(list(rows), TABLE_SCHEMA), beside, compression="zstd")

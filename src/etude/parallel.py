@@ -1,0 +1,82 @@
+"""Work shared out to processes, one a core: results come as they are ready, and no process outlives its parent.
+
+Processes are started afresh (`spawn`): forking a process with threads, as bars and tokenisers have, can hang.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import TYPE_CHECKING, TypeVar
+
+from etude.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+WAITING = 2  # items handed out ahead for each process
+LOOK = 0.2  # seconds between two looks whether the user wants to stop
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def each(
+    function: Callable[[Item], Result], items: Sequence[Item], workers: int, check_stop: Callable[[], None]
+) -> Iterator[tuple[int, Result]]:
+    """Yield (index, result) of every item as they are done. With one worker it all happens in this process, in order."""
+    if workers <= 1 or len(items) <= 1:
+        for index, item in enumerate(items):
+            check_stop()
+            yield index, function(item)
+        return
+    try:
+        yield from _each_in_pool(function, items, min(workers, len(items)), check_stop)
+    except BrokenProcessPool:
+        raise UserError(
+            "a worker process was killed, perhaps for want of memory; lower `workers` and run the same command again"
+        ) from None
+
+
+def _each_in_pool(
+    function: Callable[[Item], Result], items: Sequence[Item], workers: int, check_stop: Callable[[], None]
+) -> Iterator[tuple[int, Result]]:
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin)
+    try:
+        ahead = iter(enumerate(items))
+        running = {pool.submit(function, item): index for index, item in _some(ahead, workers * WAITING)}
+        while running:
+            done, _ = wait(running, timeout=LOOK, return_when=FIRST_COMPLETED)
+            for future in done:
+                yield running.pop(future), future.result()
+                running |= {pool.submit(function, item): index for index, item in _some(ahead, 1)}
+            check_stop()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)  # what runs is let finish: it writes files
+
+
+def _some(items: Iterator[tuple[int, Item]], count: int) -> Iterator[tuple[int, Item]]:
+    for _, item in zip(range(count), items, strict=False):
+        yield item
+
+
+def _begin() -> None:
+    """Leave Ctrl-C to the parent, and go when it goes, however it went."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()

@@ -1,0 +1,117 @@
+"""The stage that makes the corpus: `[data]` in a recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etude.data.settings import DataSettings
+from etude.errors import UserError
+from etude.files import digest_of_files, files_below, sha256_file
+from etude.lineage.record import DataUse, Parent
+from etude.run.stage import Job, Outcome
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from etude.data.manifest import Manifest
+
+
+class DataStage:
+    """Builds the corpus of a run."""
+
+    version = 1
+    settings = DataSettings
+    makes_model = False
+
+    def check(self, settings: DataSettings) -> None:
+        """Refuse sources, tasks and tokenisers that are not there."""
+        from etude.data.filters.contamination import read_tasks
+        from etude.data.sources import identify_source
+
+        for source in settings.source:
+            identify_source(source)
+        read_tasks(_tasks(settings))
+        named = settings.tokeniser.source
+        if named not in {"base", "train"} and not Path(named).expanduser().is_dir():
+            raise UserError(f'data.tokeniser.source {named!r} is neither "base" nor "train" nor a folder')
+
+    def inputs(self, settings: DataSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:
+        """Return the sources by identity, the tasks and the tokeniser by content, and the settings."""
+        from etude.data.sources import identify_source
+
+        needs = {
+            "tokeniser": settings.tokeniser.source == "base",
+            "replay": bool(settings.replay and settings.replay.source == "self"),
+        }
+        if parent_digest is None and any(needs.values()):
+            raise UserError(
+                f"data.{next(name for name in needs if needs[name])} needs a base; set `base` in the recipe"
+                ', or data.tokeniser.source = "train"'
+            )
+        named = settings.tokeniser.source
+        folder = [Path(named).expanduser()] if named not in {"base", "train"} else []
+        return {
+            "settings": settings.model_dump(mode="json", exclude={"workers"}),
+            "sources": [identify_source(source) for source in settings.source],
+            "files": [_digest(path) for path in [*_tasks(settings), *folder]],
+            "seed": seed,
+        }
+
+    def run(self, settings: DataSettings, job: Job) -> Outcome:
+        """Build the corpus and its report."""
+        from etude.data.build import Build
+        from etude.data.report import write_report
+
+        manifest = Build(settings, job.work, job.seed, job.parent.folder if job.parent else None).run()
+        write_report(job.work.folder, job.work.folder)
+        writes = any(source.generated_by for source in manifest.sources)
+        return Outcome(
+            parents=[_teacher(job)] if writes else [],
+            lineages=[job.parent.lineage] if writes and job.parent else [],
+            data=_data_uses(manifest),
+            summary={
+                "tokens": sum(source.tokens["train"] for source in manifest.sources),
+                "heldout_tokens": sum(source.tokens["heldout"] for source in manifest.sources),
+                "documents": sum(source.kept for source in manifest.sources),
+                "corpus": manifest.digest,
+            },
+        )
+
+    def show(self, folder: Path, console: Console) -> None:
+        """Print what came in and what stayed."""
+        from etude.data.report import show_report
+
+        show_report(folder, console)
+
+
+def _tasks(settings: DataSettings) -> list[Path]:
+    return [Path(name).expanduser() for name in settings.contamination.tasks]
+
+
+def _digest(path: Path) -> str:
+    files = [path] if path.is_file() else files_below(path)
+    return digest_of_files({str(file.relative_to(path)): sha256_file(file) for file in files})
+
+
+def _teacher(job: Job) -> Parent:
+    assert job.parent is not None
+    record = job.parent.record
+    return Parent(name=record.stage, role="teacher", record=record.id, model_digest=record.model_digest)
+
+
+def _data_uses(manifest: Manifest) -> list[DataUse]:
+    return [
+        DataUse(
+            name=source.name,
+            source=source.location,
+            revision=source.revision,
+            digest=source.digest,
+            files=source.kept,
+            bytes=source.kept_bytes,
+            left_out=source.drops,
+            licences=source.licences,
+            tokens=source.tokens["train"],
+        )
+        for source in manifest.sources
+    ]

@@ -1,0 +1,77 @@
+"""Benchmark tasks in training data: planted ones are found, idioms are not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from etude.data.filters.contamination import index_tasks, read_tasks
+from etude.errors import UserError
+
+TASK = """def merge_intervals(spans):
+    merged = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return merged
+"""
+FILLER = "\n".join(f"def helper_{number}(value):\n    return value * {number}\n" for number in range(30))
+
+
+def test_a_planted_task_is_found_and_shown() -> None:
+    index = index_tasks([("intervals-1", TASK)], 13, 3)
+    hit = index.hit(FILLER + TASK + FILLER)
+    assert hit is not None
+    assert hit.tasks == ("intervals-1",)
+    assert hit.words[0].startswith("def merge_intervals(spans): merged = []")
+
+
+def test_layout_does_not_hide_it() -> None:
+    index = index_tasks([("intervals-1", TASK)], 13, 3)
+    spread = TASK.replace("    ", "\t\t").replace("\n", "\n\n")
+    hit = index.hit(spread)
+    assert hit is not None
+    assert hit.runs == len(index.runs)  # every run of the task, though none of the white space is the same
+
+
+def test_idioms_and_clean_code_are_not_hits() -> None:
+    task = 'import argparse\n\nif __name__ == "__main__":\n    main()\n' + TASK
+    index = index_tasks([("t", task)], 13, 3)
+    assert index.hit('import os\n\nif __name__ == "__main__":\n    main()\n' + FILLER) is None
+    assert index.hit(FILLER) is None
+    assert index.hit("") is None
+
+
+def test_a_single_shared_run_is_a_hit_only_if_one_is_enough() -> None:
+    words = [f"word{number}" for number in range(40)]
+    task, document = " ".join(words), " ".join(["a", "b", *words[:13], "c"])
+    assert index_tasks([("t", task)], 13, 1).hit(document) is not None
+    assert index_tasks([("t", task)], 13, 2).hit(document) is None
+    assert index_tasks([("t", task)], 14, 1).hit(document) is None
+
+
+def test_no_tasks_no_hits() -> None:
+    assert index_tasks([], 13, 1).hit(TASK) is None
+
+
+def test_tasks_are_read_from_jsonl_and_text(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text(json.dumps({"id": "one", "nested": {"patch": [TASK]}, "n": 3}) + "\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "two.py").write_text(TASK)
+    read = read_tasks([tmp_path / "tasks.jsonl", tmp_path / "folder"])
+    assert read == [("one", "one"), ("one", TASK), ("two.py", TASK)]
+
+
+@pytest.mark.parametrize(("name", "content", "says"), [
+    ("gone", None, "do not exist"), ("bad.jsonl", b"{no json\n", "bad.jsonl:1 is not JSON"),
+    ("bad.txt", b"\xff\xfe\xff", "not UTF-8"), ("empty.jsonl", b"", "hold no text"),
+])  # fmt: skip
+def test_bad_tasks_are_refused(tmp_path: Path, name: str, content: bytes | None, says: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=says):
+        read_tasks([tmp_path / name])

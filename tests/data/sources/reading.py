@@ -1,0 +1,55 @@
+"""Reading whole sources, for tests."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etude.data.document import Drop, Raw
+from etude.data.settings import SourceSettings
+from etude.data.sources import OpenSource, identify_source, open_source
+from etude.progress import Reporter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from etude.data.document import Part
+
+MOST = 1000
+
+
+def settings_of(**location: Any) -> SourceSettings:
+    return SourceSettings(name="some", **location)
+
+
+def opened(cache: Path = Path("/nonexistent"), most_bytes: int = MOST, **location: Any) -> OpenSource:
+    return open_source(settings_of(**location), most_bytes, cache, Reporter(quiet=True))
+
+
+def identity(**location: Any) -> dict[str, Any]:
+    return identify_source(settings_of(**location))
+
+
+def entries(parts: Iterable[Part]) -> list[Raw | Drop]:
+    """Read everything as a worker does, after pickling; a part read twice gives the same."""
+    found: list[Raw | Drop] = []
+    for part in parts:
+        there: Part = pickle.loads(pickle.dumps(part))
+        read = list(there.read())
+        assert read == list(part.read())
+        assert part.size >= 0
+        found += read
+    return found
+
+
+def texts(parts: Iterable[Part]) -> dict[str, bytes | str]:
+    raws = [entry for entry in entries(parts) if isinstance(entry, Raw)]
+    assert len({(raw.repository, raw.path) for raw in raws}) == len(raws)
+    return {raw.path: raw.content for raw in raws}
+
+
+def reasons(parts: Iterable[Part]) -> dict[str, str]:
+    drops = [entry for entry in entries(parts) if isinstance(entry, Drop)]
+    assert {drop.step for drop in drops} <= {"read"}
+    return {drop.path: drop.reason for drop in drops}

@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import os
+import resource
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.data.document import Drop, LicenceFile, Raw
+from etude.data.sources.opened import FilesPart, runs_of
+from etude.errors import UserError
+from tests import tiny
+from tests.data.sources.reading import entries, identity, opened, reasons, texts
+from tests.data.test_codebase import write
+from tests.lineage.refusals import one_line
+
+NOT_ENTERED = "a folder not entered"
+
+
+def test_a_folder_is_a_repository(tmp_path: Path) -> None:
+    root = write(
+        tmp_path / "tree", {"LICENSE": b"free", "src/b.py": b"b", "src/a.py": b"\xff", "src/vendor/COPYING": b"v"}
+    )
+    source = opened(folder=str(root))
+    assert (source.location, source.revision) == (f"folder {root}", None)
+    assert entries(source.parts) == [
+        Raw("tree", "LICENSE", b"free"),
+        Raw("tree", "src/a.py", b"\xff"),
+        Raw("tree", "src/b.py", b"b"),
+        Raw("tree", "src/vendor/COPYING", b"v"),
+    ]
+    licences = [LicenceFile("", "LICENSE", "free"), LicenceFile("src/vendor", "COPYING", "v")]
+    assert [part.licence_files() for part in source.parts] == [licences]
+
+
+def test_every_part_knows_all_licences_and_each_file_is_in_one(tmp_path: Path) -> None:
+    names = {f"{at:02}.py": bytes([at]) * 900 for at in range(20)}
+    write(tmp_path, {"zz/LICENSE": b"free", **names})
+    [whole] = opened(folder=str(tmp_path)).parts
+    assert isinstance(whole, FilesPart)
+    parts = whole.shared_out(5000)
+    assert len(parts) > 5
+    assert sum(part.size for part in parts) == whole.size
+    assert texts(parts) == {**names, "zz/LICENSE": b"free"}
+    assert all(part.licence_files() == [LicenceFile("zz", "LICENSE", "free")] for part in parts)
+
+
+@given(st.lists(st.integers(0, 50)), st.integers(1, 60))
+def test_runs_are_the_items_in_order_and_of_about_the_size(sizes: list[int], most: int) -> None:
+    runs = runs_of(sizes, most)
+    assert [index for run in runs for index in run] == list(range(len(sizes)))
+    assert all(sum(sizes[index] for index in run) < most + max(sizes) for run in runs)
+    assert len(runs) <= sum(sizes) // most + 2
+
+
+def test_more_licence_texts_than_anybody_has_do_not_fill_the_memory(tmp_path: Path) -> None:
+    write(tmp_path, {f"{at:02}/LICENSE": b"" for at in range(40)} | {"README": b""})
+    for path in tmp_path.glob("*/LICENSE"):
+        os.truncate(path, 1_000_000)
+    [*_, part] = opened(folder=str(tmp_path), most_bytes=1_000_000).parts
+    assert len(part.licence_files()) == 32
+
+
+def test_links_are_never_followed(tmp_path: Path) -> None:
+    root = write(tmp_path / "tree", {"a/x.py": b"x"})
+    write(tmp_path / "outside", {"secret.py": b"y"})
+    (root / "a" / "up").symlink_to(root)
+    (root / "self").symlink_to("self")
+    (root / "out").symlink_to(tmp_path / "outside")
+    (root / "file.py").symlink_to(tmp_path / "outside" / "secret.py")
+    expected = dict.fromkeys(["a/up", "self", "out", "file.py"], "a link")
+    assert reasons(opened(folder=str(root)).parts) == expected
+    assert texts(opened(folder=str(root)).parts) == {"a/x.py": b"x"}
+    tiny.git(root, "init", "-q")
+    tiny.git(root, "add", ".")
+    assert reasons(opened(folder=str(root)).parts) == expected
+    assert texts(opened(folder=str(root)).parts) == {"a/x.py": b"x"}
+
+
+def test_a_huge_file_costs_nothing(tmp_path: Path) -> None:
+    write(tmp_path, {"a.py": b"x" * 1000})
+    with (tmp_path / "huge.py").open("wb") as file:
+        file.truncate(1 << 30)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    source = opened(folder=str(tmp_path))
+    assert entries(source.parts)[1] == Drop(tmp_path.name, "huge.py", "read", "over 1000 bytes", 1 << 30)
+    assert sum(part.size for part in source.parts) < 10_000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB
+
+
+def test_a_file_that_changes_after_it_was_listed_is_read_in_bounds(tmp_path: Path) -> None:
+    write(tmp_path, {"gone.py": b"x", "grown.py": b"y", "same.py": b"z"})
+    source = opened(folder=str(tmp_path))
+    (tmp_path / "gone.py").unlink()
+    write(tmp_path, {"grown.py": b"y" * 5000})
+    assert reasons(source.parts) == {"gone.py": "unreadable", "grown.py": "over 1000 bytes"}
+    assert texts(source.parts) == {"same.py": b"z"}
+
+
+def test_special_files_and_foreign_names_are_dropped(tmp_path: Path) -> None:
+    write(tmp_path, {"good.py": b"x"})
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.py")).write_bytes(b"z")
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/LICENSE\xe9")).write_bytes(b"z")
+    os.mkfifo(tmp_path / "pipe.py")
+    source = opened(folder=str(tmp_path))
+    foreign = "name not UTF-8"
+    assert reasons(source.parts) == {r"caf\xe9.py": foreign, r"LICENSE\xe9": foreign, "pipe.py": "a special file"}
+    assert texts(source.parts) == {"good.py": b"x"}
+    assert len(identity(folder=str(tmp_path))["folder"]) == 64
+
+
+def test_folders_that_are_not_entered_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {f"{folder}/x.py": b"x" for folder in ("src", ".venv", "node_modules", "src/build", "closed")})
+    write(tmp_path, {".hidden.py": b"x"})
+    scandir = os.scandir
+
+    def closed(path: str) -> object:
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    parts = opened(folder=str(tmp_path)).parts
+    assert texts(parts) == {".hidden.py": b"x", "src/x.py": b"x"}
+    assert reasons(parts) == dict.fromkeys([".venv", "closed", "node_modules", "src/build"], NOT_ENTERED)
+
+
+def test_in_a_checkout_tracked_files_count_and_the_commit_is_the_revision(tmp_path: Path) -> None:
+    inner = write(tmp_path / "inner", {"y.py": b"y"})
+    tree = write(tmp_path / "tree", {"a/x.py": b"x", ".github/b.yml": b"b", "build/c.py": b"c"})
+    for folder in (inner, tree):
+        tiny.git(folder, "init", "-q")
+        tiny.git(folder, "add", ".")
+        tiny.git(folder, "commit", "-qm", "first")
+    tiny.git(tree, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(inner), "sub")
+    write(tree, {"untracked.py": b"u"})
+    source = opened(folder=str(tree))
+    assert {*texts(source.parts)} == {".github/b.yml", ".gitmodules", "a/x.py", "build/c.py"}
+    assert reasons(source.parts) == {"sub": NOT_ENTERED}
+    assert source.revision == tiny.git(tree, "rev-parse", "HEAD").strip()
+    assert {entry.repository for entry in entries(opened(folder=str(tree / "a")).parts)} == {"a"}
+
+
+def test_a_folder_of_folders_is_a_folder_of_repositories(tmp_path: Path) -> None:
+    write(
+        tmp_path, {"one/LICENSE": b"1", "one/src/x.py": b"x", "two/x.py": b"y", ".cache/z.py": b"z", "empty/.keep": b""}
+    )
+    (tmp_path / "empty" / ".keep").unlink()
+    tiny.git(tmp_path / "two", "init", "-q")
+    tiny.git(tmp_path / "two", "add", ".")
+    write(tmp_path, {"two/untracked.py": b"u"})
+    parts = opened(folder=str(tmp_path)).parts
+    assert entries(parts) == [
+        Raw("one", "LICENSE", b"1"),
+        Raw("one", "src/x.py", b"x"),
+        Raw("two", "x.py", b"y"),
+        Drop(tmp_path.name, ".cache", "read", NOT_ENTERED, 0),
+    ]
+    assert [len(part.licence_files()) for part in parts] == [1, 0, 0]
+
+    write(tmp_path, {"README.md": b"all"})
+    assert {entry.repository for entry in entries(opened(folder=str(tmp_path)).parts)} == {tmp_path.name}
+
+
+def test_folders_of_one_checkout_are_one_repository(tmp_path: Path) -> None:
+    tree = write(tmp_path / "tree", {"src/a.py": b"a", "docs/b.md": b"b"})
+    tiny.git(tree, "init", "-q")
+    assert {entry.repository for entry in entries(opened(folder=str(tree)).parts)} == {"tree"}
+    tiny.git(tree, "add", ".")
+    assert {entry.repository for entry in entries(opened(folder=str(tree)).parts)} == {"tree"}
+
+
+def test_the_identity_changes_with_names_sizes_and_times(tmp_path: Path) -> None:
+    write(tmp_path, {"a.py": b"x", "b/c.py": b"y"})
+    seen = {identity(folder=str(tmp_path))["folder"]}
+    assert {identity(folder=str(tmp_path))["folder"]} == seen
+    write(tmp_path, {"a.py": b"xx"})
+    seen.add(identity(folder=str(tmp_path))["folder"])
+    os.utime(tmp_path / "a.py", ns=(1, 1))
+    seen.add(identity(folder=str(tmp_path))["folder"])
+    (tmp_path / "a.py").rename(tmp_path / "d.py")
+    seen.add(identity(folder=str(tmp_path))["folder"])
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("use", [opened, identity])
+def test_a_folder_that_is_none_is_refused(tmp_path: Path, use: object) -> None:
+    write(tmp_path, {"file": b""})
+    for name in ("nowhere", "file"):
+        with pytest.raises(UserError, match=one_line("'some'", repr(str(tmp_path / name)), Path.cwd())):
+            use(folder=str(tmp_path / name))  # type: ignore[operator]
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=one_line("source 'some' holds no files", tmp_path)):
+        opened(folder=str(tmp_path))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=one_line("source 'some' holds no files", tmp_path)):
+        opened(folder=str(tmp_path))
+
+
+NAMES = st.sampled_from(["a", "B", "ä", "a b", ".x"]).map(lambda name: name + ".py")
+PATHS = st.lists(NAMES, min_size=1, max_size=3).map("/".join)
+
+
+@given(st.dictionaries(PATHS, st.binary(max_size=3), min_size=1, max_size=6))
+def test_everything_below_a_folder_is_listed_once(contents: dict[str, bytes]) -> None:
+    contents = {
+        name: content
+        for name, content in contents.items()
+        if not any(other.startswith(f"{name}/") for other in contents)
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), {**contents, "README": b""})
+        parts = opened(folder=folder).parts
+        hidden = {name for name in contents if any(part.startswith(".") for part in name.split("/")[:-1])}
+        assert texts(parts) == {name: content for name, content in contents.items() if name not in hidden} | {
+            "README": b""
+        }
+        assert set(reasons(parts).values()) <= {NOT_ENTERED}
+        assert all(any(name.startswith(f"{drop}/") for drop in reasons(parts)) for name in hidden)

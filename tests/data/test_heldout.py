@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.data.heldout import choose_heldout
+
+SIZES = st.dictionaries(st.text(min_size=1, max_size=6), st.integers(1, 1000), max_size=12)
+SHARES = st.floats(0.001, 0.99)
+SEEDS = st.integers(0, 1000)
+MANY = {f"package-{index}": 500 + 37 * index % 1000 for index in range(400)}
+
+
+@given(SIZES, SHARES, SEEDS)
+def test_some_but_never_all(sizes: dict[str, int], share: float, seed: int) -> None:
+    chosen = choose_heldout(sizes, share, seed)
+    assert chosen <= set(sizes)
+    assert len(chosen) < max(len(sizes), 1)
+    assert bool(chosen) == (len(sizes) >= 2)
+
+
+@given(SIZES, SEEDS)
+def test_a_share_of_nothing_holds_out_nothing(sizes: dict[str, int], seed: int) -> None:
+    assert choose_heldout(sizes, 0.0, seed) == set()
+
+
+@given(SIZES, SHARES, SEEDS, st.randoms())
+def test_the_order_they_come_in_does_not_matter(
+    sizes: dict[str, int], share: float, seed: int, rng: random.Random
+) -> None:
+    names = list(sizes)
+    rng.shuffle(names)
+    assert choose_heldout({name: sizes[name] for name in names}, share, seed) == choose_heldout(sizes, share, seed)
+
+
+@given(SIZES, SHARES, SEEDS)
+def test_the_share_is_never_grossly_exceeded_but_by_the_smallest(
+    sizes: dict[str, int], share: float, seed: int
+) -> None:
+    chosen = choose_heldout(sizes, share, seed)
+    taken = sum(sizes[name] for name in chosen)
+    assert taken <= 3 * share * sum(sizes.values()) or [sizes[name] for name in chosen] == [min(sizes.values())]
+
+
+@pytest.mark.parametrize("share", [0.01, 0.02, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("seed", range(5))
+def test_reaches_the_share_where_repositories_are_small(share: float, seed: int) -> None:
+    reached = sum(MANY[name] for name in choose_heldout(MANY, share, seed)) / sum(MANY.values())
+    assert share <= reached < share + 1500 / sum(MANY.values())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_repository_that_would_be_far_too_much_is_passed_over(seed: int) -> None:
+    chosen = choose_heldout({**MANY, "monolith": 10_000_000}, 0.01, seed)
+    assert chosen
+    assert "monolith" not in chosen
+
+
+def test_if_all_are_too_large_the_smallest_is_held_out() -> None:
+    assert choose_heldout({"a": 100, "b": 90, "c": 110}, 0.001, 0) == {"b"}
+
+
+def test_an_empty_repository_is_not_held_out() -> None:
+    assert choose_heldout({"a": 100, "empty": 0}, 0.5, 0) == set()
+    assert all(choose_heldout({"a": 9, "b": 9, "empty": 0}, 0.5, seed) <= {"a", "b"} for seed in range(20))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_one_repository_more_moves_hardly_any_other(seed: int) -> None:
+    before = choose_heldout(MANY, 0.1, seed)
+    after = choose_heldout({**MANY, "newcomer": 900}, 0.1, seed)
+    assert len((before ^ after) - {"newcomer"}) <= 3
+
+
+def test_the_seed_changes_the_choice_and_every_repository_gets_its_chance() -> None:
+    chosen = [choose_heldout(MANY, 0.1, seed) for seed in range(100)]
+    assert len({frozenset(each) for each in chosen}) == 100
+    assert set().union(*chosen) == set(MANY)
+
+
+def test_the_choice_is_the_same_on_every_machine_and_release() -> None:
+    sizes = dict.fromkeys("abcdefghij", 10)
+    assert choose_heldout(sizes, 0.3, 0) == {"c", "d", "f"}  # the first by `printf '0\\0c' | sha256sum`
