@@ -13,7 +13,7 @@ from typing import Any
 
 import matplotlib as mpl
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -27,7 +27,7 @@ from etude.errors import UserError
 from etude.files import write_json
 
 HOSTILE = (
-    "<script>alert(1)</script> | `code` **bold** [link](javascript:x) $x$ &amp; \\| \n# head\r\u202e\x1b[31m\x00 [red]"
+    "<script>alert(1)</script> | `code` **bold** [link](//x.org) _it_  $x$ &amp; \\| \n# head\r\u202e\x1b[31m\x00 [red]"
 )
 EXCERPT = "```\n</pre></details><script>alert(2)</script>\n````python\n| a | b |\n~~~\n"
 
@@ -104,7 +104,7 @@ def many(count: int = 23) -> Manifest:
 def hostile() -> Manifest:
     return corpus(
         source(HOSTILE, domain=f"d {HOSTILE}", location=HOSTILE * 3, revision=HOSTILE, digest=HOSTILE, drops={f"quality: {HOSTILE}": 2, HOSTILE: 1, "": 1},
-               scrubbed={HOSTILE: 1}, licences={HOSTILE: 50_000, "\u8a31\u53ef": 10_000}, languages={HOSTILE: 60_000}, evidence={HOSTILE: 60_000}, heldout_repositories=[HOSTILE]),
+               scrubbed={HOSTILE: 1}, licences={HOSTILE: 50_000, "\u8a31\u53ef": 9_000, "$\\frac$": 1_000}, languages={HOSTILE: 60_000}, evidence={HOSTILE: 60_000}, heldout_repositories=[HOSTILE]),
         tools={HOSTILE: HOSTILE}, contamination=1, settings={"contamination": {"tasks": [HOSTILE]}, "x": EXCERPT},
     )  # fmt: skip
 
@@ -273,6 +273,8 @@ def test_any_text_survives_each_form(text: str) -> None:
 
 
 @given(st.text("`~ \n\tx<\u2028\ud800"))
+@example("one\n```\ntwo")
+@example("one\n`````\ntwo")
 def test_a_fence_holds_whatever_is_inside(text: str) -> None:
     parsed, made = parsed_markdown(f"{report.fenced(text)}\n\nafter")
     assert parsed.code == [report.visible(text, "\n\t") + "\n"]
@@ -393,7 +395,7 @@ def test_adding_up_the_rest_keeps_the_sum(counts: dict[str, int], most: int) -> 
 
 @pytest.mark.parametrize(
     ("licence", "words"),
-    [("MIT", "copies keep"), ("CC0-1.0", "none"), ("0BSD OR GPL-3.0-only", "none"), ("CC0-1.0 AND MIT", "copies keep"), ("MIT AND GPL-3.0-or-later", "copies keep both; what is made"),
+    [("MIT", "copies keep"), ("CC0-1.0", "none"), ("0BSD OR GPL-3.0-only", "none"), ("CC0-1.0 AND MIT", "copies keep"), ("MIT AND GPL-3.0-or-later", "copies, and what is made"),
      ("MPL-2.0 OR MIT", "copies keep"), ("unknown", "not known"), ("LicenseRef-proprietary", "none that we know"), ("no ( licence", "none that we know")],
 )  # fmt: skip
 def test_duties(licence: str, words: str) -> None:

@@ -18,6 +18,9 @@ from pathlib import Path
 
 import etude.bench.plot
 import etude.bench.speed
+import etude.data.build
+import etude.data.replay
+import etude.data.report_plot
 import etude.inference.generation
 import etude.models.load
 import etude.models.shape  # noqa: F401 - loaded before the fork, so that every child starts at once
@@ -66,8 +69,11 @@ def child(recipe: Path, folder: Path, name: str, end_at: int | None, by: int, co
 def digests(run: Path) -> dict[str, str]:
     """Return the digests that must not depend on what happened on the way."""
     base, compare = load_record(run / "base"), load_record(run / "compare")
-    files = {"base": sorted(base.outputs), "compare": sorted(compare.outputs)}
-    return {"weights": base.model_digest, "results": compare.outputs["results.json"].sha256, "files": json.dumps(files)}
+    corpus = load_record(run / "data")
+    files = {"base": sorted(base.outputs), "compare": sorted(compare.outputs), "data": sorted(corpus.outputs)}
+    manifest = corpus.outputs["manifest.json"].sha256
+    results = compare.outputs["results.json"].sha256
+    return {"weights": base.model_digest, "corpus": manifest, "results": results, "files": json.dumps(files)}
 
 
 def ended_and_run_again(

@@ -24,6 +24,8 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
     recipe.write_text(
         f'name = "kill"\nbase = "{bases[0]}"\nstages = ["compare"]\n[compare]\non = "{tree}"\nbases = ["{bases[1]}"]\n'
         'device = "cpu"\nwindow = 64\nstride = 32\nstate_tasks = 6\nstate_diffs = 1\nstate_chars = 120\nspeed_prompt = 8\nspeed_steps = 2\nspeed_batch = 2\n'
+        '[data]\nlength = 64\nheldout = 0.0\nseparator = "<|end|>"\nworkers = 1\nfilters = { scrub = false }\nrepositories = "path"\n'
+        f'replay = {{ share = 0.1, source = "self", tokens = 64, length = 16, batch = 2 }}\n[[data.source]]\nname = "tree"\nlicence = "MIT"\nfolder = "{tree}"\n'
     )
     (folder / "runs").mkdir()
     command = [sys.executable, "-m", "tests.run.killed", str(recipe), str(folder / "runs"), "20261115"]

@@ -21,7 +21,7 @@ def build(
     cache: CacheFolder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Build the corpus that a recipe describes in [data], and nothing after it. What is finished is kept."""
+    """Build the corpus of a recipe, and nothing after it. What is finished is kept."""
     from etude.recipe.load import load_recipe
     from etude.run.runner import stage_settings
 

@@ -192,7 +192,7 @@ class Build:
         assert self.data.replay is not None
         folder = self.work.folder / UNITS / SELF
         separator = self._encoder()[1]
-        entry = sample_base(self.base, self.data, separator, folder, self.work, self.seed)
+        entry = sample_base(self.base, self.data, separator, vocabulary, folder, self.work, self.seed)
         self._write_source(SELF, entry.domain, [folder], vocabulary, shards, histogram)
         return entry
 

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 SOURCE, DOMAIN = "self", "replay"
 
 
-def sample_base(base: Path, data: DataSettings, separator: int, folder: Path, work: Work, seed: int) -> SourceEntry:
+def sample_base(
+    base: Path, data: DataSettings, separator: int, vocabulary: int, folder: Path, work: Work, seed: int
+) -> SourceEntry:
     """Sample texts from the base into a unit's folder; return their entry in the manifest."""
     assert data.replay is not None
-    texts = _sampled(base, data.replay, separator, folder, work, seed)
+    texts = _sampled(base, data.replay, (separator, vocabulary), folder, work, seed)
     names = [f"{SOURCE}#{number}" for number in range(len(texts))]
     held = [is_heldout(name, data.heldout, seed) for name in names]
     rows = [
@@ -49,8 +51,11 @@ def sample_base(base: Path, data: DataSettings, separator: int, folder: Path, wo
     )  # fmt: skip
 
 
-def _sampled(base: Path, settings: ReplaySettings, separator: int, folder: Path, work: Work, seed: int) -> list[Any]:
+def _sampled(
+    base: Path, settings: ReplaySettings, tokens: tuple[int, int], folder: Path, work: Work, seed: int
+) -> list[Any]:
     """Return the texts, each with the separator at its end; batches that are done are read from the folder."""
+    separator, vocabulary = tokens
     batches = -(-settings.tokens // (settings.length * settings.batch))
     units = [Unit(f"replay/{number:05d}", number, settings.length * settings.batch) for number in range(batches)]
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,7 +67,7 @@ def _sampled(base: Path, settings: ReplaySettings, separator: int, folder: Path,
         if model is None:
             model = _load(base)
         began = time.perf_counter()
-        rows = _sample(model, separator, settings, seed + unit.item)
+        rows = _sample(model, separator, vocabulary, settings, seed + unit.item)
         with whole_file(folder / f"{unit.item:05d}.npy") as beside, beside.open("wb") as file:
             np.save(file, rows)
         flops = settings.batch * forward_flops(shape_of(model.config).compute, settings.length)
@@ -81,7 +86,7 @@ def _load(base: Path) -> Any:
     return load_model(base, choose_device("auto"))
 
 
-def _sample(model: Any, separator: int, settings: ReplaySettings, seed: int) -> Any:
+def _sample(model: Any, separator: int, vocabulary: int, settings: ReplaySettings, seed: int) -> Any:
     """Return [batch, length] tokens sampled after the separator."""
     import torch
     from transformers import GenerationConfig
@@ -91,6 +96,8 @@ def _sample(model: Any, separator: int, settings: ReplaySettings, seed: int) -> 
     how = GenerationConfig(
         do_sample=True, temperature=settings.temperature, top_k=0, top_p=1.0, min_new_tokens=settings.length,
         max_new_tokens=settings.length, pad_token_id=separator, use_cache=True,
+        # Embeddings are often padded: nobody can say what those tokens would mean.
+        suppress_tokens=list(range(vocabulary, model.config.vocab_size)) or None,
     )  # fmt: skip
     with torch.inference_mode():
         written = model.generate(start, attention_mask=torch.ones_like(start), generation_config=how)

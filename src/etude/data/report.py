@@ -45,7 +45,7 @@ STEPS = {  # in the order documents meet them
 DUTIES: tuple[tuple[Any, str], ...] = (  # by the narrowest policy that lets a licence pass
     (["0BSD", "CC-PDDC", "CC0-1.0", "LicenseRef-public-domain", "MIT-0", "Unlicense", "WTFPL"], "none"),
     ("permissive", "copies keep the notices and the licence text"),
-    ("copyleft", "copies keep both; what is made from it stays under this licence, with its source"),
+    ("copyleft", "copies, and what is made from it, keep the notices and this licence, with source"),
 )
 EVIDENCE = {
     "spdx-tag": "a tag in the file", "header": "words at the top of the file", "text-hash": "a licence file, word for word",
@@ -173,7 +173,7 @@ def _contents(manifest: Manifest) -> Page:
         "In short": [
             " ".join([f"{tokens['train']:,} tokens to train on and {tokens['heldout']:,} held out to measure with, in "
                       f"{total(sources, 'kept'):,} documents from {len(sources):,} source{'s'[: len(sources) != 1]}.",
-                      *(f"{each} comes first of the licences, with {size / whole:.1%}." for each, size in licences.most_common(1)),
+                      *(f"{size / whole:.1%} of the bytes are {each}, more than any other." for each, size in licences.most_common(1)),
                       *(f"{drops.total():,} documents were left out, most often for “{each}”." for each, _ in drops.most_common(1))]),
             Table(("", ">came in", ">kept", ">left out"), [
                 ("documents", total(sources, "documents_in"), total(sources, "kept"), drops.total()),
@@ -225,7 +225,7 @@ def _left_out(manifest: Manifest, samples: list[Row], hits: list[Row]) -> Page:
     drops, looked = dropped(manifest, "drops"), manifest.settings.get("contamination", {}).get("tasks")
     why = "; ".join(f"{step}: {STEPS[step]}" for step in drops if step in STEPS)
     excerpts: list[Block] = [
-        Folded(f"{step}: {reason}", [(_where(each), each["excerpt"]) for each in islice(group, SAMPLED)])
+        Folded(f"{step}: {reason}", [(_where(each), each["excerpt"] or "(no text)") for each in islice(group, SAMPLED)])
         for (step, reason), group in groupby(samples, itemgetter("step", "reason"))
         if reason in largest(drops.get(step, {}))
     ]
@@ -238,7 +238,7 @@ def _left_out(manifest: Manifest, samples: list[Row], hits: list[Row]) -> Page:
             "Secrets and personal data are replaced by placeholders; the document stays. No detector finds everything.",
             Table(("what", ">times replaced"), list(largest(added(manifest.sources, "scrubbed")).items()))],
         "Benchmark tasks": [
-            f"{manifest.contamination:,} documents share code with benchmark tasks and were left out; {HITS} lists them all, this "
+            f"Documents left out because they share code with benchmark tasks: {manifest.contamination:,}. {HITS} lists them all, this "
             f"table the first {LISTED}." if looked else "The recipe names no tasks, so none were looked for.",
             Table(("document", "tasks", ">shared runs", "such as"), [
                 (_where(hit), short(", ".join(hit["tasks"])), hit["runs"], short(" … ".join(hit["words"]))) for hit in hits])],

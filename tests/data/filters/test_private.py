@@ -118,6 +118,13 @@ def test_nothing_is_left_in_the_workspace_and_git_ignores_hide_nothing(tmp_path:
     assert sorted(path.name for path in workspace.iterdir()) == [".gitignore", ".ignore"]
 
 
+def test_no_text_is_skipped_for_how_it_begins(tmp_path: Path) -> None:
+    beginnings = ["%PDF-1.4", "PK\x03\x04", "\x7fELF", "\x1b[0m\x07\x01", "GIF89a", "Rar!\x1a\x07"]
+    batch = documents(*(f"{beginning}\ntoken = '{GITHUB}'\n" for beginning in beginnings))
+    scrub(batch, tmp_path)
+    assert [document.text for document in batch] == [f"{beginning}\ntoken = '{SECRET}'\n" for beginning in beginnings]
+
+
 def fake_detector(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     """Put a module in the detector's place whose program does as we say."""
     script = folder / "detector"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SECRET, EMAIL, IPV4, IPV6 = "REDACTED_SECRET", "email@example.com", "192.0.2.1", "2001:db8::1"
 UNMISTAKABLE = 12  # a secret this long is replaced wherever it stands; "tiger" in a database URL only at its place
 # No validation, updates or ignore comments; every occurrence; plain texts of any size.
-OPTIONS = ("--no-validate", "--no-update-check", "--no-ignore", "--no-dedup", "--no-limits", "--no-extract-archives", "--no-binary",
+OPTIONS = ("--no-validate", "--no-update-check", "--no-ignore", "--no-dedup", "--no-limits", "--no-extract-archives",
            "--git-history=none", "--format=jsonl", "--quiet", "--jobs=1")  # fmt: skip
 WENT_WELL = (0, 200, 205)  # exit codes: nothing found; something found, the last for what it thinks is valid
 # All it may know of ours: where its compiled rules lie, which take 8 s to make.
@@ -81,8 +81,10 @@ def _findings(documents: Sequence[Document], workspace: Path) -> dict[int, list[
     with tempfile.TemporaryDirectory(dir=workspace) as folder:
         texts, out = Path(folder, "texts"), Path(folder, "findings.jsonl")
         texts.mkdir()
-        for index, document in enumerate(documents):
-            texts.joinpath(str(index)).write_bytes(document.text.encode())
+        for index, document in enumerate(
+            documents
+        ):  # after a blank line, or it skips texts that begin like a PDF or a ZIP file
+            texts.joinpath(str(index)).write_bytes(b"\n" + document.text.encode())
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         command = [_detector(), "scan", str(texts), *OPTIONS, f"--output={out}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -94,8 +96,9 @@ def _findings(documents: Sequence[Document], workspace: Path) -> dict[int, list[
     found: dict[int, list[dict[str, Any]]] = {}
     for line in lines:
         if "finding" in line:
-            index = int(Path(line["finding"]["path"]).name)
-            found.setdefault(index, []).append(line["finding"] | {"rule": line["rule"]["name"]})
+            finding = line["finding"]
+            here = {"rule": line["rule"]["name"], "line": finding["line"] - 1}
+            found.setdefault(int(Path(finding["path"]).name), []).append(finding | here)
     return found
 
 
