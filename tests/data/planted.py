@@ -93,7 +93,7 @@ def plant(root: Path) -> Planted:
     (root / "gpl-repository" / "LICENSE").write_text("SPDX-License-Identifier: GPL-2.0-only\n")
     write("gpl-repository/inside.py", code("inside"), "licence")
     write("unlicensed/somewhere.py", code("somewhere"), "licence")
-    write("cedar/vendor/library.py", code("library"), "generated")
+    write("cedar/vendor/library.py", f'TOKEN = "{GITHUB_TOKEN}"\nOWNER = "{EMAIL}"\n' + code("library"), "generated")
     write("cedar/vendors/shop.py", code("shop"))
     write(
         "cedar/schema_pb2.py",

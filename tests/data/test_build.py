@@ -116,7 +116,10 @@ def test_secrets_are_gone_and_counted(built: Built, repositories: tuple[Path, Pl
     together = "\n".join(built.texts("planted").values())
     for secret in repositories[1].secrets:
         assert secret not in together
-    assert sum(built.manifest.sources[0].scrubbed.values()) >= 2
+    assert sum(built.manifest.sources[0].scrubbed.values()) == 2
+    samples = (built.folder / "samples.json").read_text()
+    assert "library.py" in samples
+    assert not [secret for secret in repositories[1].secrets if secret in samples]
     assert "someone@example.com" in together
     assert "4f3a9c" * 6 in together
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from etude.data.settings import SourceSettings
     from etude.data.sources import OpenSource
 
-NAMED = 100  # held-out repositories listed in the manifest
 NO_TEXT = ("read: ", "decode: ")  # steps whose drops have no tokens
 REASONS = 3  # given when nothing is left of a source
 
@@ -65,7 +64,7 @@ def source_entry(
         dropped_bytes=_sorted(lost + gone_bytes),
         scrubbed=_sorted(_added(filtered, "scrubbed")),
         repositories=repositories,
-        heldout_repositories=sorted(heldout)[:NAMED],
+        heldout_repositories=sorted(heldout),
         licences=_sorted(_added(shaped, "licences")),
         languages=_sorted(_added(shaped, "languages")),
         evidence=_sorted(_added(shaped, "evidence")),

@@ -17,13 +17,15 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import etude
 from etude.data import mixing
 from etude.data.accounts import refuse_empty, source_entry
 from etude.data.compare import Repositories, drop_duplicates, hold_out, loose
+from etude.data.document import Document
 from etude.data.filters.contamination import index_tasks, read_tasks
+from etude.data.filters.private import scrub
 from etude.data.manifest import MANIFEST, Manifest, load_manifest, tools
 from etude.data.pack_source import pack_source, write_table
 from etude.data.samples import Samples
@@ -211,7 +213,7 @@ class Build:
         for result in results:
             samples.offer_all(result["samples"])
         hits = [hit for result in results for hit in result["hits"]]
-        write_json(folder / SAMPLES, samples.all())
+        write_json(folder / SAMPLES, self._scrubbed(samples.all()))
         write_text(folder / HITS, "".join(canonical_json(hit) + "\n" for hit in hits))
         Manifest(
             etude=etude.__version__,
@@ -232,6 +234,13 @@ class Build:
             tools=tools(),
             settings=self.data.model_dump(mode="json", exclude={"workers"}),
         ).save(folder)
+
+    def _scrubbed(self, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return samples of dropped documents without their secrets: most left before the step that replaces those."""
+        shown = [Document(sample["repository"], sample["path"], sample["excerpt"]) for sample in samples]
+        if self.data.filters.scrub and shown:
+            scrub(shown, self.work.folder / UNITS)
+        return [sample | {"excerpt": document.text} for sample, document in zip(samples, shown, strict=True)]
 
     def _shares(self, entries: Sequence[SourceEntry]) -> dict[str, float]:
         replay = self.data.replay

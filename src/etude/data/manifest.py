@@ -53,7 +53,7 @@ class SourceEntry(Entry):
     dropped_bytes: dict[str, int]
     scrubbed: dict[str, int]  # what was replaced in the documents that stay
     repositories: int
-    heldout_repositories: list[str]  # named up to a hundred
+    heldout_repositories: list[str]  # whole ones; for rows without a repository none is named
     licences: dict[str, int]  # → bytes
     languages: dict[str, int]  # → bytes
     evidence: dict[str, int]  # what told the licence → bytes

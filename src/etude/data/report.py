@@ -238,7 +238,7 @@ def _left_out(manifest: Manifest, samples: list[Row], hits: list[Row]) -> Page:
             "Secrets and personal data are replaced by placeholders; the document stays. No detector finds everything.",
             Table(("what", ">times replaced"), list(largest(added(manifest.sources, "scrubbed")).items()))],
         "Benchmark tasks": [
-            f"Documents left out because they share code with benchmark tasks: {manifest.contamination:,}. {HITS} lists them all, this "
+            f"Documents left out because they share code with benchmark tasks: {manifest.contamination:,}. {HITS} lists all, this "
             f"table the first {LISTED}." if looked else "The recipe names no tasks, so none were looked for.",
             Table(("document", "tasks", ">shared runs", "such as"), [
                 (_where(hit), short(", ".join(hit["tasks"])), hit["runs"], short(" … ".join(hit["words"]))) for hit in hits])],

@@ -9,5 +9,5 @@ Their order is cheap and certain first, so that the dear ones see little, and no
 5. `licence`: who may use it, file by file; after the counts, because a classifier may have to read licence texts.
 6. `private`: secrets and personal data are replaced, not dropped; in batches, because the detector is a program to start.
    Before duplicates, so that two copies that differ in a scrubbed address only count as copies.
-7. `duplicates`, across all sources, and 8. `contamination`, against the tasks: both need to see final texts.
+7. `contamination`, against the tasks, and 8. `duplicates`, across all sources: both need to see final texts.
 """
