@@ -121,8 +121,8 @@ def test_a_full_disk_ends_in_one_line_and_goes_on_later(etude: Etude, recipe: Pa
         pytest.skip("mounting needs root")
     try:
         base = tiny.save_model(tmp_path / "tiny")
-        words = ("data", "build", recipe, "--out", place / "run", "--cache", tmp_path / "cache")
-        words += ("--set", f"base={base}", "--set", "data.separator=<|end|>")
+        changes = ("--set", f"base={base}", "--set", "data.separator=<|end|>")
+        words = ("data", "build", recipe, "--out", place / "run", "--cache", tmp_path / "cache", *changes)
         said = etude(*words)
         assert said.code == 2
         assert "no space left on the device" in said.err

@@ -18,7 +18,6 @@ from operator import itemgetter
 from string import Template
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from etude.data.accounts import NAMED
 from etude.data.build import HITS, SAMPLES
 from etude.data.document import UNKNOWN
 from etude.data.filters.spdx import Policy
@@ -295,7 +294,7 @@ def _held_names(source: SourceEntry) -> str:
     names = source.heldout_repositories
     if not names:
         return "single documents, by a hash of their names" if source.tokens["heldout"] else "nothing"
-    more = f"{'at least ' if len(names) == NAMED else ''}{len(names) - LISTED} more, see {MANIFEST}"
+    more = f"{len(names) - LISTED} more, see {MANIFEST}"
     return ", ".join(names[:LISTED]) + (f" and {more}" if len(names) > LISTED else "")
 
 
