@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from etude.data.manifest import ShardEntry
 from etude.data.packing import pack
-from etude.data.shape import LENGTHS, TABLE, TABLE_SCHEMA, TOKENS
+from etude.data.shape import TABLE, TABLE_SCHEMA, TOKENS
 from etude.data.shards import write_shard
 from etude.files import whole_file
 
@@ -61,11 +61,11 @@ def _windows(folders: Sequence[Path], *, heldout: bool) -> Iterator[_Window]:
     parts: list[tuple[Any, Any, Any, Any]] = []
     size, before = 0, 0
     for folder in folders:
-        lengths = np.load(folder / LENGTHS)
-        held = pq.read_table(folder / TABLE, columns=["heldout"]).column("heldout").to_numpy()
+        table = pq.read_table(folder / TABLE, columns=["heldout", "tokens"])
+        held, lengths = (table.column(name).to_numpy() for name in ("heldout", "tokens"))
         chosen = np.flatnonzero(held == heldout)
         starts = np.cumsum(lengths) - lengths
-        parts.append((lengths[chosen], chosen + before, starts[chosen], np.load(folder / TOKENS, mmap_mode="r")))
+        parts.append((lengths[chosen], chosen + before, starts[chosen], _mapped(folder / TOKENS)))
         before += len(lengths)
         size += int(lengths[chosen].sum())
         if size >= WINDOW_TOKENS:
@@ -73,6 +73,11 @@ def _windows(folders: Sequence[Path], *, heldout: bool) -> Iterator[_Window]:
             parts, size = [], 0
     if size:
         yield _window(parts)
+
+
+def _mapped(file: Path) -> Any:
+    """Return the tokens in a file; one with none cannot be mapped."""
+    return np.memmap(file, "<u4", "r") if file.stat().st_size else np.zeros(0, np.uint32)
 
 
 def _window(parts: Sequence[tuple[Any, Any, Any, Any]]) -> _Window:

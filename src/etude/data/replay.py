@@ -7,13 +7,14 @@ the record name the base as the writer: it is generated data with a teacher.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from etude.data.manifest import SourceEntry
-from etude.data.shape import is_heldout, write_shaped
+from etude.data.shape import ShapedWriter, is_heldout
 from etude.files import digest_of, sha256_file, whole_file
 from etude.models.checkpoint import weight_files
 from etude.work import Unit
@@ -33,19 +34,18 @@ def sample_base(
     """Sample texts from the base into a unit's folder; return their entry in the manifest."""
     assert data.replay is not None
     texts = _sampled(base, data.replay, (separator, vocabulary), folder, work, seed)
-    names = [f"{SOURCE}#{number}" for number in range(len(texts))]
-    held = [is_heldout(name, data.heldout, seed) for name in names]
-    rows = [
-        {"repository": name, "paths": [name], "licence": "", "heldout": out, "tokens": len(text)}
-        for name, text, out in zip(names, texts, held, strict=True)
-    ]
-    write_shaped(folder, texts, rows)
-    tokens = {split: sum(len(text) for text, out in zip(texts, held, strict=True) if out == (split == "heldout"))
-              for split in ("train", "heldout")}  # fmt: skip
-    writer = digest_of({file.name: sha256_file(file) for file in weight_files(base)})
+    tokens, digest = {"train": 0, "heldout": 0}, hashlib.sha256()
+    with ShapedWriter(folder) as writer:
+        for number, text in enumerate(texts):
+            name = f"{SOURCE}#{number}"
+            held = is_heldout(name, data.heldout, seed)
+            writer.add(text, name, [name], "", heldout=held)
+            tokens["heldout" if held else "train"] += len(text)
+            digest.update(text.data)
+    writer_digest = digest_of({file.name: sha256_file(file) for file in weight_files(base)})
     return SourceEntry(
         name=SOURCE, domain=DOMAIN, location=f"sampled from the base, temperature {data.replay.temperature}", revision=None,
-        digest=digest_of([text.tolist() for text in texts]), generated_by=writer, documents_in=len(texts), bytes_in=0,
+        digest=digest.hexdigest(), generated_by=writer_digest, documents_in=len(texts), bytes_in=0,
         kept=len(texts), kept_bytes=0, drops={}, dropped_bytes={}, scrubbed={}, repositories=len(texts),
         heldout_repositories=[], licences={}, languages={}, evidence={}, tokens=tokens, tokens_in=sum(tokens.values()), fim=0,
     )  # fmt: skip

@@ -6,10 +6,11 @@ leaves its tokens one after another, their lengths, and a table that says which 
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -27,13 +28,16 @@ from etude.files import whole_file, write_json
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
+    from types import TracebackType
 
     from etude.data.settings import DataSettings
     from etude.data.shaping.encoder import Tokens
     from etude.data.shaping.fim import Pieces
 
-TOKENS, LENGTHS, TABLE, SHAPED = "tokens.npy", "lengths.npy", "table.parquet", "shaped.json"
+TOKENS, TABLE, SHAPED = "tokens.bin", "table.parquet", "shaped.json"
 READ_ROWS = 2000  # documents read at once
+JOINED_BYTES = 64_000_000  # of one repository held in memory
+TABLE_ROWS = 10_000  # written at once
 TABLE_SCHEMA = pa.schema(
     [("repository", pa.string()), ("paths", pa.list_(pa.string())), ("licence", pa.string()), ("heldout", pa.bool_()),
      ("tokens", pa.int64())]
@@ -74,21 +78,20 @@ def shape_unit(job: ShapeJob) -> dict[str, Any]:
     fim = FimTokens(*(encoder.token(name) or 0 for name in job.data.fim.tokens)) if job.data.fim.rate else None
     counts: dict[str, Counter[str]] = {key: Counter() for key in ("licences", "languages", "evidence")}
     totals: Counter[str] = Counter()
-    arrays: list[Tokens] = []
-    rows: list[dict[str, Any]] = []
-    for documents in _repositories(job):
-        _count(documents, counts)
-        for shaped, tokens in _encoded(list(_shape(documents, job, fim)), encoder, job):
-            held = is_heldout(shaped.files[0].repository, job.heldout, job.seed)
-            arrays.append(tokens)
-            rows.append(_row(shaped, len(tokens), heldout=held))
-            totals["heldout" if held else "train"] += len(tokens)
-            totals["fim"] += shaped.fim
-    write_shaped(job.folder, arrays, rows)
-    result = {"totals": dict(totals), "documents": len(rows), "exact_fast_tokeniser": encoder.use_fast,
+    with ShapedWriter(job.folder) as writer:
+        for documents in _repositories(job):
+            _count(documents, counts)
+            for shaped, tokens in _encoded(list(_shape(documents, job, fim)), encoder, job):
+                held = is_heldout(shaped.files[0].repository, job.heldout, job.seed)
+                licences = sorted({file.licence for file in shaped.files})
+                paths = [file.path for file in shaped.files]
+                writer.add(tokens, shaped.files[0].repository, paths, " AND ".join(licences), heldout=held)
+                totals["heldout" if held else "train"] += len(tokens)
+                totals["fim"] += shaped.fim
+    result = {"totals": dict(totals), "exact_fast_tokeniser": encoder.use_fast,
               **{key: dict(values) for key, values in counts.items()}}  # fmt: skip
     write_json(job.folder / SHAPED, result)
-    return {"documents": len(rows), "written_tokens": sum(map(len, arrays))}
+    return {"written_tokens": totals["train"] + totals["heldout"]}
 
 
 def read_kept(folder: Path) -> Iterator[list[Document]]:
@@ -114,7 +117,16 @@ def _repositories(job: ShapeJob) -> Iterator[list[Document]]:
         return
     everything = (document for batch in read_kept(job.folder) for document in batch)
     for _, documents in groupby(everything, key=lambda document: document.repository):
-        yield list(documents)
+        group: list[Document] = []
+        size = 0
+        for document in documents:
+            group.append(document)
+            size += len(document.text)
+            if size > JOINED_BYTES:
+                yield group
+                group, size = [], 0
+        if group:
+            yield group
 
 
 def _shape(documents: list[Document], job: ShapeJob, fim: FimTokens | None) -> Iterator[Shaped]:
@@ -173,17 +185,36 @@ def _count(documents: Sequence[Document], counts: dict[str, Counter[str]]) -> No
         counts["evidence"][document.evidence or "none"] += size
 
 
-def _row(shaped: Shaped, tokens: int, *, heldout: bool) -> dict[str, Any]:
-    licences = sorted({file.licence for file in shaped.files})
-    return {"repository": shaped.files[0].repository, "paths": [file.path for file in shaped.files],
-            "licence": " AND ".join(licences), "heldout": heldout, "tokens": tokens}  # fmt: skip
+class ShapedWriter:
+    """Writes the documents of a unit as they come: tokens one after another, and a table that says what they are."""
 
+    def __init__(self, folder: Path) -> None:
+        self._stack = contextlib.ExitStack()
+        self._tokens: IO[bytes] = self._stack.enter_context(
+            self._stack.enter_context(whole_file(folder / TOKENS)).open("wb")
+        )
+        beside = self._stack.enter_context(whole_file(folder / TABLE))
+        self._table = self._stack.enter_context(pq.ParquetWriter(beside, TABLE_SCHEMA, compression="zstd"))
+        self._rows: list[dict[str, Any]] = []
 
-def write_shaped(folder: Path, arrays: Sequence[Tokens], rows: Sequence[dict[str, Any]]) -> None:
-    """Write the documents of a unit as tokens, and the table that says what they are."""
-    with whole_file(folder / TOKENS) as beside, beside.open("wb") as file:
-        np.save(file, np.concatenate([np.zeros(0, np.uint32), *arrays]))
-    with whole_file(folder / LENGTHS) as beside, beside.open("wb") as file:
-        np.save(file, np.array([len(tokens) for tokens in arrays], np.int64))
-    with whole_file(folder / TABLE) as beside:
-        pq.write_table(pa.Table.from_pylist(list(rows), TABLE_SCHEMA), beside, compression="zstd")
+    def add(self, tokens: Tokens, repository: str, paths: list[str], licence: str, *, heldout: bool) -> None:
+        """Write one document."""
+        self._tokens.write(tokens.astype("<u4").data)
+        row = {"repository": repository, "paths": paths, "licence": licence, "heldout": heldout, "tokens": len(tokens)}
+        self._rows.append(row)
+        if len(self._rows) >= TABLE_ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._table.write_table(pa.Table.from_pylist(self._rows, TABLE_SCHEMA))
+        self._rows = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._flush()
+        self._stack.__exit__(kind, error, trace)

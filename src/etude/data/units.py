@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 UNIT_BYTES = 64_000_000
 BATCH_BYTES = 48_000_000  # of text held in memory at once: the secret detector takes a second to start for each batch
+BATCH_DOCUMENTS = 100_000
 DOCUMENTS, RESULT = "documents.parquet", "result.json"
 HASHES, KEYS, SIGNATURES = "hashes.npy", "keys.npy", "signatures.npy"
 TEXT_COLUMNS = ("repository", "path", "kind", "language", "licence", "evidence", "text")
@@ -82,7 +83,7 @@ class _Progress:
     tally: Tally
     samples: Samples
     digest: Any = field(default_factory=hashlib.sha256)
-    hashes: list[tuple[int, int]] = field(default_factory=list)
+    hashes: list[Any] = field(default_factory=list)
     matrices: list[Any] = field(default_factory=list)
     scrubbed: Counter[str] = field(default_factory=Counter)
     hits: list[dict[str, Any]] = field(default_factory=list)
@@ -109,7 +110,7 @@ def filter_unit(job: UnitJob) -> dict[str, Any]:
         for batch in _batches(job, progress):
             _finish_batch(batch, job, progress, work, writer)
     progress.tally.check()
-    np.save(work / HASHES, np.array(progress.hashes, np.uint64).reshape(-1, 2))
+    np.save(work / HASHES, np.concatenate(progress.hashes))
     width = job.data.duplicates.bands * job.data.duplicates.rows if job.data.duplicates.near else 0
     matrix = np.concatenate([np.zeros((0, width), np.uint32), *progress.matrices])
     np.save(work / SIGNATURES, matrix)
@@ -137,7 +138,7 @@ def _batches(job: UnitJob, progress: _Progress) -> Iterator[list[Document]]:
         for document in _judged(part, job, progress):
             batch.append(document)
             size += len(document.text)
-            if size >= BATCH_BYTES:
+            if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
                 yield batch
                 batch, size = [], 0
     yield batch
@@ -219,7 +220,7 @@ def _finish_batch(
     kept = [document for document in batch if not _contaminated(document, job.tasks, progress)]
     clock = progress.timed("contamination", clock)
     texts = [document.text for document in kept]
-    progress.hashes += [text_hash(text) for text in texts]
+    progress.hashes.append(np.array([text_hash(text) for text in texts], np.uint64).reshape(-1, 2))
     clock = progress.timed("hashes", clock)
     if job.data.duplicates.near:
         progress.matrices.append(signatures(texts, job.data.duplicates))
