@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-WAITING = 2  # items handed out ahead for each process
 LOOK = 0.2  # seconds between two looks whether the user wants to stop
 
 
@@ -53,7 +52,8 @@ def _each_in_pool(
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin)
     try:
         ahead = iter(enumerate(items))
-        running = {pool.submit(function, item): index for index, item in _some(ahead, workers * WAITING)}
+        # No more than there are workers: what waits in their queue could not be taken back if the user wants to stop.
+        running = {pool.submit(function, item): index for index, item in _some(ahead, workers)}
         while running:
             done, _ = wait(running, timeout=LOOK, return_when=FIRST_COMPLETED)
             for future in done:
@@ -61,7 +61,10 @@ def _each_in_pool(
                 running |= {pool.submit(function, item): index for index, item in _some(ahead, 1)}
             check_stop()
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)  # what runs is let finish: it writes files
+        try:
+            pool.shutdown(wait=True, cancel_futures=True)  # what runs is let finish: it writes files
+        except KeyboardInterrupt:  # asked a second time; Python would wait for the pool again as it leaves
+            os._exit(128 + signal.SIGINT)
 
 
 def _some(items: Iterator[tuple[int, Item]], count: int) -> Iterator[tuple[int, Item]]:

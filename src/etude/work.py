@@ -1,7 +1,7 @@
 """Long work in small units that can be stopped and taken up again.
 
 A unit has a key. A unit whose key is in the metrics log is done: a restart skips it. Between two units the work may be
-stopped. So whatever is killed, at most one unit is done twice, and none is counted twice.
+stopped. So whatever is killed, at most one unit of each process is done twice, and none is counted twice.
 """
 
 from __future__ import annotations

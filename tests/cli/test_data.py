@@ -131,3 +131,20 @@ def test_a_full_disk_ends_in_one_line_and_goes_on_later(etude: Etude, recipe: Pa
         assert etude(*words).code == 0
     finally:
         subprocess.run(["umount", place], check=True)
+
+
+def test_replay_names_its_teacher(etude: Etude, recipe: Path, tmp_path: Path) -> None:
+    replay = 'data.replay={share=0.1, source="self", tokens=64, length=16, batch=4}'
+    said = etude("data", "build", recipe, "--out", tmp_path / "run", "--cache", tmp_path / "cache", "--set", replay)
+    assert said.code == 0, said.err
+    record, base = load_record(tmp_path / "run" / "data"), load_record(tmp_path / "run" / "base")
+    assert [(parent.role, parent.record) for parent in record.parents] == [("teacher", base.id)]
+    assert record.compute.tokens == 64
+    assert record.compute.model_flops > 0
+    assert record.compute.device is not None
+
+
+def test_a_password_in_an_address_is_refused(etude: Etude, recipe: Path) -> None:
+    said = etude("data", "build", recipe, "--set", 'data.source=[{name="x", git="https://me:secret@host/x.git"}]')
+    assert said.code == 2
+    assert "`git` holds a password" in said.err

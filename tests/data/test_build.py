@@ -25,7 +25,7 @@ from etude.errors import UserError
 from etude.jsonl import MetricsLog
 from etude.progress import Reporter
 from etude.work import Work
-from tests.data.planted import TASK, Planted, plant
+from tests.data.planted import MIT, TASK, Planted, code, plant
 
 UNSCRUBBED = {"filters": {"scrub": False}}  # the detector takes a second to start
 SPROUT = Path(etude.__file__).parent / "models" / "sprout"
@@ -260,3 +260,44 @@ def test_a_tokeniser_of_its_own(repositories: tuple[Path, Planted], tmp_path: Pa
     reference = Tokenizer.from_file(str(made.folder / "tokeniser" / "tokenizer.json"))
     row = next(batch for batch in Corpus.open(made.folder).heldout("code"))
     assert "def " in reference.decode(row.tokens[0].tolist())
+
+
+@pytest.mark.parametrize(
+    ("choice", "kept"),
+    [
+        ({"keep": "prose"}, {"README.md"}),
+        ({"keep": "code"}, {"core.py", "tools.py", "deep/inner.py"}),
+        ({"include": ["*.py"], "exclude": ["deep/*"]}, {"core.py", "tools.py"}),
+    ],
+)
+def test_only_what_is_asked_for_is_kept(
+    tmp_path: Path, quiet: Reporter, choice: dict[str, Any], kept: set[str]
+) -> None:
+    root = tmp_path / "one"
+    (root / "deep").mkdir(parents=True)
+    for name in ("core", "tools", "deep/inner"):
+        (root / f"{name}.py").write_text(code(name))
+    (root / "README.md").write_text("# One\n\n" + "A sentence about what this is for and how it is used.\n" * 2)
+    source = {"name": "one", "folder": str(root), "licence": "MIT", **choice}
+    made = build(tmp_path / "corpus", quiet, source=[source], heldout=0.0, **UNSCRUBBED)
+    assert {path for row in made.documents("one") for path in row["paths"]} == kept
+    assert made.manifest.sources[0].documents_in == 4
+
+
+def test_a_repository_held_out_in_one_domain_is_held_out_in_all(tmp_path: Path, quiet: Reporter) -> None:
+    for repository in ("apple", "birch", "cedar"):
+        folder = tmp_path / "all" / repository
+        folder.mkdir(parents=True)
+        (folder / "LICENSE").write_text(MIT)
+        (folder / "core.py").write_text(code(repository))
+        words = " ".join(f"{repository}{number}" for number in range(400 if repository == "apple" else 40))
+        (folder / "notes.md").write_text(f"# Notes\n\n{words}\n".replace(" ", "\n", 30))
+    sources = [
+        {"name": "code", "keep": "code", "folder": str(tmp_path / "all")},
+        {"name": "docs", "keep": "prose", "domain": "docs", "folder": str(tmp_path / "all")},
+    ]
+    made = build(tmp_path / "corpus", quiet, source=sources, heldout=0.3, **UNSCRUBBED)
+    held = [{row["repository"] for row in made.documents(name) if row["heldout"]} for name in ("code", "docs")]
+    seen = [{row["repository"] for row in made.documents(name) if not row["heldout"]} for name in ("code", "docs")]
+    assert held[0] | held[1]
+    assert not (held[0] | held[1]) & (seen[0] | seen[1])

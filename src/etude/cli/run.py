@@ -149,4 +149,4 @@ def compare(
 def _cache(folder: Path | None) -> Path:
     from etude.models.fetch import default_cache
 
-    return folder if folder is not None else default_cache()
+    return folder.absolute() if folder is not None else default_cache()

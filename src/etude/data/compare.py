@@ -34,7 +34,7 @@ Dropped = dict[str, Counter[str]]  # "step: reason" → documents and bytes
 
 def drop_duplicates(units: Sequence[UnitJob], data: DataSettings, folder: Path, samples: Samples) -> list[Dropped]:
     """Say in each unit what stays; return for each unit what does not, by reason, and offer samples of it."""
-    counts = [len(np.load(unit.folder / HASHES, mmap_mode="r")) for unit in units]
+    counts = [(unit.folder / HASHES).stat().st_size // 16 for unit in units]
     begins = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     hashes, keys, matrix = _gathered(units, begins, data, folder)
     found = find_duplicates(hashes, keys, matrix, data.duplicates.similarity)
@@ -70,10 +70,10 @@ def _gathered(units: Sequence[UnitJob], begins: Any, data: DataSettings, folder:
     if bands:
         matrix = np.memmap(folder / "signatures.bin", np.uint32, "w+", shape=(count, bands * settings.rows))
     for unit, begin, end in zip(units, begins, begins[1:], strict=False):
-        hashes[begin:end] = np.load(unit.folder / HASHES)
+        hashes[begin:end] = np.fromfile(unit.folder / HASHES, np.uint64).reshape(-1, 2)
         if bands:
-            keys[:, begin:end] = np.load(unit.folder / KEYS).T
-            matrix[begin:end] = np.load(unit.folder / SIGNATURES)
+            keys[:, begin:end] = np.fromfile(unit.folder / KEYS, np.uint64).reshape(-1, bands).T
+            matrix[begin:end] = np.fromfile(unit.folder / SIGNATURES, np.uint32).reshape(-1, matrix.shape[1])
     return hashes, keys, matrix
 
 

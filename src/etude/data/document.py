@@ -26,7 +26,7 @@ class Document:
     kind: str = "file"  # file, commit or row
     language: str = ""  # tag of the library `identify`: python, markdown, plain-text, …
     licence: str = UNKNOWN  # SPDX expression
-    evidence: str = ""  # what told the licence: spdx-tag, text-hash, classifier, metadata, declared
+    evidence: str = ""  # what told the licence: spdx-tag, header, text-hash, classifier, metadata, declared
 
 
 @dataclass(frozen=True, slots=True)

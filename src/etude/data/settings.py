@@ -5,10 +5,12 @@ Each field stands beside what it means; docs/data.md explains them at length.
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+CREDENTIALS = re.compile(r"://[^/@]*:[^/@]*@")
 LOCATIONS = ("folder", "git", "pypi", "jsonl", "parquet", "dataset")
 
 
@@ -72,6 +74,10 @@ class SourceSettings(Settings):
                 f"source {self.name!r} must have exactly one of {', '.join(LOCATIONS)}; it has {given or 'none'}"
             )
         _refuse_idle(self, given[0])
+        if self.git and CREDENTIALS.search(self.git):
+            raise ValueError(
+                "`git` holds a password, which would go into every record; leave it to git's credential helper"
+            )
         for package in self.pypi:
             if package.count("==") != 1 or not all(package.split("==")):
                 raise ValueError(f"{package!r} names no version; write it as name==version")

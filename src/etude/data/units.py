@@ -1,6 +1,6 @@
 """First pass of the build: read, judge and clean one unit of a source, and write what stays.
 
-A unit is some parts of one source, about 32 MB together. It is done by one worker in bounded memory, leaves a folder of its
+A unit is some parts of one source, about 64 MB together. It is done by one worker in bounded memory, leaves a folder of its
 own, and is done again if it was interrupted. Its folder holds the kept documents (Parquet), their hashes and signatures for
 finding duplicates across the corpus, and the counts.
 """
@@ -42,7 +42,11 @@ UNIT_BYTES = 64_000_000
 BATCH_BYTES = 48_000_000  # of text held in memory at once: the secret detector takes a second to start for each batch
 BATCH_DOCUMENTS = 100_000
 DOCUMENTS, RESULT = "documents.parquet", "result.json"
-HASHES, KEYS, SIGNATURES = "hashes.npy", "keys.npy", "signatures.npy"
+HASHES, KEYS, SIGNATURES = (
+    "hashes.bin",
+    "keys.bin",
+    "signatures.bin",
+)  # flat: [documents, 2], [documents, bands], [documents, hashes]
 TEXT_COLUMNS = ("repository", "path", "kind", "language", "licence", "evidence", "text")
 SCHEMA = pa.schema([*((name, pa.string()) for name in TEXT_COLUMNS), ("bytes", pa.int64())])
 
@@ -83,8 +87,6 @@ class _Progress:
     tally: Tally
     samples: Samples
     digest: Any = field(default_factory=hashlib.sha256)
-    hashes: list[Any] = field(default_factory=list)
-    matrices: list[Any] = field(default_factory=list)
     scrubbed: Counter[str] = field(default_factory=Counter)
     hits: list[dict[str, Any]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -110,12 +112,6 @@ def filter_unit(job: UnitJob) -> dict[str, Any]:
         for batch in _batches(job, progress):
             _finish_batch(batch, job, progress, work, writer)
     progress.tally.check()
-    np.save(work / HASHES, np.concatenate(progress.hashes))
-    width = job.data.duplicates.bands * job.data.duplicates.rows if job.data.duplicates.near else 0
-    matrix = np.concatenate([np.zeros((0, width), np.uint32), *progress.matrices])
-    np.save(work / SIGNATURES, matrix)
-    if job.data.duplicates.near:
-        np.save(work / KEYS, band_keys(matrix, job.data.duplicates))
     result = {
         "source": job.source.name,
         "digest": progress.digest.hexdigest(),
@@ -220,10 +216,12 @@ def _finish_batch(
     kept = [document for document in batch if not _contaminated(document, job.tasks, progress)]
     clock = progress.timed("contamination", clock)
     texts = [document.text for document in kept]
-    progress.hashes.append(np.array([text_hash(text) for text in texts], np.uint64).reshape(-1, 2))
+    _append(workspace / HASHES, np.array([text_hash(text) for text in texts], np.uint64))
     clock = progress.timed("hashes", clock)
     if job.data.duplicates.near:
-        progress.matrices.append(signatures(texts, job.data.duplicates))
+        matrix = signatures(texts, job.data.duplicates)
+        _append(workspace / SIGNATURES, matrix)
+        _append(workspace / KEYS, band_keys(matrix, job.data.duplicates))
     clock = progress.timed("signatures", clock)
     sizes = [len(text.encode()) for text in texts]
     progress.tally.kept += len(kept)
@@ -231,6 +229,11 @@ def _finish_batch(
     columns = {name: [getattr(document, name) for document in kept] for name in TEXT_COLUMNS}
     writer.write_table(pa.table({**columns, "bytes": sizes}, schema=SCHEMA))
     progress.timed("write", clock)
+
+
+def _append(file: Path, values: Any) -> None:
+    with file.open("ab") as opened:
+        opened.write(values.tobytes())
 
 
 def _contaminated(document: Document, tasks: TaskIndex, progress: _Progress) -> bool:

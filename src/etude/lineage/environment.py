@@ -78,6 +78,12 @@ def hardware() -> Hardware:
     )
 
 
+def device_name(kind: str) -> str:
+    """Return the name of what computed, given torch's kind of device."""
+    machine = hardware()
+    return machine.accelerators[0] if kind == "cuda" else f"{machine.cpu}, {machine.cores} cores"
+
+
 def machine_identity() -> list[object]:
     """Return what tells machines apart whose speeds differ; the same whether torch is loaded or not."""
     drivers = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))

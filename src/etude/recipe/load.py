@@ -106,9 +106,9 @@ def check(layers: Sequence[Layer], kinds: Mapping[str, type[BaseModel]]) -> Reci
 
 
 def _refuse_stages_that_are_no_tables(merged: Table, layers: Sequence[Layer]) -> None:
-    """Refuse `compare = 3` and `[[compare]]`, which would otherwise be called unknown keys."""
+    """Refuse `data = 3`, `compare = 3` and `[[compare]]`, which would otherwise be called unknown keys."""
     listed = merged.get("stages")
-    for name in listed if isinstance(listed, list) else []:
+    for name in [DATA, *(listed if isinstance(listed, list) else [])]:
         if isinstance(name, str) and not isinstance(merged.get(name, {}), dict) and name not in Header.model_fields:
             raise UserError(
                 f"{_where(layers, [name])}{name!r} is a stage: its settings stand in a table, written [{name}]"
@@ -117,9 +117,10 @@ def _refuse_stages_that_are_no_tables(merged: Table, layers: Sequence[Layer]) ->
 
 def _entry(name: str, table: Table, layers: Sequence[Layer], kinds: Mapping[str, type[BaseModel]]) -> StageEntry:
     kind = table.get("kind", name)
-    if not isinstance(kind, str) or kind not in kinds:
+    known = [each for each in kinds if each != DATA]
+    if kind not in known:
         where = _where(layers, [name, "kind"] if "kind" in table else ["stages"])
-        raise UserError(f"{where}unknown stage {kind!r}{nearest(str(kind), kinds)}")
+        raise UserError(f"{where}unknown stage {kind!r}{nearest(str(kind), known)}")
     settings = {key: value for key, value in table.items() if key != "kind"}
     return StageEntry(name, kind, _validated(kinds[kind], settings, [name], layers))
 

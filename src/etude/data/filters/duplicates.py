@@ -23,6 +23,7 @@ from etude.data.ngrams import MULTIPLIER, ngram_runs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from etude.data.ngrams import Hashes
     from etude.data.settings import DuplicateSettings
 
     Matrix = np.ndarray[tuple[int, int], np.dtype[np.uint32]]
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 SEED = 7  # of the permutations; part of the result
+SIGNED = 4096  # documents signed at once: the library hands signatures over as Python numbers
 SLICE = 8_000_000  # keys sorted at once: about 200 MB
 CHECKED = 65_536  # candidate pairs compared at once: about 60 MB
 EXACT, NEAR = 1, 2
@@ -45,13 +47,19 @@ def text_hash(text: str) -> tuple[int, int]:
 
 def signatures(texts: Sequence[str], settings: DuplicateSettings) -> Matrix:
     """Return the MinHash signatures of texts, [documents, bands × rows]."""
-    runs = [ngram_runs(without_notice(text).encode(), settings.ngram, signs=False).hashes for text in texts]
-    offsets = np.zeros(len(runs) + 1, np.uint64)
-    np.cumsum([len(run) for run in runs], out=offsets[1:])
-    flat = np.concatenate(runs) if runs else np.zeros(0, np.uint64)
     width = settings.bands * settings.rows
-    matrix = RMinHash.digest_matrix_from_flat_token_hashes(flat, offsets, width, SEED)
-    return np.array(matrix.to_rows(), np.uint32).reshape(len(runs), width)
+    parts = [np.zeros((0, width), np.uint32)]
+    for start in range(0, len(texts), SIGNED):
+        runs = [_shingles(text, settings.ngram) for text in texts[start : start + SIGNED]]
+        offsets = np.zeros(len(runs) + 1, np.uint64)
+        np.cumsum([len(run) for run in runs], out=offsets[1:])
+        matrix = RMinHash.digest_matrix_from_flat_token_hashes(np.concatenate(runs), offsets, width, SEED)
+        parts.append(np.array(matrix.to_rows(), np.uint32))
+    return np.concatenate(parts)
+
+
+def _shingles(text: str, ngram: int) -> Hashes:
+    return ngram_runs(without_notice(text).encode(), ngram, signs=False).hashes
 
 
 def without_notice(text: str) -> str:

@@ -11,6 +11,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError
+from etude.files import publish_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -54,7 +55,9 @@ def train(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
         tokenizer_object=made, bos_token=END, eos_token=END, pad_token=END, extra_special_tokens=special[1:]
     )
     saved.chat_template = resources.files("etude.models").joinpath("sprout", TEMPLATE).read_text(encoding="utf-8")
-    saved.save_pretrained(folder)
+    work = folder.with_name(f"{folder.name}.work")
+    saved.save_pretrained(work)
+    publish_folder(work, folder)
 
 
 def take_over(model: Path, folder: Path) -> None:

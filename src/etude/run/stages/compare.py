@@ -75,7 +75,7 @@ class CompareStage:
         return Outcome(
             parents=parents,
             data=[_data_use(_code_folder(settings), code)],
-            device=_device_name(device),
+            device=environment.device_name(device.type),
             summary={"best": best.name, "bits_per_byte": best.bits.bits_per_byte, "candidates": len(results)},
         )
 
@@ -190,8 +190,3 @@ def _data_use(source: Path, code: Codebase) -> DataUse:
         bytes=code.bytes,
         left_out=code.left_out,
     )
-
-
-def _device_name(device: Any) -> str:
-    machine = environment.hardware()
-    return machine.accelerators[0] if device.type == "cuda" else f"{machine.cpu}, {machine.cores} cores"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from etude.data.settings import DataSettings
 from etude.errors import UserError
 from etude.files import digest_of_files, files_below, sha256_file
+from etude.lineage import environment
 from etude.lineage.record import DataUse, Parent
 from etude.run.stage import Job, Outcome
 
@@ -70,6 +71,7 @@ class DataStage:
             parents=[_teacher(job)] if writes else [],
             lineages=[job.parent.lineage] if writes and job.parent else [],
             data=_data_uses(manifest),
+            device=_device() if writes else None,
             summary={
                 "tokens": sum(source.tokens["train"] for source in manifest.sources),
                 "heldout_tokens": sum(source.tokens["heldout"] for source in manifest.sources),
@@ -92,6 +94,12 @@ def _tasks(settings: DataSettings) -> list[Path]:
 def _digest(path: Path) -> str:
     files = [path] if path.is_file() else files_below(path)
     return digest_of_files({str(file.relative_to(path)): sha256_file(file) for file in files})
+
+
+def _device() -> str:
+    from etude.models.load import choose_device
+
+    return environment.device_name(choose_device("auto").type)
 
 
 def _teacher(job: Job) -> Parent:
