@@ -35,7 +35,7 @@ def test_a_dataset_is_its_files_at_a_revision(tmp_path: Path, asked: list[dict[s
     assert texts(source.parts) == {"data/deep/more.parquet#0": b"more", "top.parquet#0": b"top"}
     patterns = ["**/*.parquet", "*.parquet"]
     assert asked == [{"name": "some/rows", "repo_type": "dataset", "revision": "v1", "allow_patterns": patterns}]
-    assert texts(opened(tmp_path, dataset="some/rows@v1", files="data/*.jsonl").parts) == {"data/rows.jsonl#0": "row"}
+    assert texts(opened(tmp_path, dataset="some/rows@v1", files="data/*.jsonl").parts) == {"data/rows.jsonl#0": b"row"}
     with pytest.raises(UserError, match=one_line("some/rows", "no files that match 'x/*.jsonl'")):
         opened(tmp_path, dataset="some/rows@v1", files="x/*.jsonl")
 
@@ -59,8 +59,8 @@ class Answer:
     ("error", "words"),
     [
         (errors.GatedRepoError, "accept its terms"),
-        (errors.RepositoryNotFoundError, "knows no dataset 'some/rows' at 'v1'"),
-        (errors.RevisionNotFoundError, "knows no dataset 'some/rows' at 'v1'"),
+        (errors.RepositoryNotFoundError, "knows no dataset 'some/rows'"),
+        (errors.RevisionNotFoundError, "no revision 'v1'"),
         (errors.HfHubHTTPError, "the server burns"),
     ],
 )
@@ -79,4 +79,13 @@ def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=one_line("some/rows", "hub")):
+        opened(tmp_path, dataset="some/rows@v1")
+
+
+def test_a_line_that_breaks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> str:
+        raise ConnectionError("reset by peer")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", broken)
+    with pytest.raises(UserError, match=one_line("some/rows", "hub cannot be reached", "`jsonl`")):
         opened(tmp_path, dataset="some/rows@v1")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -10,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.data.document import Drop, LicenceFile, Raw
-from etude.data.sources.opened import FilesPart, runs_of
 from etude.errors import UserError
 from tests import tiny
 from tests.data.sources.reading import entries, identity, opened, reasons, texts
@@ -37,23 +37,13 @@ def test_a_folder_is_a_repository(tmp_path: Path) -> None:
 
 
 def test_every_part_knows_all_licences_and_each_file_is_in_one(tmp_path: Path) -> None:
-    names = {f"{at:02}.py": bytes([at]) * 900 for at in range(20)}
+    names = {f"{at:03}.py": b"%d" % at for at in range(250)}
     write(tmp_path, {"zz/LICENSE": b"free", **names})
-    [whole] = opened(folder=str(tmp_path)).parts
-    assert isinstance(whole, FilesPart)
-    parts = whole.shared_out(5000)
-    assert len(parts) > 5
-    assert sum(part.size for part in parts) == whole.size
-    assert texts(parts) == {**names, "zz/LICENSE": b"free"}
+    parts = opened(folder=str(tmp_path)).parts
+    assert len(parts) == 3
+    assert sum(part.size for part in parts) == sum(map(len, names.values())) + len(b"free") + 251 * 1000
+    assert [(raw.path, raw.content) for raw in entries(parts)] == [*names.items(), ("zz/LICENSE", b"free")]  # type: ignore[union-attr]
     assert all(part.licence_files() == [LicenceFile("zz", "LICENSE", "free")] for part in parts)
-
-
-@given(st.lists(st.integers(0, 50)), st.integers(1, 60))
-def test_runs_are_the_items_in_order_and_of_about_the_size(sizes: list[int], most: int) -> None:
-    runs = runs_of(sizes, most)
-    assert [index for run in runs for index in run] == list(range(len(sizes)))
-    assert all(sum(sizes[index] for index in run) < most + max(sizes) for run in runs)
-    assert len(runs) <= sum(sizes) // most + 2
 
 
 def test_more_licence_texts_than_anybody_has_do_not_fill_the_memory(tmp_path: Path) -> None:
@@ -86,7 +76,7 @@ def test_a_huge_file_costs_nothing(tmp_path: Path) -> None:
         file.truncate(1 << 30)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     source = opened(folder=str(tmp_path))
-    assert entries(source.parts)[1] == Drop(tmp_path.name, "huge.py", "read", "over 1000 bytes", 1 << 30)
+    assert entries(source.parts)[1] == Drop(tmp_path.name, "huge.py", "read", "over max_bytes", 1 << 30)
     assert sum(part.size for part in source.parts) < 10_000
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB
 
@@ -96,7 +86,7 @@ def test_a_file_that_changes_after_it_was_listed_is_read_in_bounds(tmp_path: Pat
     source = opened(folder=str(tmp_path))
     (tmp_path / "gone.py").unlink()
     write(tmp_path, {"grown.py": b"y" * 5000})
-    assert reasons(source.parts) == {"gone.py": "unreadable", "grown.py": "over 1000 bytes"}
+    assert reasons(source.parts) == {"gone.py": "unreadable", "grown.py": "over max_bytes"}
     assert texts(source.parts) == {"same.py": b"z"}
 
 
@@ -162,6 +152,9 @@ def test_a_folder_of_folders_is_a_folder_of_repositories(tmp_path: Path) -> None
     assert [len(part.licence_files()) for part in parts] == [1, 0, 0]
 
     write(tmp_path, {"README.md": b"all"})
+    assert Raw(tmp_path.name, "README.md", b"all") in entries(opened(folder=str(tmp_path)).parts)
+    assert {entry.repository for entry in entries(opened(folder=str(tmp_path)).parts)} == {"one", "two", tmp_path.name}
+    shutil.rmtree(tmp_path / "two" / ".git")
     assert {entry.repository for entry in entries(opened(folder=str(tmp_path)).parts)} == {tmp_path.name}
 
 
@@ -222,3 +215,49 @@ def test_everything_below_a_folder_is_listed_once(contents: dict[str, bytes]) ->
         }
         assert set(reasons(parts).values()) <= {NOT_ENTERED}
         assert all(any(name.startswith(f"{drop}/") for drop in reasons(parts)) for name in hidden)
+
+
+def test_names_of_repositories_are_unicode(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"caf\xe9")).mkdir()
+    (tmp_path / os.fsdecode(b"caf\xe9") / "x.py").write_bytes(b"x")
+    assert entries(opened(folder=str(tmp_path)).parts) == [Raw(r"caf\xe9", "x.py", b"x")]
+    (tmp_path / "link").symlink_to(tmp_path / os.fsdecode(b"caf\xe9"))
+    assert opened(folder=str(tmp_path / "link")).location == rf"folder {tmp_path}/caf\xe9"
+
+
+def test_what_cannot_be_looked_at_is_a_drop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that may be listed and not entered, or a file that is deleted while a folder is listed."""
+    write(tmp_path, {"a.py": b"x", "b.py": b"y"})
+    lstat = Path.lstat
+
+    def refused(path: Path) -> os.stat_result:
+        if path.name == "b.py":
+            raise PermissionError(13, "Permission denied", str(path))
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", refused)
+    assert len(identity(folder=str(tmp_path))["folder"]) == 64
+    assert texts(opened(folder=str(tmp_path)).parts) == {"a.py": b"x"}
+    assert reasons(opened(folder=str(tmp_path)).parts) == {"b.py": "unreadable"}
+
+
+def test_what_happens_in_folders_that_are_not_entered_changes_nothing(tmp_path: Path) -> None:
+    write(tmp_path, {"a.py": b"x", "__pycache__/a.pyc": b"x"})
+    before = identity(folder=str(tmp_path))
+    write(tmp_path, {"__pycache__/b.pyc": b"x"})
+    os.utime(tmp_path / "__pycache__", ns=(1, 1))
+    assert identity(folder=str(tmp_path)) == before
+
+
+@pytest.mark.parametrize("kind", ["folder", "git", "jsonl"])
+def test_the_home_of_nobody_is_a_place_that_is_not_there(kind: str) -> None:
+    with pytest.raises(UserError, match=one_line("'some'", "~nobody-here/data")):
+        identity(**{kind: "~nobody-here/data"})
+
+
+def test_home_is_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "tree", {"a.py": b"x"})
+    assert texts(opened(folder="~/tree").parts) == {"a.py": b"x"}
+    monkeypatch.chdir(tmp_path)
+    assert texts(opened(folder="tree").parts) == {"a.py": b"x"}

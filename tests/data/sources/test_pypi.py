@@ -121,3 +121,18 @@ def test_processes_that_fetch_at_the_same_time_do_not_collide(index: Path, tmp_p
 
 def test_the_repository_is_named_by_the_package(index: Path, tmp_path: Path) -> None:
     assert {entry.repository for entry in entries(opened(tmp_path, pypi=["toolz==1.2.0"]).parts)} == {"toolz-1.2.0"}
+
+
+def test_nothing_in_the_current_folder_is_run(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("pip", "packaging", "hashlib", "etude"):
+        (here / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.chdir(here)
+    assert texts(opened(tmp_path / "cache", pypi=["toolz==1.2.0"]).parts)["toolz.py"] == b"new = 1\n"
+    assert not (tmp_path / "ran").exists()
+
+
+def test_two_names_of_one_package_are_one_package(index: Path, tmp_path: Path) -> None:
+    [part] = opened(tmp_path / "cache", pypi=["toolz==1.2.0", "Toolz==1.2"]).parts
+    assert len(entries([part])) == 3

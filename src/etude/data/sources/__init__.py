@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from etude.data.sources.dataset import name_and_revision, open_dataset
 from etude.data.sources.folder import identify_folder, open_folder
 from etude.data.sources.git import commit_of, open_git, shown
 from etude.data.sources.opened import OpenSource
 from etude.data.sources.pypi import open_pypi, pins_of
-from etude.data.sources.table import identify_tables, open_tables
+from etude.data.sources.table import dataset_of, identify_tables, open_dataset, open_tables
 from etude.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,27 +23,22 @@ __all__ = ["OpenSource", "identify_source", "open_source"]
 def open_source(settings: SourceSettings, most_bytes: int, cache: Path, reporter: Reporter) -> OpenSource:
     """Fetch what is not on this machine, and list what there is. Documents over `most_bytes` are listed, not read."""
     try:
-        source = _opened(settings, most_bytes, cache, reporter)
+        if settings.folder:
+            source = open_folder(settings, most_bytes)
+        elif settings.git:
+            source = open_git(settings, most_bytes, cache, reporter)
+        elif settings.pypi:
+            source = open_pypi(settings, most_bytes, cache, reporter)
+        elif settings.dataset:
+            source = open_dataset(settings, most_bytes, cache, reporter)
+        else:
+            source = open_tables(settings, most_bytes)
     except UserError:
         reporter.check_stop()  # Ctrl-C reaches git and pip as well: then their failure is no news
         raise
     if not source.parts:
-        raise UserError(
-            f"source {settings.name!r} holds no files; {source.location} is empty: fill it, or remove the source"
-        )
+        raise UserError(f"source {settings.name!r} holds no files: {source.location} is empty; fill or remove it")
     return source
-
-
-def _opened(settings: SourceSettings, most_bytes: int, cache: Path, reporter: Reporter) -> OpenSource:
-    if settings.folder:
-        return open_folder(settings, most_bytes)
-    if settings.git:
-        return open_git(settings, most_bytes, cache, reporter)
-    if settings.pypi:
-        return open_pypi(settings, most_bytes, cache, reporter)
-    if settings.dataset:
-        return open_dataset(settings, most_bytes, cache, reporter)
-    return open_tables(settings, most_bytes)
 
 
 def identify_source(settings: SourceSettings) -> dict[str, Any]:
@@ -56,5 +50,5 @@ def identify_source(settings: SourceSettings) -> dict[str, Any]:
     if settings.pypi:
         return {"pypi": pins_of(settings)}
     if settings.dataset:
-        return {"dataset": "@".join(name_and_revision(settings))}
+        return {"dataset": "@".join(dataset_of(settings))}
     return {"files": identify_tables(settings)}

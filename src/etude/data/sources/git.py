@@ -10,15 +10,14 @@ import fcntl
 import hashlib
 import os
 import re
-import shutil
 import subprocess
-from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etude.data.sources.opened import Entry, FilesPart, OpenSource, entry_of, over
+from etude.data.sources.opened import TOO_LARGE, Entry, OpenSource, entry_of, licences_among, local, share_out
 from etude.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,13 +26,23 @@ if TYPE_CHECKING:
     from etude.data.settings import SourceSettings
     from etude.progress import Reporter
 
-GIT = ["git", "--no-pager", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "core.quotePath=false"]  # fmt: skip
-OTHERS = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY"}  # would lead to another repository
+    Done = subprocess.CompletedProcess[bytes]
+
+GIT = ["git", "--no-pager", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "core.quotePath=false",
+       "-c", "safe.bareRepository=all"]  # fmt: skip
+OTHERS = {
+    "GIT_DIR",
+    "GIT_COMMON_DIR",
+    "GIT_WORK_TREE",
+    "GIT_INDEX_FILE",
+    "GIT_OBJECT_DIRECTORY",
+}  # would lead to another repository
 FIXED = {"GIT_TERMINAL_PROMPT": "0", "GIT_NO_REPLACE_OBJECTS": "1", "GIT_NO_LAZY_FETCH": "1", "LC_ALL": "C"}
 OFFLINE = {"GIT_ALLOW_PROTOCOL": "none"}
 CHANGES = ["diff-tree", "--root", "-p", "--format=%B%x00", "--encoding=UTF-8", "--unified=3", "--no-color", "--no-renames",
            "--no-ext-diff", "--no-textconv"]  # fmt: skip
-BRANCHES_AND_TAGS = ("+refs/heads/*:refs/heads/*", "+refs/tags/*:refs/tags/*")
+REFS = ("+refs/heads/*:refs/heads/*", "+refs/tags/*:refs/tags/*")  # branches and tags
+MOST_REPORTS = 20  # a message that mentions more is a list
 BROKEN = "broken object"
 FAULTS = {b"120000": "a link", b"160000": "a submodule"}  # by mode
 PEOPLE = re.compile(rb"^([\w-]+-by|cc):.*\n?", re.IGNORECASE | re.MULTILINE)  # trailers with names and addresses
@@ -42,7 +51,7 @@ OBJECT_NAMES = re.compile(rb"^index [0-9a-f]+\.\.[0-9a-f]+.*\n", re.MULTILINE)  
 
 def shown(where: str) -> str:
     """Return where a repository lies, without the user and password that an address may carry."""
-    return re.sub(r"//[^/@]*@", "//", where)
+    return re.sub(r"//[^/]*@", "//", where)
 
 
 def commit_of(settings: SourceSettings) -> str:
@@ -50,13 +59,9 @@ def commit_of(settings: SourceSettings) -> str:
     folder = _local(settings)
     if not folder:
         return _remote_commit(settings)
-    _git(folder, "rev-parse", "--git-dir", refusal=f"source {settings.name!r}: {folder} is no git repository")
-    asked = _git(folder, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{settings.revision}^{{commit}}")
-    if asked.returncode:
-        raise UserError(
-            f"source {settings.name!r}: {folder} is empty or has no commit {settings.revision!r}; set `revision`"
-        )
-    return asked.stdout.decode().strip()
+    refusal = f"source {settings.name!r}: {folder} has no commit {settings.revision!r}; set `revision`"
+    asked = ("rev-parse", "--verify", "--end-of-options", f"{settings.revision}^{{commit}}")
+    return _git(folder, *asked, refusal=refusal).stdout.decode().strip()
 
 
 def open_git(settings: SourceSettings, most_bytes: int, cache: Path, reporter: Reporter) -> OpenSource:
@@ -66,38 +71,19 @@ def open_git(settings: SourceSettings, most_bytes: int, cache: Path, reporter: R
     commit = commit_of(settings)
     folder = _local(settings) or _clone(settings, commit, cache, reporter)
     name = re.split("[/:]", str(_local(settings) or settings.git).rstrip("/"))[-1].removesuffix(".git")
-    part = GitPart(str(folder), name, most_bytes, tuple(_files(folder, commit, most_bytes))).with_licences()
+    files, blobs = _files(folder, commit, most_bytes), partial(_blobs, folder)
+    licences = licences_among(files, blobs)
     if settings.history:
-        commits = tuple(_commits(folder, commit, settings.history))
-        part = HistoryPart(str(folder), name, most_bytes, commits, part.licences, commit, settings.reports)
-    return OpenSource(f"git {shown(str(settings.git))}", commit, [*part.shared_out()])
+        history = History(folder, commit, settings.reports, most_bytes)
+        parts = share_out(name, history.commits(settings.history), partial(map, history.document), licences, "commit")
+    else:
+        parts = share_out(name, files, blobs, licences)
+    return OpenSource(f"git {shown(str(settings.git))}", commit, parts)
 
 
 def _local(settings: SourceSettings) -> Path | None:
-    folder = Path(str(settings.git)).expanduser().resolve()
+    folder = local(str(settings.git)).resolve()
     return folder if folder.is_dir() else None
-
-
-def _environment(folder: Path, *, network: bool = False) -> dict[str, str]:
-    """Keep git in this repository, and from fetching by itself what is missing in it, which would run what it names."""
-    kept = {name: value for name, value in os.environ.items() if name not in OTHERS}
-    return kept | FIXED | ({} if network else OFFLINE) | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
-
-
-def _git(
-    folder: Path, *arguments: str, network: bool = False, refusal: str = "", given: str = ""
-) -> subprocess.CompletedProcess[bytes]:
-    """Run git to its end; if it fails, raise the refusal with git's reason, if there is one."""
-    command = [*GIT, "-C", str(folder), *arguments]
-    environment = _environment(folder, network=network)
-    try:
-        done = subprocess.run(command, env=environment, input=given.encode(), capture_output=True, check=False)
-    except FileNotFoundError:
-        raise UserError("git is not installed, which reads sources with `git`; install it") from None
-    if done.returncode and refusal:
-        said = done.stderr.decode(errors="replace").strip().splitlines() or ["git gives no reason"]
-        raise UserError(f"{refusal}: {shown(said[-1])}")
-    return done
 
 
 def _remote_commit(settings: SourceSettings) -> str:
@@ -112,27 +98,43 @@ def _remote_commit(settings: SourceSettings) -> str:
     for name in (revision, f"refs/tags/{revision}^{{}}", f"refs/tags/{revision}", f"refs/heads/{revision}"):
         if name in found:
             return found[name]
-    raise UserError(f"{where} has no branch or tag {revision!r}; set `revision`")
+    raise UserError(f"{where} has no branch or tag {revision!r}; set `revision` to one, or to the full id of a commit")
 
 
 def _clone(settings: SourceSettings, commit: str, cache: Path, reporter: Reporter) -> Path:
-    """Return a bare clone in the cache that has the commit; one process at a time looks after it."""
+    """Return a bare repository in the cache that has the commit; one process at a time looks after it."""
     url = str(settings.git)
     folder = cache / "git" / hashlib.sha256(url.encode()).hexdigest()[:16]
-    work = folder.with_suffix(".work")
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     refusal = f"source {settings.name!r}: git cannot fetch {shown(url)}"
     with folder.with_suffix(".lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            reporter.say(f"fetching {shown(url)} …")
-            shutil.rmtree(work, ignore_errors=True)  # what a killed process left
-            _git(cache, "clone", "--quiet", "--bare", "--", url, str(work), network=True, refusal=refusal)
-            work.rename(folder)
         if _git(folder, "cat-file", "-e", commit).returncode:
-            _git(folder, "fetch", "--quiet", "--", url, *BRANCHES_AND_TAGS, network=True, refusal=refusal)
+            reporter.say(f"fetching {shown(url)} …")
+            form = "sha1" if len(commit) == 40 else "sha256"
+            _git(folder, "init", "--quiet", "--bare", f"--object-format={form}", refusal=refusal)
+            _git(folder, "fetch", "--quiet", "--update-shallow", "--", url, *REFS, network=True, refusal=refusal)
     _git(folder, "cat-file", "-e", commit, refusal=f"{refusal}: no branch or tag leads to {commit}")
     return folder
+
+
+def _environment(folder: Path, *, network: bool = False) -> dict[str, str]:
+    """Keep git in this repository, and from fetching by itself what is missing in it, which would run what it names."""
+    kept = {name: value for name, value in os.environ.items() if name not in OTHERS}
+    return kept | FIXED | ({} if network else OFFLINE) | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+
+
+def _git(folder: Path, *arguments: str, network: bool = False, refusal: str = "", given: str = "") -> Done:
+    """Run git to its end; if it fails, raise the refusal with git's reason, if there is one."""
+    command, environment = [*GIT, "-C", str(folder), *arguments], _environment(folder, network=network)
+    try:
+        done = subprocess.run(command, env=environment, input=given.encode(), capture_output=True, check=False)
+    except FileNotFoundError:
+        raise UserError("git is not installed, which reads sources with `git`; install it") from None
+    if done.returncode and refusal:
+        said = re.search("^(?:fatal|error): (.+)", done.stderr.decode(errors="replace"), re.MULTILINE)
+        raise UserError(f"{refusal}: {shown(said[1]) if said else 'git gives no reason'}")
+    return done
 
 
 def _files(folder: Path, tree: str, most_bytes: int, prefix: str = "") -> list[Entry]:
@@ -140,7 +142,7 @@ def _files(folder: Path, tree: str, most_bytes: int, prefix: str = "") -> list[E
     asked = _git(folder, "ls-tree", "-r", "-z", "-l", tree)
     asked = _git(folder, "ls-tree", "-z", "-l", tree) if asked.returncode else asked
     if asked.returncode:
-        return [Entry(prefix, tree, 0, BROKEN)]
+        return [entry_of(prefix, "", 0, BROKEN, most_bytes)]
     entries = []
     for line in asked.stdout.split(b"\0")[:-1]:
         mode, kind, key, size, name = re.split(rb" +|\t", line, maxsplit=4)
@@ -153,47 +155,41 @@ def _files(folder: Path, tree: str, most_bytes: int, prefix: str = "") -> list[E
     return entries
 
 
-def _commits(folder: Path, commit: str, most: int) -> list[Entry]:
-    """List the last commits that are no merges, oldest first; a broken one hides all that are older."""
-    asked = _git(folder, "rev-list", "--no-merges", f"--max-count={most}", commit)
-    found = [Entry(line, line, 0) for line in asked.stdout.decode().split()]
-    hidden = [Entry(f"before {found[-1].path if found else commit}", "", 0, BROKEN)] if asked.returncode else []
-    return hidden + found[::-1]
-
-
-class GitPart(FilesPart):
-    """Some files at a revision."""
-
-    def contents(self, keys: list[str]) -> Iterator[bytes | str]:
-        """Ask one process for all; if it dies of a broken object, another one goes on behind that."""
-        left = deque(keys)
-        while left:
-            output = BytesIO(_git(Path(self.root), "cat-file", "--batch", given="\n".join([*left, ""])).stdout)
-            alive = True
-            while left and alive:
-                left.popleft()
-                about = output.readline().split()  # id, type and size; or id and "missing"; or nothing
-                size = int(about[2]) if len(about) == 3 else -1
-                content = output.read(size + 1)
-                alive = bool(about) and len(content) == size + 1
-                yield content[:size] if alive and size >= 0 else BROKEN
+def _blobs(folder: Path, keys: list[str]) -> Iterator[bytes | str]:
+    """Ask one process for all; if it dies of a broken object, another one goes on from there."""
+    output = BytesIO()
+    for index in range(len(keys)):
+        about = output.readline().split()  # id, type and size; or id and "missing"; or nothing
+        if not about:
+            output = BytesIO(_git(folder, "cat-file", "--batch", given="\n".join([*keys[index:], ""])).stdout)
+            about = output.readline().split()
+        size = int(about[2]) if len(about) == 3 else -1
+        content = output.read(size + 1)
+        yield content[:-1] if 0 <= size < len(content) else BROKEN
 
 
 @dataclass(frozen=True)
-class HistoryPart(GitPart):
-    """Some commits, each a document: the bug reports it mentions, its message, its changes; not who wrote it."""
+class History:
+    """The commits that led to one, each a document: the bug reports it mentions, its message, its changes; not its author."""
 
-    commit: str = ""
-    reports: str | None = None
+    folder: Path
+    commit: str
+    reports: str | None
+    most_bytes: int
 
-    kind = "commit"
-    overhead = 100_000
+    def commits(self, most: int) -> list[Entry]:
+        """List the last ones that are no merges, oldest first; a broken one hides all that are older."""
+        asked = _git(self.folder, "rev-list", "--no-merges", f"--max-count={most}", self.commit)
+        shallow = self.folder / os.fsdecode(_git(self.folder, "rev-parse", "--git-path", "shallow").stdout[:-1])
+        ends = shallow.read_text().split() if shallow.exists() else []  # what they change cannot be known
+        faults = dict.fromkeys(ends, "the clone is shallow")
+        found = [Entry(name, name, 0, faults.get(name, "")) for name in asked.stdout.decode().split()]
+        oldest = found[-1].path if found else self.commit
+        hidden = [Entry(f"before {oldest}", "", 0, BROKEN)] if asked.returncode else []
+        return hidden + found[::-1]
 
-    def contents(self, keys: list[str]) -> Iterator[bytes | str]:
-        """Yield each commit as a document."""
-        return (self._document(commit) for commit in keys)
-
-    def _document(self, commit: str) -> bytes | str:
+    def document(self, commit: str) -> bytes | str:
+        """Return a commit as a document, or why it is none."""
         whole = self._output(*CHANGES, commit)
         if isinstance(whole, str):
             return whole
@@ -203,22 +199,22 @@ class HistoryPart(GitPart):
         if not textual:
             return "no textual changes"
         document = b"%scommit %s\n\n%s" % (self._reported(message), PEOPLE.sub(b"", message).strip(), textual)
-        return document if len(document) <= self.most_bytes else over(self.most_bytes)
+        return document if len(document) <= self.most_bytes else TOO_LARGE
 
     def _reported(self, message: bytes) -> bytes:
         """Return the bug reports that a message mentions (#123) and that lie in the repository at its revision."""
-        numbers = dict.fromkeys(re.findall(r"#(\d+)", message.decode("ascii", "ignore"))) if self.reports else {}
-        paths = [str(self.reports).replace("{number}", number) for number in numbers]
+        numbers = list(dict.fromkeys(re.findall(r"#(\d+)", message.decode("ascii", "ignore"))))[:MOST_REPORTS]
+        paths = [self.reports.replace("{number}", number) for number in numbers] if self.reports else []
         found = [self._output("cat-file", "blob", f"{self.commit}:{path}") for path in paths]
         return b"".join(b"bug report:\n%s\n\n" % report.strip() for report in found if isinstance(report, bytes))
 
     def _output(self, *arguments: str) -> bytes | str:
         """Return what git prints, in bounded memory, or why there is nothing."""
-        command, environment = [*GIT, "-C", self.root, *arguments], _environment(Path(self.root))
+        command, environment = [*GIT, "-C", str(self.folder), *arguments], _environment(self.folder)
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
             assert process.stdout is not None
             content = process.stdout.read(self.most_bytes + 1)
             if len(content) > self.most_bytes:
                 process.kill()
-                return over(self.most_bytes)
+                return TOO_LARGE
         return BROKEN if process.returncode else content

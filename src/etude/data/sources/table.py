@@ -1,4 +1,4 @@
-"""Rows with a text column: JSONL, plain or compressed, and Parquet."""
+"""Rows with a text column: JSONL, plain or compressed, and Parquet; on this machine, or in a dataset of the hub."""
 
 from __future__ import annotations
 
@@ -7,168 +7,48 @@ import gzip
 import json
 import os
 import zlib
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from functools import partial
+from math import inf
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
-from etude.data.document import Drop, LicenceFile, Raw
-from etude.data.sources.opened import CHUNK, OpenSource, digest_of_stats, over, runs_of
+from etude.data.document import Drop, Raw
+from etude.data.sources.opened import TOO_LARGE, USUAL_RATIO, DeferredPart, OpenSource, local, printable
 from etude.errors import UserError, one_line
+from etude.files import digest_of
+from etude.models.hub import fetch_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from etude.data.document import Part
     from etude.data.settings import SourceSettings
+    from etude.progress import Reporter
 
-    Row = tuple[dict[str, Any] | str, int]  # the columns, or why they cannot be had; bytes of the line
+    Row = tuple[int, dict[str, Any], int, str]  # number, columns, bytes, and what is wrong with it, if anything
+    Rows = Callable[[], Iterator[Row]]
 
-USUAL_RATIO = 4  # text to compressed text
+CHUNK = 32_000_000  # bytes of one part
 ROWS_AT_ONCE = 64
 BLOCK = 1 << 16
-DAMAGED = "file is damaged"
-
-
-@dataclass(frozen=True)
-class TablePart(ABC):
-    """Some rows of a file: from one byte to another, or of some row groups."""
-
-    settings: SourceSettings
-    most_bytes: int
-    path: str
-    name: str  # of the file, in the names of its rows
-    first_row: int
-    size: int
-
-    def licence_files(self) -> list[LicenceFile]:
-        """Return none: rows lie in no folder."""
-        return []
-
-    def stated_licence(self) -> str | None:
-        """Return None: each row may have its own."""
-        return None
-
-    def read(self) -> Iterator[Raw | Drop]:
-        """Yield each row; what is lost with the rest of a damaged file is one drop."""
-        for number, (row, size) in enumerate(self.rows(), self.first_row):
-            yield self._outcome(f"{self.name}#{number}", row, size)
-
-    @abstractmethod
-    def rows(self) -> Iterator[Row]:
-        """Yield each row of the part."""
-
-    def _outcome(self, at: str, row: dict[str, Any] | str, size: int) -> Raw | Drop:
-        columns = row if isinstance(row, dict) else {}
-        text = columns.get(self.settings.text)
-        repository = _plain(columns.get(self.settings.repository_column or "") or at)
-        fault = row if isinstance(row, str) else self._fault(text)
-        if fault or text is None:
-            return Drop(repository, at, "read", fault, size)
-        licence = columns.get(self.settings.licence_column or "") or None
-        stated = " AND ".join(map(_plain, licence)) if isinstance(licence, list) else licence and _plain(licence)
-        return Raw(repository, at, text, "row", stated)
-
-    def _fault(self, text: Any) -> str:
-        if not isinstance(text, str | bytes):
-            return "no text"
-        try:
-            length = len(text.encode() if isinstance(text, str) else text)
-        except UnicodeEncodeError:
-            return "half a surrogate pair"
-        return over(self.most_bytes) if length > self.most_bytes else ""
-
-
-def _plain(value: Any) -> str:
-    return str(value).encode("utf-8", "backslashreplace").decode()
-
-
-@dataclass(frozen=True)
-class JsonlPart(TablePart):
-    """The lines from one place in a file to another, both behind a newline; of a compressed file, all."""
-
-    start: int = 0
-    end: int | None = None
-
-    def rows(self) -> Iterator[Row]:
-        """Yield the columns of each line, or what is wrong with it."""
-        try:
-            with gzip.open(self.path) if self.path.endswith(".gz") else Path(self.path).open("rb") as file:
-                for line, size in self._lines(file):
-                    yield parsed(line), size
-        except (OSError, EOFError, zlib.error):
-            yield DAMAGED, 0
-
-    def _lines(self, file: IO[bytes] | gzip.GzipFile) -> Iterator[tuple[bytes | None, int]]:
-        """Yield each line and its length; None for one that is longer than any text within the limit can make it."""
-        longest = 4 * self.most_bytes + BLOCK
-        at = file.seek(self.start)
-        while (self.end is None or at < self.end) and (line := file.readline(longest)):
-            size, piece = len(line), line
-            while not piece.endswith(b"\n") and (piece := file.readline(BLOCK)):
-                size += len(piece)
-            at += size
-            yield line if size == len(line) else None, size
-
-
-def parsed(line: bytes | None) -> dict[str, Any] | str:
-    """Return the columns of a line, or what is wrong with it."""
-    if line is None or not line.strip():
-        return "line too long" if line is None else "empty line"
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        return "not UTF-8"
-    except (ValueError, RecursionError):
-        return "invalid JSON"
-    return row if isinstance(row, dict) else "not a JSON object"
-
-
-@dataclass(frozen=True)
-class ParquetPart(TablePart):
-    """Some row groups."""
-
-    groups: tuple[int, ...] = ()
-
-    def rows(self) -> Iterator[Row]:
-        """Yield the columns of each row; texts as bytes, because nobody has checked that they are UTF-8."""
-        import pyarrow
-        from pyarrow.parquet import ParquetFile
-
-        wanted = _columns(self.settings)
-        try:
-            with ParquetFile(self.path) as file:
-                for group in self.groups:
-                    for batch in file.iter_batches(ROWS_AT_ONCE, [group], wanted, use_threads=False):
-                        texts = batch.column(self.settings.text).cast(pyarrow.binary()).to_pylist()
-                        for row, text in zip(batch.select(wanted[1:]).to_pylist(), texts, strict=True):
-                            yield {**row, self.settings.text: text}, len(text or b"")
-        except (OSError, ValueError, pyarrow.ArrowException):
-            yield DAMAGED, 0
-
-
-def _columns(settings: SourceSettings) -> list[str]:
-    return [
-        name for name in dict.fromkeys([settings.text, settings.repository_column, settings.licence_column]) if name
-    ]
 
 
 def identify_tables(settings: SourceSettings) -> str:
     """Return a digest of the files, by size and time of change."""
     root, files = _located(settings)
-    return digest_of_stats(root, [file.resolve() for file in files])
+    stats = [(printable(os.path.relpath(file, root)), file.stat()) for file in files]
+    return digest_of([[name, about.st_size, about.st_mtime_ns] for name, about in stats])
 
 
 def open_tables(settings: SourceSettings, most_bytes: int) -> OpenSource:
     """Share the rows of all files out in parts."""
     root, files = _located(settings)
     location = f"parquet {settings.parquet}" if settings.parquet else f"jsonl {settings.jsonl}"
-    return OpenSource(location, None, table_parts(files, root, settings, most_bytes))
+    return OpenSource(location, None, _parts(files, root, settings, most_bytes))
 
 
 def _located(settings: SourceSettings) -> tuple[Path, list[Path]]:
     """Return the files that a name or pattern stands for, in path order, and the innermost folder around them."""
-    pattern = str(Path(settings.jsonl or settings.parquet or "").expanduser())
+    pattern = str(local(settings.jsonl or settings.parquet or ""))
     names = [pattern] if Path(pattern).is_file() else glob.glob(pattern, recursive=True)  # noqa: PTH207 - may be absolute
     files = sorted(Path(name).absolute() for name in names if Path(name).is_file())
     if not files:
@@ -176,50 +56,123 @@ def _located(settings: SourceSettings) -> tuple[Path, list[Path]]:
     return Path(os.path.commonpath([file.parent for file in files])), files
 
 
-def table_parts(files: list[Path], root: Path, settings: SourceSettings, most_bytes: int) -> list[Part]:
-    """Return the parts of each file: row groups, ranges of lines, or all of a compressed file."""
-    parts: list[Part] = []
+def dataset_of(settings: SourceSettings) -> tuple[str, str]:
+    """Return the dataset's name and its revision, which must be given: the default branch moves."""
+    name, _, revision = str(settings.dataset).partition("@")
+    if not revision:
+        raise UserError(f"source {settings.name!r}: {name} changes with time; say which one: {name}@COMMIT")
+    return name, revision
+
+
+def open_dataset(settings: SourceSettings, most_bytes: int, cache: Path, reporter: Reporter) -> OpenSource:
+    """Fetch the files that match into the cache, and share their rows out in parts."""
+    name, revision = dataset_of(settings)
+    reporter.say(f"fetching {name} from the hub …")
+    wanted = [settings.files, settings.files.replace("**/", "")]  # for the hub `**/` is one folder or more, not none
+    root = fetch_files("dataset", name, revision, cache / "hub", allow_patterns=wanted)
+    files = sorted(path for path in root.glob(settings.files) if path.is_file())
+    if not files:
+        raise UserError(f"source {settings.name!r}: {name} has no files that match {settings.files!r}; set `files`")
+    return OpenSource(f"dataset {name}", root.name, _parts(files, root, settings, most_bytes))
+
+
+def _parts(files: list[Path], root: Path, settings: SourceSettings, most_bytes: int) -> list[DeferredPart]:
+    """Return the parts of each file: row groups, all of a compressed file, or ranges of bytes."""
+    parts = []
     for file in files:
-        common = (settings, most_bytes, str(file), file.relative_to(root).as_posix())
+        size, lines = file.stat().st_size, partial(jsonl_rows, file, most_bytes)
         if settings.parquet or file.suffix == ".parquet":
-            parts += [ParquetPart(*common, first, size, groups) for first, size, groups in _row_groups(file, settings)]
+            pieces = [*_row_groups(file, settings)]
         elif file.suffix == ".gz":
-            parts.append(JsonlPart(*common, 0, USUAL_RATIO * file.stat().st_size))
+            pieces = [(USUAL_RATIO * size, partial(lines, 0, inf))]
         else:
-            parts += [JsonlPart(*common, row, end - start, start, end) for start, end, row in line_ranges(file)]
+            starts = range(0, size, CHUNK)
+            pieces = [(min(CHUNK, size - start), partial(lines, start, start + CHUNK)) for start in starts]
+        read = partial(_read, settings, most_bytes, printable(str(file.relative_to(root))))
+        parts += [DeferredPart(about, partial(read, rows)) for about, rows in pieces]
     return parts
 
 
-def line_ranges(path: Path, chunk: int = CHUNK) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, end, number of the first line) of runs of whole lines of about `chunk` bytes, or of one long line."""
-    start = read = row = 0
-    with path.open("rb") as file:
-        while block := file.read(chunk):
-            cut = block.rfind(b"\n") + 1 if len(block) == chunk else len(block)
-            if cut:
-                yield start, read + cut, row
-                start, row = read + cut, row + block.count(b"\n")
-            read += len(block)
-    if read > start:
-        yield start, read, row
-
-
-def _row_groups(file: Path, settings: SourceSettings) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Yield (number of the first row, bytes, row groups) of runs of row groups."""
-    import pyarrow
-    from pyarrow.parquet import ParquetFile
+def _read(settings: SourceSettings, most_bytes: int, file: str, rows: Rows) -> Iterator[Raw | Drop]:
+    """Yield each row; what is lost with the rest of a damaged piece is one drop."""
+    from pyarrow import ArrowException
 
     try:
-        with ParquetFile(file) as opened:
-            schema, about = opened.schema_arrow, opened.metadata
-        if missing := [name for name in _columns(settings) if name not in schema.names]:
-            raise UserError(f"{file} has no column {missing[0]!r}; it has {', '.join(schema.names)}")
-        pyarrow.nulls(0, schema.field(settings.text).type).cast(pyarrow.binary())
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(
-            f"{file} cannot be read as Parquet with texts in {settings.text!r}: {one_line(error)}"
-        ) from None
-    groups = [about.row_group(index) for index in range(about.num_row_groups)]
-    for run in runs_of([group.total_byte_size for group in groups], CHUNK):
-        first = sum(group.num_rows for group in groups[: run[0]])
-        yield first, sum(groups[index].total_byte_size for index in run), tuple(run)
+        for number, columns, size, fault in rows():
+            name = f"{file}#{number}"
+            repository = _words(columns, settings.repository_column) or name
+            text = columns.get(settings.text)
+            content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+            if fault or not isinstance(content, bytes):
+                yield Drop(repository, name, "read", fault or "no text", size)
+            elif len(content) > most_bytes:
+                yield Drop(repository, name, "read", TOO_LARGE, size)
+            else:
+                yield Raw(repository, name, content, "row", _words(columns, settings.licence_column) or None)
+    except (OSError, EOFError, zlib.error, ValueError, ArrowException):
+        yield Drop(file, file, "read", "file is damaged", 0)
+
+
+def _words(columns: dict[str, Any], name: str | None) -> str:
+    """Return what a column says; of a list everything, because all licences hold."""
+    value = columns.get(name) if name else None
+    values = [one for one in (value if isinstance(value, list) else [value]) if one is not None]
+    texts = [one if isinstance(one, bytes) else str(one).encode(errors="backslashreplace") for one in values]
+    words = [text.decode(errors="backslashreplace") for text in texts]
+    return words[0] if len(words) == 1 else " AND ".join(f"({word})" if " OR " in word else word for word in words)
+
+
+def jsonl_rows(path: Path, most_bytes: int, start: int, end: float) -> Iterator[Row]:
+    """Yield the lines of a JSONL file that begin in a range of bytes; a line's number is the byte it begins at."""
+    longest = 4 * most_bytes + BLOCK  # a text within the limit makes no longer line
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        at = file.seek(max(start - 1, 0))  # in a line that began before, if only in its newline
+        while at < end and (line := file.readline(longest)):
+            size, piece, mine = len(line), line, at >= start
+            while not piece.endswith(b"\n") and (mine or at + size < end) and (piece := file.readline(BLOCK)):
+                size += len(piece)
+            if mine:
+                columns, fault = _parsed(line) if size == len(line) else ({}, "line too long")
+                yield at, columns, size, fault
+            at += size
+
+
+def _parsed(line: bytes) -> tuple[dict[str, Any], str]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}, "invalid JSON" if line.strip() else "empty line"
+    return (row, "") if isinstance(row, dict) else ({}, "not a JSON object")
+
+
+def _row_groups(path: Path, settings: SourceSettings) -> Iterator[tuple[int, Rows]]:
+    """Yield the size of each row group of a Parquet file, and what reads it."""
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    named = (settings.text, settings.repository_column, settings.licence_column)
+    columns = [name for name in dict.fromkeys(named) if name]
+    try:
+        with ParquetFile(path) as file:
+            schema, about = file.schema_arrow, file.metadata
+        if missing := [name for name in columns if name not in schema.names]:
+            raise UserError(f"{path} has no column {missing[0]!r}; it has {', '.join(schema.names)}")
+        schema.empty_table().column(settings.text).cast("large_binary")
+    except (ArrowException, OSError) as error:
+        raise UserError(f"{path} is no Parquet file with texts in {settings.text!r}: {one_line(error)}") from None
+    first = 0
+    for index in range(about.num_row_groups):
+        group = about.row_group(index)
+        yield group.total_byte_size, partial(_group_rows, path, columns, index, first)
+        first += group.num_rows
+
+
+def _group_rows(path: Path, columns: list[str], group: int, number: int) -> Iterator[Row]:
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(path, pre_buffer=False, buffer_size=BLOCK) as file:  # else all of the group is in memory
+        for batch in file.iter_batches(ROWS_AT_ONCE, [group], columns, use_threads=False):
+            texts = batch.column(columns[0]).cast("large_binary").to_pylist()  # nobody has checked that they are UTF-8
+            for text, row in zip(texts, batch.select(columns[1:]).to_pylist(), strict=True):
+                yield number, {**row, columns[0]: text}, len(text or b""), ""
+                number += 1
