@@ -75,6 +75,7 @@ def _some(items: Iterator[tuple[int, Item]], count: int) -> Iterator[tuple[int, 
 def _begin() -> None:
     """Leave Ctrl-C to the parent, and go when it goes, however it went."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ |= {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # there is a process a core already
     parent = multiprocessing.parent_process()
     assert parent is not None
 

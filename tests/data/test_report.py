@@ -41,7 +41,7 @@ def source(name: str = "toolz", **fields: Any) -> SourceEntry:
         "documents_in": kept + sum(drops.values()), "bytes_in": 70_000, "kept": kept, "kept_bytes": 60_000, "drops": drops,
         "dropped_bytes": {reason: 2_500 * count for reason, count in drops.items()}, "scrubbed": {}, "repositories": 4,
         "heldout_repositories": [], "licences": {"BSD-3-Clause": 60_000}, "languages": {"python": 60_000},
-        "evidence": {"text-hash": 60_000}, "tokens": {"train": 20_000, "heldout": 0}, "tokens_in": 23_000, "fim": 0,
+        "evidence": {"text-hash": 60_000}, "tokens": {"train": 20_000, "heldout": 0}, "text_bytes": {"train": 50000, "heldout": 10000}, "tokens_in": 23_000, "fim": 0,
     }  # fmt: skip
     return SourceEntry(**(made | fields))
 

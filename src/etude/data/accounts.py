@@ -68,7 +68,8 @@ def source_entry(
         licences=_sorted(_added(shaped, "licences")),
         languages=_sorted(_added(shaped, "languages")),
         evidence=_sorted(_added(shaped, "evidence")),
-        tokens={"train": tokens["train"], "heldout": tokens["heldout"]},
+        tokens={split: tokens[split] for split in ("train", "heldout")},
+        text_bytes={split: tokens[f"{split}_bytes"] for split in ("train", "heldout")},
         tokens_in=round((numbers["bytes_in"] - no_text) * written / kept_bytes) if kept_bytes else 0,
         fim=tokens["fim"],
     )

@@ -29,7 +29,8 @@ from etude.data.filters.private import scrub
 from etude.data.manifest import MANIFEST, Manifest, load_manifest, tools
 from etude.data.pack_source import pack_source, write_table
 from etude.data.samples import Samples
-from etude.data.shape import SHAPED, ShapeJob, read_kept, shape_unit
+from etude.data.settings import SELF
+from etude.data.shape import SHAPED, ShapeJob, is_heldout, read_kept, shape_unit
 from etude.data.shaping import tokeniser
 from etude.data.shaping.encoder import Encoder
 from etude.data.shards import dtype_for
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
 UNITS, SHARDS, TOKENISER, TABLES = "units", "shards", "tokeniser", "documents"
 SAMPLES, HITS = "samples.json", "contamination.jsonl"
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
-SELF = "self"  # replay from the base itself
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,11 @@ class Build:
         if self.data.tokeniser.source != "train":
             self._take_tokeniser()
             self._encoder()  # refuses what does not fit before hours of reading
+        if self.data.replay and self.data.replay.source == SELF:
+            from etude.data.replay import check_length
+
+            assert self.base is not None
+            check_length(self.base, self.data.replay.length)
         reporter = self.work.reporter
         most = self.data.filters.max_bytes
         opened = {source.name: open_source(source, most, self.work.cache, reporter) for source in self.data.source}
@@ -87,7 +92,7 @@ class Build:
         self._refuse_empty(units, dropped)
         repositories = hold_out(units, self.data, self.seed)
         if self.data.tokeniser.source == "train":
-            self._train_tokeniser(units)
+            self._train_tokeniser(units, repositories)
         encoder, separator = self._encoder()
         with self.work.timed("shape"):
             self._shape(units, repositories, separator)
@@ -101,18 +106,28 @@ class Build:
         assert folder is not None, "the stage has checked that there is a base"
         tokeniser.take_over(folder, self.work.folder / TOKENISER)
 
-    def _train_tokeniser(self, units: Sequence[UnitJob]) -> None:
+    def _train_tokeniser(self, units: Sequence[UnitJob], repositories: Repositories) -> None:
         target = self.work.folder / TOKENISER
         if not (target / "tokenizer.json").exists():
             self.work.reporter.say("data: training a tokeniser")
-            tokeniser.train(self._texts(units), self.data.tokeniser.vocabulary, target)
+            tokeniser.train(self._texts(units, repositories), self.data.tokeniser.vocabulary, target)
 
-    def _texts(self, units: Sequence[UnitJob]) -> Iterator[str]:
-        """Yield documents from the whole corpus, evenly, of about `sample_bytes` together."""
+    def _texts(self, units: Sequence[UnitJob], repositories: Repositories) -> Iterator[str]:
+        """Yield documents from the whole corpus, evenly, of about `sample_bytes` together; none that is held out."""
         total = sum(read_json(unit.folder / RESULT)["tally"]["kept_bytes"] for unit in units)
         every = max(1, round(total / self.data.tokeniser.sample_bytes))
-        documents = chain.from_iterable(chain.from_iterable(read_kept(unit.folder) for unit in units))
-        return (document.text for number, document in enumerate(documents) if number % every == 0)
+        number = 0
+        for unit in units:
+            for document in chain.from_iterable(read_kept(unit.folder)):
+                number += 1
+                if number % every == 0 and not is_heldout(
+                    document.repository, self._held(unit, repositories), self.seed
+                ):
+                    yield document.text
+
+    def _held(self, unit: UnitJob, repositories: Repositories) -> frozenset[str] | float:
+        """Return what decides which documents of a unit are held out."""
+        return self.data.heldout if loose(unit) else repositories.heldout
 
     def _encoder(self) -> tuple[Encoder, int]:
         encoder = Encoder(self.work.folder / TOKENISER / "tokenizer.json")
@@ -144,8 +159,7 @@ class Build:
         file = self.work.folder / TOKENISER / "tokenizer.json"
         jobs = []
         for unit in units:
-            held = self.data.heldout if loose(unit) else repositories.heldout
-            job = ShapeJob(unit.folder, self.data, file, separator, held, self.seed)
+            job = ShapeJob(unit.folder, self.data, file, separator, self._held(unit, repositories), self.seed)
             jobs.append(Unit(f"shape/{unit.folder.name}", job, max(unit.size, 1)))
         self.work.parallel("data: tokenising", jobs, "B", shape_unit, self.data.workers or cores())
 
@@ -171,7 +185,27 @@ class Build:
                 task.advance()
         if self.data.replay and self.data.replay.source == SELF:
             entries.append(self._replay(vocabulary, shards, histogram))
+        for entry in entries:
+            packed = sum(shard.tokens for shard in shards if shard.source == entry.name)
+            assert packed == sum(entry.tokens.values()), f"{entry.name}: {packed} tokens packed of {entry.tokens}"
+        self._say_held_out(entries)
         return entries, shards, histogram
+
+    def _say_held_out(self, entries: Sequence[SourceEntry]) -> None:
+        """Say where whole repositories could not give the share that was asked for."""
+        say, wanted = self.work.reporter.say, self.data.heldout
+        for domain in dict.fromkeys(entry.domain for entry in entries):
+            mine = [entry for entry in entries if entry.domain == domain]
+            held, total = (sum(e.tokens["heldout"] for e in mine), sum(sum(e.tokens.values()) for e in mine))
+            if wanted and not held:
+                say(f"data: nothing of the domain {domain!r} is held out: its documents are of one repository")
+            elif wanted and held > 3 * wanted * total:
+                say(
+                    f"data: {held / total:.0%} of the domain {domain!r} is held out, not {wanted:.0%}: repositories are held out whole"
+                )
+        for entry in entries:
+            if not entry.tokens["train"]:
+                say(f"data: the source {entry.name!r} is held out whole; nothing of it will be trained on")
 
     def _write_source(
         self,

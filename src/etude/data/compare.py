@@ -1,6 +1,7 @@
 """What can only be decided over the whole corpus: which documents are duplicates, and which repositories are held out.
 
-Hashes, keys and signatures of all documents are gathered in files, not in memory: a hundred million documents fit into 2 GB.
+Hashes, keys and signatures of all documents are gathered in files, not in memory: what is left are some 44 bytes a document, so
+that forty million fit into 2 GB.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow.parquet as pq
 
+from etude.data.arrays import empty_array, save_array
 from etude.data.document import Drop
-from etude.data.filters.duplicates import EXACT, find_duplicates
+from etude.data.filters.duplicates import EXACT, NEAR, find_duplicates
 from etude.data.heldout import choose_heldout
 from etude.data.units import DOCUMENTS, HASHES, KEYS, SIGNATURES
-from etude.files import whole_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from etude.data.units import UnitJob
 
 KEPT = "kept.npy"  # in a unit's folder: which of its documents stay
-TABLES_OPEN = 8  # units whose names are held in memory
+REASONS = {EXACT: "exact duplicate", NEAR: "near-duplicate"}
 
 Dropped = dict[str, Counter[str]]  # "step: reason" → documents and bytes
 
@@ -38,71 +39,48 @@ def drop_duplicates(units: Sequence[UnitJob], data: DataSettings, folder: Path, 
     begins = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     hashes, keys, matrix = _gathered(units, begins, data, folder)
     found = find_duplicates(hashes, keys, matrix, data.duplicates.similarity)
+    dropped: list[Dropped] = []
     for unit, begin, end in zip(units, begins, begins[1:], strict=False):
-        with whole_file(unit.folder / KEPT) as beside, beside.open("wb") as file:
-            np.save(file, found.kind[begin:end] == 0)
-    names = _Names(units, begins)
-    dropped: list[Dropped] = [{"documents": Counter(), "bytes": Counter()} for _ in units]
-    for number in np.flatnonzero(found.kind):
-        drop = names.drop(int(number), int(found.original[number]), int(found.kind[number]))
-        here = dropped[names.unit(int(number))]
-        here["documents"][f"{drop.step}: {drop.reason}"] += 1
-        here["bytes"][f"{drop.step}: {drop.reason}"] += drop.size
-        samples.offer(drop)
+        kinds = found.kind[begin:end]
+        save_array(unit.folder / KEPT, kinds == 0)
+        sizes = pq.read_table(unit.folder / DOCUMENTS, columns=["bytes"]).column("bytes").to_numpy()
+        gone: Dropped = {"documents": Counter(), "bytes": Counter()}
+        for kind, reason in REASONS.items():
+            if count := int((kinds == kind).sum()):
+                gone["documents"][f"duplicates: {reason}"] = count
+                gone["bytes"][f"duplicates: {reason}"] = int(sizes[kinds == kind].sum())
+        dropped.append(gone)
+    for kind, reason in REASONS.items():
+        numbers = np.flatnonzero(found.kind == kind)
+        for number in np.random.default_rng(kind).permutation(numbers)[: data.samples].tolist():
+            gone_one, stays = (_named(units, begins, each) for each in (number, int(found.original[number])))
+            of = f"of {stays['repository']}/{stays['path']}"
+            samples.offer(Drop(gone_one["repository"], gone_one["path"], "duplicates", reason, gone_one["bytes"], of))
     for left in folder.glob("*.bin"):
         left.unlink()
     return dropped
 
 
+def _named(units: Sequence[UnitJob], begins: Any, number: int) -> dict[str, Any]:
+    """Return repository, path and bytes of a document by its number."""
+    unit = int(np.searchsorted(begins, number, side="right")) - 1
+    table = pq.read_table(units[unit].folder / DOCUMENTS, columns=["repository", "path", "bytes"])
+    return dict(table.slice(number - int(begins[unit]), 1).to_pylist()[0])
+
+
 def _gathered(units: Sequence[UnitJob], begins: Any, data: DataSettings, folder: Path) -> tuple[Any, Any, Any]:
-    """Return hashes [documents, 2], keys [bands, documents] and signatures of all documents, memory-mapped."""
+    """Return hashes [documents, 2], keys [bands, documents] and signatures of all documents, in files."""
     settings = data.duplicates
     count, bands = int(begins[-1]), settings.bands if settings.near else 0
-    if not count:
-        return np.zeros((0, 2), np.uint64), np.zeros((0, 0), np.uint64), np.zeros((0, 0), np.uint32)
-    hashes = np.memmap(folder / "hashes.bin", np.uint64, "w+", shape=(count, 2))
-    keys = (
-        np.memmap(folder / "keys.bin", np.uint64, "w+", shape=(bands, count))
-        if bands
-        else np.zeros((0, count), np.uint64)
-    )
-    matrix: Any = np.zeros((count, 0), np.uint32)
-    if bands:
-        matrix = np.memmap(folder / "signatures.bin", np.uint32, "w+", shape=(count, bands * settings.rows))
+    hashes = empty_array(folder / "hashes.bin", (count, 2), np.uint64)
+    keys = empty_array(folder / "keys.bin", (bands, count), np.uint64)
+    matrix = empty_array(folder / "signatures.bin", (count, bands * settings.rows), np.uint32)
     for unit, begin, end in zip(units, begins, begins[1:], strict=False):
         hashes[begin:end] = np.fromfile(unit.folder / HASHES, np.uint64).reshape(-1, 2)
         if bands:
             keys[:, begin:end] = np.fromfile(unit.folder / KEYS, np.uint64).reshape(-1, bands).T
             matrix[begin:end] = np.fromfile(unit.folder / SIGNATURES, np.uint32).reshape(-1, matrix.shape[1])
     return hashes, keys, matrix
-
-
-class _Names:
-    """The names of documents by number, read from their units as they are asked for."""
-
-    def __init__(self, units: Sequence[UnitJob], begins: Any) -> None:
-        self.units, self.begins = units, begins
-        self._tables: dict[int, Any] = {}
-
-    def unit(self, number: int) -> int:
-        """Return the unit a document is in."""
-        return int(np.searchsorted(self.begins, number, side="right")) - 1
-
-    def _of(self, number: int) -> dict[str, Any]:
-        unit = self.unit(number)
-        if unit not in self._tables:
-            if len(self._tables) >= TABLES_OPEN:
-                self._tables.clear()
-            columns = ["repository", "path", "bytes"]
-            self._tables[unit] = pq.read_table(self.units[unit].folder / DOCUMENTS, columns=columns)
-        return dict(self._tables[unit].slice(number - int(self.begins[unit]), 1).to_pylist()[0])
-
-    def drop(self, number: int, original: int, kind: int) -> Drop:
-        """Return the drop of a duplicate, naming what it is a duplicate of."""
-        gone, stays = self._of(number), self._of(original)
-        reason = "exact duplicate" if kind == EXACT else "near-duplicate"
-        other = f"of {stays['repository']}/{stays['path']}"
-        return Drop(gone["repository"], gone["path"], "duplicates", reason, gone["bytes"], other)
 
 
 def loose(unit: UnitJob) -> bool:

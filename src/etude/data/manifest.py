@@ -51,13 +51,14 @@ class SourceEntry(Entry):
     kept_bytes: int
     drops: dict[str, int]  # "step: reason" → documents; documents_in = kept + their sum
     dropped_bytes: dict[str, int]
-    scrubbed: dict[str, int]  # what was replaced in the documents that stay
+    scrubbed: dict[str, int]  # what was replaced, duplicates and contaminated documents included
     repositories: int
     heldout_repositories: list[str]  # whole ones; for rows without a repository none is named
     licences: dict[str, int]  # → bytes
     languages: dict[str, int]  # → bytes
     evidence: dict[str, int]  # what told the licence → bytes
     tokens: dict[str, int]  # train, heldout
+    text_bytes: dict[str, int]  # train, heldout: what bits per byte are counted over
     tokens_in: int  # estimated: the text that came in, at the bytes a token of what stayed
     fim: int  # files with their middle at the end
 

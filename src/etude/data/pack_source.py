@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from etude.data.arrays import mapped
 from etude.data.manifest import ShardEntry
 from etude.data.packing import pack
 from etude.data.shape import TABLE, TABLE_SCHEMA, TOKENS
@@ -65,7 +66,8 @@ def _windows(folders: Sequence[Path], *, heldout: bool) -> Iterator[_Window]:
         held, lengths = (table.column(name).to_numpy() for name in ("heldout", "tokens"))
         chosen = np.flatnonzero(held == heldout)
         starts = np.cumsum(lengths) - lengths
-        parts.append((lengths[chosen], chosen + before, starts[chosen], _mapped(folder / TOKENS)))
+        if len(chosen):  # each map is an open file
+            parts.append((lengths[chosen], chosen + before, starts[chosen], mapped(folder / TOKENS, "<u4")))
         before += len(lengths)
         size += int(lengths[chosen].sum())
         if size >= WINDOW_TOKENS:
@@ -73,11 +75,6 @@ def _windows(folders: Sequence[Path], *, heldout: bool) -> Iterator[_Window]:
             parts, size = [], 0
     if size:
         yield _window(parts)
-
-
-def _mapped(file: Path) -> Any:
-    """Return the tokens in a file; one with none cannot be mapped."""
-    return np.memmap(file, "<u4", "r") if file.stat().st_size else np.zeros(0, np.uint32)
 
 
 def _window(parts: Sequence[tuple[Any, Any, Any, Any]]) -> _Window:

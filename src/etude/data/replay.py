@@ -13,9 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from etude.data.arrays import save_array
+from etude.data.document import Document
 from etude.data.manifest import SourceEntry
 from etude.data.shape import ShapedWriter, is_heldout
-from etude.files import digest_of, sha256_file, whole_file
+from etude.data.shaping.fim import draw
+from etude.errors import UserError
+from etude.files import digest_of, sha256_file
 from etude.models.checkpoint import weight_files
 from etude.work import Unit
 
@@ -35,49 +39,61 @@ def sample_base(
     assert data.replay is not None
     texts = _sampled(base, data.replay, (separator, vocabulary), folder, work, seed)
     tokens, digest = {"train": 0, "heldout": 0}, hashlib.sha256()
+    kept = [text for text in texts if len(text)]
     with ShapedWriter(folder) as writer:
-        for number, text in enumerate(texts):
+        for number, text in enumerate(kept):
             name = f"{SOURCE}#{number}"
             held = is_heldout(name, data.heldout, seed)
-            writer.add(text, name, [name], "", heldout=held)
+            writer.add(text, [Document(name, name, "", "generated", licence="")], heldout=held)
             tokens["heldout" if held else "train"] += len(text)
             digest.update(text.data)
-    writer_digest = digest_of({file.name: sha256_file(file) for file in weight_files(base)})
+    teacher = digest_of({file.name: sha256_file(file) for file in weight_files(base)})
+    empty = len(texts) - len(kept)
     return SourceEntry(
         name=SOURCE, domain=DOMAIN, location=f"sampled from the base, temperature {data.replay.temperature}", revision=None,
-        digest=digest.hexdigest(), generated_by=writer_digest, documents_in=len(texts), bytes_in=0,
-        kept=len(texts), kept_bytes=0, drops={}, dropped_bytes={}, scrubbed={}, repositories=len(texts),
-        heldout_repositories=[], licences={}, languages={}, evidence={}, tokens=tokens, tokens_in=sum(tokens.values()), fim=0,
+        digest=digest.hexdigest(), generated_by=teacher, documents_in=len(texts), bytes_in=0, kept=len(kept), kept_bytes=0,
+        drops={"replay: the base wrote nothing": empty} if empty else {}, dropped_bytes={}, scrubbed={}, repositories=len(kept),
+        heldout_repositories=[], licences={}, languages={}, evidence={}, tokens=tokens,
+        text_bytes={"train": 0, "heldout": 0}, tokens_in=sum(tokens.values()), fim=0,
     )  # fmt: skip
+
+
+def check_length(base: Path, length: int) -> None:
+    """Refuse texts longer than the base can write."""
+    from etude.models.shape import model_shape
+
+    context = model_shape(base).context
+    if length >= context:
+        raise UserError(f"data.replay.length {length} does not fit the base's context of {context}; lower it")
 
 
 def _sampled(
     base: Path, settings: ReplaySettings, tokens: tuple[int, int], folder: Path, work: Work, seed: int
 ) -> list[Any]:
-    """Return the texts, each with the separator at its end; batches that are done are read from the folder."""
+    """Return the texts; those that the base ended have the separator at their end. Batches that are done are read again."""
+    from etude.lineage.compute import forward_flops
+    from etude.models.shape import shape_of
+
     separator, vocabulary = tokens
     batches = -(-settings.tokens // (settings.length * settings.batch))
     units = [Unit(f"replay/{number:05d}", number, settings.length * settings.batch) for number in range(batches)]
     folder.mkdir(parents=True, exist_ok=True)
-    from etude.lineage.compute import forward_flops
-    from etude.models.shape import shape_of
-
     model: Any = None
     for unit in work.pending("data: sampling replay from the base", units, "tokens"):
         if model is None:
             model = _load(base)
         began = time.perf_counter()
-        rows = _sample(model, separator, vocabulary, settings, seed + unit.item)
-        with whole_file(folder / f"{unit.item:05d}.npy") as beside, beside.open("wb") as file:
-            np.save(file, rows)
-        flops = settings.batch * forward_flops(shape_of(model.config).compute, settings.length)
+        rows = _sample(model, separator, vocabulary, settings, draw(seed, "replay", unit.key).getrandbits(32))
+        save_array(folder / f"{unit.item:05d}.npy", rows)
+        flops = settings.batch * forward_flops(shape_of(model.config).compute, rows.shape[1])
         work.metrics.put(unit.key, tokens=rows.size, flops=flops, device_seconds=time.perf_counter() - began)
     texts = []
     for number in range(batches):
         for row in np.load(folder / f"{number:05d}.npy"):
             ends = np.flatnonzero(row == separator)
-            texts.append(np.append(row[: ends[0]] if len(ends) else row, separator).astype(np.uint32))
-    return [text for text in texts if len(text) > 1]
+            text = row[: ends[0] + 1] if len(ends) else row
+            texts.append(text if len(text) > 1 else text[:0])
+    return texts
 
 
 def _load(base: Path) -> Any:
@@ -87,15 +103,17 @@ def _load(base: Path) -> Any:
 
 
 def _sample(model: Any, separator: int, vocabulary: int, settings: ReplaySettings, seed: int) -> Any:
-    """Return [batch, length] tokens sampled after the separator."""
+    """Return [batch, ≤ length] tokens sampled after the separator; after the end of a text come separators."""
     import torch
     from transformers import GenerationConfig
 
     torch.manual_seed(seed)
     start = torch.full((settings.batch, 1), separator, device=model.device)
+    # Not as the base's generation_config.json would have it: penalties and cut-offs are not its distribution.
+    model.generation_config = GenerationConfig()
     how = GenerationConfig(
-        do_sample=True, temperature=settings.temperature, top_k=0, top_p=1.0, min_new_tokens=settings.length,
-        max_new_tokens=settings.length, pad_token_id=separator, use_cache=True,
+        do_sample=True, temperature=settings.temperature, top_k=0, top_p=1.0, max_new_tokens=settings.length,
+        pad_token_id=separator, eos_token_id=separator, use_cache=True,
         # Embeddings are often padded: nobody can say what those tokens would mean.
         suppress_tokens=list(range(vocabulary, model.config.vocab_size)) or None,
     )  # fmt: skip

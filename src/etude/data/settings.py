@@ -10,14 +10,17 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from etude.data.filters.spdx import canonical
+
 CREDENTIALS = re.compile(r"://[^/@]*:[^/@]*@")
+SELF = "self"  # replay from the base itself
 LOCATIONS = ("folder", "git", "pypi", "jsonl", "parquet", "dataset")
 
 
 class Settings(BaseModel):
     """Unknown keys and wrong types are refused."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class SourceSettings(Settings):
@@ -74,6 +77,14 @@ class SourceSettings(Settings):
                 f"source {self.name!r} must have exactly one of {', '.join(LOCATIONS)}; it has {given or 'none'}"
             )
         _refuse_idle(self, given[0])
+        if self.name == SELF:
+            raise ValueError(f"a source cannot be called {SELF!r}: that is text sampled from the base")
+        stated = [
+            *(self.licences if isinstance(self.licences, list) else []),
+            *([self.licence] if self.licence else []),
+        ]
+        if wrong := [licence for licence in stated if canonical(licence) is None]:
+            raise ValueError(f"{wrong[0]!r} is no SPDX licence expression, such as MIT or Apache-2.0")
         if self.git and CREDENTIALS.search(self.git):
             raise ValueError(
                 "`git` holds a password, which would go into every record; leave it to git's credential helper"
@@ -107,7 +118,9 @@ def _refuse_idle(source: SourceSettings, location: str) -> None:
 class FilterSettings(Settings):
     """When a document is not worth training on."""
 
-    max_bytes: int = Field(default=1_000_000, ge=1, description="larger files are data or generated, and are not read")
+    max_bytes: int = Field(
+        default=1_000_000, ge=1, le=1 << 30, description="larger files are data or generated, and are not read"
+    )
     min_chars: int = Field(default=32, ge=0, description="shorter documents say too little")
     max_mean_line: float = Field(default=200.0, gt=0, description="longer lines on average mean minified or generated")
     max_line: int = Field(default=20_000, ge=1, description="one longer line means data")
@@ -127,8 +140,8 @@ class DuplicateSettings(Settings):
     """Near-duplicates by MinHash: two documents are candidates if all hashes of one band agree."""
 
     ngram: int = Field(default=5, ge=1, description="words in a shingle")
-    bands: int = Field(default=14, ge=1, description="bands")
-    rows: int = Field(default=8, ge=1, description="hashes in a band")
+    bands: int = Field(default=14, ge=1, le=256, description="bands")
+    rows: int = Field(default=8, ge=1, le=256, description="hashes in a band")
     similarity: float = Field(
         default=0.7, ge=0, le=1, description="candidates below this estimated Jaccard similarity are kept"
     )
@@ -188,7 +201,7 @@ class DataSettings(Settings):
     source: list[SourceSettings] = Field(
         min_length=1, description="the places documents come from, in order of preference"
     )
-    length: int = Field(default=2048, ge=16, description="tokens in a packed row")
+    length: int = Field(default=2048, ge=16, le=1 << 24, description="tokens in a packed row")
     separator: str | None = Field(
         default=None, description="the token after each document; default <|endoftext|>, or the tokeniser's end token"
     )
@@ -217,16 +230,22 @@ class DataSettings(Settings):
         names = [source.name for source in self.source]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two sources are called {twice[0]!r}; give each its own name")
-        if self.replay and self.replay.source not in [*names, "self"]:
+        if self.replay and self.replay.source not in [*names, SELF]:
             raise ValueError(
                 f'replay.source {self.replay.source!r} is neither a source ({", ".join(names)}) nor "self"'
             )
-        unknown = set(self.shares) - {source.domain for source in self.source}
-        if unknown:
-            raise ValueError(f"shares names the domain {min(unknown)!r}, which no source has")
-        if (
-            any(share < 0 for share in self.shares.values())
-            or sum(self.shares.values()) + (self.replay.share if self.replay else 0) > 1 + 1e-9
-        ):
-            raise ValueError("shares (and replay.share) must not be negative and must not add up to more than 1")
+        self._check_shares()
+        if len(set(self.fim.tokens)) < len(self.fim.tokens):
+            raise ValueError("fim.tokens must be three different tokens")
         return self
+
+    def _check_shares(self) -> None:
+        replayed = self.replay.source if self.replay else None
+        domains = {source.domain for source in self.source if source.name != replayed}
+        if unknown := set(self.shares) - domains:
+            raise ValueError(f"shares names the domain {min(unknown)!r}, which no source has, replay aside")
+        total = sum(self.shares.values()) + (self.replay.share if self.replay else 0)
+        if total > 1 + 1e-9 or any(share < 0 for share in self.shares.values()):
+            raise ValueError("shares (and replay.share) must not be negative and must not add up to more than 1")
+        if total < 1 - 1e-9 and not domains - set(self.shares):
+            raise ValueError("shares (and replay.share) add up to less than 1, and no domain is left for the rest")

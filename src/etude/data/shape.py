@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from etude.data.shaping.fim import Pieces
 
 TOKENS, TABLE, SHAPED = "tokens.bin", "table.parquet", "shaped.json"
-READ_ROWS = 2000  # documents read at once
+READ_ROWS = 256  # documents read at once: each may have a megabyte
 JOINED_BYTES = 64_000_000  # of one repository held in memory
 TABLE_ROWS = 10_000  # written at once
 TABLE_SCHEMA = pa.schema(
     [("repository", pa.string()), ("paths", pa.list_(pa.string())), ("licence", pa.string()), ("heldout", pa.bool_()),
-     ("tokens", pa.int64())]
+     ("tokens", pa.int64()), ("bytes", pa.int64())]
 )  # fmt: skip
 
 
@@ -83,10 +83,10 @@ def shape_unit(job: ShapeJob) -> dict[str, Any]:
             _count(documents, counts)
             for shaped, tokens in _encoded(list(_shape(documents, job, fim)), encoder, job):
                 held = is_heldout(shaped.files[0].repository, job.heldout, job.seed)
-                licences = sorted({file.licence for file in shaped.files})
-                paths = [file.path for file in shaped.files]
-                writer.add(tokens, shaped.files[0].repository, paths, " AND ".join(licences), heldout=held)
-                totals["heldout" if held else "train"] += len(tokens)
+                writer.add(tokens, shaped.files, heldout=held)
+                split = "heldout" if held else "train"
+                totals[split] += len(tokens)
+                totals[f"{split}_bytes"] += sum(len(file.text.encode()) for file in shaped.files)
                 totals["fim"] += shaped.fim
     result = {"totals": dict(totals), "exact_fast_tokeniser": encoder.use_fast,
               **{key: dict(values) for key, values in counts.items()}}  # fmt: skip
@@ -137,13 +137,18 @@ def _shape(documents: list[Document], job: ShapeJob, fim: FimTokens | None) -> I
     files = [document for document in documents if document.kind == "file"]
     yield from (_alone(document, job, fim) for document in documents if document.kind != "file")
     for group in joined(in_order(files, data.repositories), data.repository_chars):
-        pieces: Pieces = []
-        moved = 0
-        for file in group:
-            alone = _alone(file, job, fim)
-            pieces += [header(file.path), *alone.pieces, "\n"]
-            moved += alone.fim
-        yield Shaped(pieces, group, moved)
+        yield _joined(group, job, fim)
+
+
+def _joined(group: Sequence[Document], job: ShapeJob, fim: FimTokens | None) -> Shaped:
+    """Return files as one document, each under its name."""
+    pieces: Pieces = []
+    moved = 0
+    for file in group:
+        alone = _alone(file, job, fim)
+        pieces += [header(file.path), *alone.pieces, "\n"]
+        moved += alone.fim
+    return Shaped(pieces, group, moved)
 
 
 def _alone(document: Document, job: ShapeJob, fim: FimTokens | None) -> Shaped:
@@ -157,9 +162,9 @@ def _alone(document: Document, job: ShapeJob, fim: FimTokens | None) -> Shaped:
 
 def _encoded(shaped: list[Shaped], encoder: Encoder, job: ShapeJob) -> Iterator[tuple[Shaped, Tokens]]:
     for each, tokens in zip(shaped, _tokens(shaped, encoder, job.separator), strict=True):
-        if each.fim and len(each.files) == 1 and len(tokens) > job.data.length:
-            # Cut over two rows, the middle would be asked for without what surrounds it.
-            plain = Shaped([each.files[0].text], each.files)
+        if each.fim and len(tokens) > job.data.length:
+            # Cut over two rows, a middle would be asked for without what surrounds it.
+            plain = _joined(each.files, job, None) if len(each.files) > 1 else _alone(each.files[0], job, None)
             yield plain, _tokens([plain], encoder, job.separator)[0]
         else:
             yield each, tokens
@@ -197,10 +202,18 @@ class ShapedWriter:
         self._table = self._stack.enter_context(pq.ParquetWriter(beside, TABLE_SCHEMA, compression="zstd"))
         self._rows: list[dict[str, Any]] = []
 
-    def add(self, tokens: Tokens, repository: str, paths: list[str], licence: str, *, heldout: bool) -> None:
-        """Write one document."""
+    def add(self, tokens: Tokens, files: Sequence[Document], *, heldout: bool) -> None:
+        """Write one document, made of these files."""
         self._tokens.write(tokens.astype("<u4").data)
-        row = {"repository": repository, "paths": paths, "licence": licence, "heldout": heldout, "tokens": len(tokens)}
+        licences = sorted({file.licence for file in files})
+        row = {
+            "repository": files[0].repository,
+            "paths": [file.path for file in files],
+            "licence": " AND ".join(f"({one})" if " OR " in one and len(licences) > 1 else one for one in licences),
+            "heldout": heldout,
+            "tokens": len(tokens),
+            "bytes": sum(len(file.text.encode()) for file in files),
+        }
         self._rows.append(row)
         if len(self._rows) >= TABLE_ROWS:
             self._flush()

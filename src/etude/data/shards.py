@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from etude.data.arrays import save_array
 from etude.errors import UserError, one_line
 from etude.files import sha256_file, whole_file
 
@@ -67,8 +68,7 @@ def write_shard(
         ("pieces", ends),
         ("documents", np.asarray(numbers)[packed.documents]),
     ):
-        with whole_file(path[part]) as beside, beside.open("wb") as file:
-            np.save(file, values.astype(OFFSET))
+        save_array(path[part], values.astype(OFFSET))
     files = {each.name: sha256_file(each) for each in path.values()}
     return {"rows": len(packed), "tokens": int(ends[-1]), "files": files}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import re
 import shutil
 import time
 from collections import Counter, defaultdict
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 UNIT_BYTES = 64_000_000
 BATCH_BYTES = 48_000_000  # of text held in memory at once: the secret detector takes a second to start for each batch
 BATCH_DOCUMENTS = 100_000
+DIFF_SIGNS = re.compile(r"^[+-]", re.MULTILINE)
 DOCUMENTS, RESULT = "documents.parquet", "result.json"
 HASHES, KEYS, SIGNATURES = (
     "hashes.bin",
@@ -237,7 +239,8 @@ def _append(file: Path, values: Any) -> None:
 
 
 def _contaminated(document: Document, tasks: TaskIndex, progress: _Progress) -> bool:
-    hit = tasks.hit(document.text)
+    # In a diff the lines of a task have signs before them, which would break its runs.
+    hit = tasks.hit(DIFF_SIGNS.sub("", document.text) if document.kind == "commit" else document.text)
     if hit is None:
         return False
     where = {"repository": document.repository, "path": document.path}

@@ -1,7 +1,8 @@
 """Benchmark tasks kept out of training data: documents that share runs of code tokens with a task.
 
-A token is a word or a run of signs, so layout does not matter. A run of 13 that also stands in a task is a hit; `hits`
-distinct ones make a document contaminated. Every hit is listed with the task and the words, so that a person can judge.
+A token is a word or a run of signs; white space does not matter. A run of 13 that also stands in a task is a hit; `hits`
+distinct ones of one task (all of them, if it is so short that it has fewer) make a document contaminated. Licence notices
+at the top do not count. Every hit is listed with the task and the words, so that a person can judge.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from etude.data.filters.duplicates import without_notice
 from etude.data.ngrams import ngram_runs
 from etude.errors import UserError
 from etude.files import files_below
@@ -39,27 +41,28 @@ class TaskIndex:
     """The runs of all tasks. Picklable, and small: benchmarks are."""
 
     ngram: int
-    hits: int
     runs: Hashes  # sorted
     task_of_run: np.ndarray[tuple[int], np.dtype[np.int64]]
     tasks: tuple[str, ...]
+    needed: np.ndarray[tuple[int], np.dtype[np.int64]]  # distinct runs of each task that make a document contaminated
 
     def hit(self, text: str) -> Hit | None:
         """Return what a document shares with tasks, if that is enough to call it contaminated."""
         if not len(self.runs):
             return None
-        content = text.encode()
+        content = without_notice(text).encode()
         found = ngram_runs(content, self.ngram, signs=True)
         places = np.searchsorted(self.runs, found.hashes)
         places[places == len(self.runs)] = 0
         at = np.flatnonzero(self.runs[places] == found.hashes)
-        distinct, first = np.unique(found.hashes[at], return_index=True)
-        if len(distinct) < self.hits:
+        distinct, first = np.unique(places[at], return_index=True)
+        enough = np.bincount(self.task_of_run[distinct], minlength=len(self.tasks)) >= self.needed
+        if not enough.any():
             return None
-        names = {self.tasks[self.task_of_run[place]] for place in places[at]}
+        names = tuple(sorted(self.tasks[index] for index in np.flatnonzero(enough)))
         spans = [slice(found.starts[index], found.ends[index]) for index in at[np.sort(first)[:SHOWN]]]
         words = tuple(" ".join(content[span].decode(errors="replace").split()) for span in spans)
-        return Hit(tuple(sorted(names)), len(distinct), words)
+        return Hit(names, len(distinct), words)
 
 
 def index_tasks(texts: Sequence[tuple[str, str]], ngram: int, hits: int) -> TaskIndex:
@@ -68,11 +71,12 @@ def index_tasks(texts: Sequence[tuple[str, str]], ngram: int, hits: int) -> Task
     number = {name: index for index, name in enumerate(names)}
     runs, owners = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
     for name, text in texts:
-        found = ngram_runs(text.encode(), ngram, signs=True).hashes
-        runs.append(found)
-        owners.append(np.full(len(found), number[name]))
+        runs.append(ngram_runs(without_notice(text).encode(errors="replace"), ngram, signs=True).hashes)
+        owners.append(np.full(len(runs[-1]), number[name]))
     distinct, first = np.unique(np.concatenate(runs), return_index=True)
-    return TaskIndex(ngram, hits, distinct, np.concatenate(owners)[first], names)
+    owner = np.concatenate(owners)[first]
+    needed = np.clip(np.bincount(owner, minlength=len(names)), 1, hits)
+    return TaskIndex(ngram, distinct, owner, names, needed)
 
 
 def read_tasks(paths: Sequence[Path]) -> list[tuple[str, str]]:
@@ -82,29 +86,29 @@ def read_tasks(paths: Sequence[Path]) -> list[tuple[str, str]]:
         if not path.exists():
             raise UserError(f"benchmark tasks {str(path)!r} do not exist; put data.contamination.tasks right")
         for file in [path] if path.is_file() else files_below(path):
-            texts += _jsonl_tasks(file) if file.suffix == ".jsonl" else _plain_task(file)
+            texts += _json_tasks(file) if file.suffix in {".json", ".jsonl"} else [(file.name, _read(file))]
     if paths and not texts:
         raise UserError(f"{', '.join(map(str, paths))} hold no text; put data.contamination.tasks right")
     return texts
 
 
-def _plain_task(file: Path) -> list[tuple[str, str]]:
+def _read(file: Path) -> str:
     try:
-        return [(file.name, file.read_text(encoding="utf-8"))]
+        return file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise UserError(f"{file} is not UTF-8 text; benchmark tasks are JSONL or plain text") from None
+        raise UserError(f"{file} is not UTF-8 text; benchmark tasks are JSON, JSONL or plain text") from None
 
 
-def _jsonl_tasks(file: Path) -> Iterator[tuple[str, str]]:
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = json.loads(line)
-            except ValueError:
-                raise UserError(f"{file}:{number} is not JSON; benchmark tasks are JSONL or plain text") from None
-            named = row.get("id") or row.get("task_id") or row.get("name") if isinstance(row, dict) else None
-            name = str(named or f"{file.name}:{number}")
-            yield from ((name, text) for text in _strings(row))
+def _json_tasks(file: Path) -> Iterator[tuple[str, str]]:
+    text = _read(file)
+    for number, part in enumerate([text] if file.suffix == ".json" else text.splitlines(), start=1):
+        try:
+            row = json.loads(part)
+        except ValueError:
+            raise UserError(f"{file}:{number} is not JSON; benchmark tasks are JSON, JSONL or plain text") from None
+        named = row.get("id") or row.get("task_id") or row.get("name") if isinstance(row, dict) else None
+        name = str(named or f"{file.name}:{number}")
+        yield from ((name, text) for text in _strings(row))
 
 
 def _strings(value: Any) -> Iterator[str]:

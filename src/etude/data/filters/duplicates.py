@@ -35,7 +35,8 @@ SIGNED = 4096  # documents signed at once: the library hands signatures over as 
 SLICE = 8_000_000  # keys sorted at once: about 200 MB
 CHECKED = 65_536  # candidate pairs compared at once: about 60 MB
 EXACT, NEAR = 1, 2
-LEADING_COMMENT = re.compile(r"\s*(?:(?:#|//|--|;|%|\.\.)[^\n]*\n\s*|/\*.*?\*/\s*)+", re.DOTALL)
+ROUNDS = 20  # two or three are usual
+LEADING_COMMENT = re.compile(r"\s*(?:(?:(?:#|//|--|;|%)[^\n]*\n)+|/\*.*?\*/)\s*", re.DOTALL)  # the first one only
 NOTICE = re.compile(r"licen[cs]e|copyright", re.IGNORECASE)
 
 
@@ -65,7 +66,9 @@ def _shingles(text: str, ngram: int) -> Hashes:
 def without_notice(text: str) -> str:
     """Return the text without the licence notice at its top: it would make all short files of a project look alike."""
     head = LEADING_COMMENT.match(text)
-    return text[head.end() :] if head and NOTICE.search(head[0]) else text
+    if not head or not NOTICE.search(head[0]):
+        return text
+    return text[head.end() :] if text[head.end() :].strip() else text
 
 
 @dataclass(frozen=True)
@@ -96,12 +99,17 @@ def find_duplicates(hashes: Keys, keys: Keys, matrix: Matrix, similarity: float)
     for first, later in _equal_pairs(hashes[:, 0], np.arange(len(hashes))):
         same = hashes[first, 1] == hashes[later, 1]
         _drop(found, first[same], later[same], EXACT)
-    while True:
+    for _ in range(ROUNDS):
         pairs = _near_pairs(keys, matrix, np.flatnonzero(found.kind == 0), similarity)
-        if not len(pairs[0]):
-            return found
         # Dropping changes who is first in a bucket, so those that stay are compared again until nothing is close.
         _drop(found, *pairs, NEAR)
+        # A document may have gone for the sake of one that has gone since: it comes back, to be compared again.
+        orphans = (found.kind == NEAR) & (found.kind[found.original] != 0)
+        if not len(pairs[0]) and not orphans.any():
+            break
+        found.kind[orphans] = 0
+        found.original[orphans] = np.flatnonzero(orphans)
+    return found
 
 
 def _drop(found: Duplicates, first: Indices, later: Indices, kind: int) -> None:
@@ -115,13 +123,13 @@ def _drop(found: Duplicates, first: Indices, later: Indices, kind: int) -> None:
 
 def _near_pairs(keys: Keys, matrix: Matrix, alive: Indices, similarity: float) -> tuple[Indices, Indices]:
     """Return the pairs (earlier, later) that share a band and are similar enough."""
-    firsts, laters = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    count = np.uint64(keys.shape[1])
+    pairs = np.zeros(0, np.uint64)  # earlier × count + later: most pairs share several bands
     for band in keys:
         for first, later in _equal_pairs(band[alive], alive):
             close = _similar(matrix, first, later, similarity)
-            firsts.append(first[close])
-            laters.append(later[close])
-    return np.concatenate(firsts), np.concatenate(laters)
+            pairs = np.union1d(pairs, first[close].astype(np.uint64) * count + later[close].astype(np.uint64))
+    return (pairs // count).astype(np.int64), (pairs % count).astype(np.int64)
 
 
 def _equal_pairs(keys: np.ndarray[tuple[int], np.dtype[np.uint64]], indices: Indices) -> list[tuple[Indices, Indices]]:

@@ -130,7 +130,7 @@ def without_secrets(text: str, findings: list[dict[str, Any]]) -> str:
             half for half in (secret, *finding.get("dependent_captures", {}).values()) if len(half) >= UNMISTAKABLE
         }
     scrubbed = _replaced(text, spans)
-    for secret in sorted(everywhere, key=len, reverse=True):
+    for secret in sorted(everywhere, key=lambda half: (-len(half), half)):
         scrubbed = scrubbed.replace(secret, SECRET)
     return scrubbed
 

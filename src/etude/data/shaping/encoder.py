@@ -10,7 +10,8 @@ document can forge a boundary.
 
 from __future__ import annotations
 
-import os
+import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     Tokens = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
 CHECKED_BYTES = 100_000  # of each unit, encoded twice
+MARKUP = re.compile(r"<.+>|\[[A-Z_]+\]|\{\{.+\}\}", re.DOTALL)
 ODD_TEXTS = (
     "",
     " ",
@@ -41,17 +43,17 @@ class Encoder:
     """One tokeniser file."""
 
     def __init__(self, file: Path) -> None:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the build has a process a core already
-        os.environ["RAYON_NUM_THREADS"] = "1"
         try:
-            self.reference = Tokenizer.from_file(str(file))
+            written = _neutralised(file.read_text(encoding="utf-8"))
+            self.reference = Tokenizer.from_str(written)
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception
             raise UserError(f"{file} is not a tokeniser: {one_line(error)}") from None
         self.reference.encode_special_tokens = True
         self.reference.no_truncation()
-        self.fast = _fast_tokeniser(file)
-        spelled = [f"a{token.content}b" for token in self.reference.get_added_tokens_decoder().values()]
-        self.use_fast = self._agrees([*ODD_TEXTS, *spelled])
+        self.fast = _fast_tokeniser(written)
+        self.added = {token.content: number for number, token in self.reference.get_added_tokens_decoder().items()}
+        self.use_fast = self._agrees([*ODD_TEXTS, *(f"a{content}b" for content in self.added)])
+        self._unchecked = CHECKED_BYTES
 
     @property
     def vocabulary(self) -> int:
@@ -59,16 +61,16 @@ class Encoder:
         return 1 + max(self.reference.get_vocab(with_added_tokens=True).values())
 
     def token(self, name: str) -> int | None:
-        """Return the id of a token by its name."""
-        found = self.reference.token_to_id(name)
-        return int(found) if found is not None else None
+        """Return the id of an added token by its name: one that no text is encoded to."""
+        return self.added.get(name)
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the tokens of each text."""
-        if self.use_fast and self._agrees(_first(texts, CHECKED_BYTES)):
-            return self._fast(texts)
-        self.use_fast = False
-        return self._slow(texts)
+        if self.use_fast and self._unchecked > 0:
+            some = _first(texts, self._unchecked)
+            self._unchecked -= sum(map(len, some))
+            self.use_fast = self._agrees(some)
+        return self._fast(texts) if self.use_fast else self._slow(texts)
 
     def _agrees(self, texts: Sequence[str]) -> bool:
         if self.fast is None:
@@ -84,15 +86,27 @@ class Encoder:
         return np.split(np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.uint64)[1:-1].astype(np.int64))
 
     def _slow(self, texts: Sequence[str]) -> list[Tokens]:
-        encodings = self.reference.encode_batch_fast(list(texts), add_special_tokens=False)
+        # One by one: the library keeps some twenty times the size of a text until it is done with all.
+        encodings = (self.reference.encode(text, add_special_tokens=False) for text in texts)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
 
-def _fast_tokeniser(file: Path) -> Any:
+def _neutralised(written: str) -> str:
+    """Return a tokeniser in which all tokens that look like mark-up are special, so that text cannot spell them.
+
+    Some tokenisers declare their tool and fill-in-the-middle tokens as ordinary. Runs of spaces are, and stay so.
+    """
+    tokeniser = json.loads(written)
+    for token in tokeniser.get("added_tokens") or []:
+        token["special"] = token["special"] or bool(MARKUP.fullmatch(token["content"]))
+    return json.dumps(tokeniser)
+
+
+def _fast_tokeniser(written: str) -> Any:
     import fastokens
 
     try:
-        return fastokens.Tokenizer.from_file(str(file))
+        return fastokens.Tokenizer.from_json_str(written)
     except Exception:  # noqa: BLE001 - a kind of tokeniser it does not know: the reference serves
         return None
 

@@ -46,10 +46,9 @@ class DataStage:
             "replay": bool(settings.replay and settings.replay.source == "self"),
         }
         if parent_digest is None and any(needs.values()):
-            raise UserError(
-                f"data.{next(name for name in needs if needs[name])} needs a base; set `base` in the recipe"
-                ', or data.tokeniser.source = "train"'
-            )
+            other = ', or data.tokeniser.source = "train"' if needs["tokeniser"] else ""
+            what = next(name for name in needs if needs[name])
+            raise UserError(f"data.{what} needs a base; set `base` in the recipe{other}")
         named = settings.tokeniser.source
         folder = [Path(named).expanduser()] if named not in {"base", "train"} else []
         return {
