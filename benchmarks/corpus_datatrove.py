@@ -86,7 +86,7 @@ class Words(WordTokenizer):
 
 def worth_keeping(document: Document, rules: Quality) -> bool | tuple[bool, str]:
     """Judge a document as Etude does."""
-    reason = rules(document)
+    reason = rules(SimpleNamespace(text=document.text, language="plain-text"))  # type: ignore[arg-type] # a row, as there
     return (False, reason) if reason else True
 
 

@@ -49,7 +49,7 @@ def source(name: str = "toolz", **fields: Any) -> SourceEntry:
 def corpus(*sources: SourceEntry, **fields: Any) -> Manifest:
     settings = DataSettings.model_validate({"source": [{"name": "toolz", "pypi": ["toolz==1.0"]}]})
     made: dict[str, Any] = {
-        "etude": "0.1.0", "length": 2048, "dtype": "uint16", "separator": 0, "vocabulary": 49_152, "tokeniser": "ef56" * 16,
+        "etude": "0.1.0", "seed": 0, "length": 2048, "dtype": "uint16", "separator": 0, "vocabulary": 49_152, "tokeniser": "ef56" * 16,
         "exact_fast_tokeniser": True, "shares": {each.name: 1 / len(sources) for each in sources},
         "histogram": {each.domain: [0, 0, 0, 2, 4] for each in sources}, "contamination": 0, "sources": list(sources),
         "shards": [ShardEntry(name="a", source=sources[0].name, domain="code", split="train", rows=10, tokens=20_000, files={"a.npy": "1"})],
@@ -417,7 +417,7 @@ def test_long_lists_of_held_out_repositories_are_cut() -> None:
 
 def test_the_terminal_shows_each_source(tmp_path: Path) -> None:
     out = io.StringIO()
-    show_report(save(tmp_path, realistic()), Console(file=out, width=100))
+    show_report(save(tmp_path, realistic()), Console(file=out, width=100), tmp_path)
     lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
     assert "packages 33,130 → 18,204 188.00 51,203,411 80.0% 4,380 language: data file" in lines
     assert "+ 1,110,201 3,120 decode: binary" in lines
@@ -427,7 +427,9 @@ def test_the_terminal_shows_each_source(tmp_path: Path) -> None:
 
 def test_the_terminal_is_not_steered_by_names(tmp_path: Path) -> None:
     out = io.StringIO()
-    show_report(save(tmp_path, hostile()), Console(file=out, width=400, force_terminal=True, color_system=None))
+    show_report(
+        save(tmp_path, hostile()), Console(file=out, width=400, force_terminal=True, color_system=None), tmp_path
+    )
     assert HOSTILE.split("\n", maxsplit=1)[0] in out.getvalue()
     assert "[red]" in out.getvalue()
     assert not {"\x1b", "\u202e", "\r", "\x00"} & set(re.sub("\x1b\\[[0-9;]*m", "", out.getvalue()))

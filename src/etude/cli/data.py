@@ -47,4 +47,4 @@ def report(
         return
     if out is not None:
         write_report(folder, out)
-    show_report(folder, Console())
+    show_report(folder, Console(), out or folder)

@@ -83,7 +83,9 @@ def _sorted(counts: Counter[str]) -> dict[str, int]:
 def refuse_empty(name: str, documents_in: int, drops: Mapping[str, int]) -> None:
     """Say why nothing is left of a source."""
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in list(_sorted(Counter(drops)).items())[:REASONS])
+    unlicensed = reasons.partition(" ")[2].startswith("licence: licence unknown")
+    advice = 'set its `licence`, if you know it, or `unknown = "keep"`' if unlicensed else "change its settings"
     raise UserError(
-        f"source {name!r}: not one of its {documents_in:,} documents is left ({reasons}); "
-        "change its settings, or take it out of the recipe"
+        f"source {name!r}: not one of its {documents_in:,} documents is left ({reasons or 'there were none'}); "
+        f"{advice}, or take it out of the recipe"
     )

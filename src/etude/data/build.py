@@ -12,6 +12,7 @@ the number of workers nor on interruptions.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections import Counter
 from dataclasses import dataclass
@@ -52,6 +53,9 @@ if TYPE_CHECKING:
 
 UNITS, SHARDS, TOKENISER, TABLES = "units", "shards", "tokeniser", "documents"
 SAMPLES, HITS = "samples.json", "contamination.jsonl"
+DAMAGE = ("damaged", "broken", "unpacks to too much")
+CODE_TOKEN = re.compile(r"\w+|[^\w\s]+")
+NAMED = 5  # repositories named in a line
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
 
@@ -127,7 +131,7 @@ class Build:
 
     def _held(self, unit: UnitJob, repositories: Repositories) -> frozenset[str] | float:
         """Return what decides which documents of a unit are held out."""
-        return self.data.heldout if loose(unit) else repositories.heldout
+        return self.data.heldout * unit.source.hold_out if loose(unit) else repositories.heldout
 
     def _encoder(self) -> tuple[Encoder, int]:
         encoder = Encoder(self.work.folder / TOKENISER / "tokenizer.json")
@@ -137,12 +141,23 @@ class Build:
     def _filter(self, opened: dict[str, OpenSource]) -> list[UnitJob]:
         tasks = read_tasks([Path(name).expanduser() for name in self.data.contamination.tasks])
         index = index_tasks(tasks, self.data.contamination.ngram, self.data.contamination.hits)
+        short = sum(len(CODE_TOKEN.findall(text)) < self.data.contamination.ngram for _, text in tasks)
+        if short:
+            self.work.reporter.say(
+                f"data: {short} of {len(tasks)} texts of benchmark tasks are too short to be looked for"
+            )
         jobs: list[UnitJob] = []
         for source in self.data.source:
             for parts in share_out(opened[source.name].parts):
                 jobs.append(UnitJob(source, self.data, parts, index, self.work.folder / UNITS / f"{len(jobs):05d}"))
         units = [Unit(f"filter/{job.folder.name}", job, max(job.size, 1)) for job in jobs]
         self.work.parallel("data: filtering", units, "B", filter_unit, self.data.workers or cores())
+        for job in jobs:
+            for reason, count in read_json(job.folder / RESULT)["tally"]["drops"].items():
+                if any(word in reason for word in DAMAGE):
+                    self.work.reporter.say(
+                        f"data: source {job.source.name!r}: {count} × {reason}; what else was there is lost"
+                    )
         return jobs
 
     def _refuse_empty(self, units: Sequence[UnitJob], dropped: Sequence[Dropped]) -> None:
@@ -198,11 +213,13 @@ class Build:
             mine = [entry for entry in entries if entry.domain == domain]
             held, total = (sum(e.tokens["heldout"] for e in mine), sum(sum(e.tokens.values()) for e in mine))
             if wanted and not held:
-                say(f"data: nothing of the domain {domain!r} is held out: its documents are of one repository")
-            elif wanted and held > 3 * wanted * total:
                 say(
-                    f"data: {held / total:.0%} of the domain {domain!r} is held out, not {wanted:.0%}: repositories are held out whole"
+                    f"data: nothing of {domain!r} is held out: no repository is as small as {wanted:.0%} of it; raise data.heldout"
                 )
+            elif held:
+                names = list(dict.fromkeys(name for entry in mine for name in entry.heldout_repositories))
+                listed = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+                say(f"data: {held / total:.1%} of {domain!r} is held out: {listed or 'single rows'}")
         for entry in entries:
             if not entry.tokens["train"]:
                 say(f"data: the source {entry.name!r} is held out whole; nothing of it will be trained on")
@@ -251,6 +268,7 @@ class Build:
         write_text(folder / HITS, "".join(canonical_json(hit) + "\n" for hit in hits))
         Manifest(
             etude=etude.__version__,
+            seed=self.seed,
             length=self.data.length,
             dtype=dtype_for(encoder.vocabulary),
             separator=separator,
@@ -262,7 +280,7 @@ class Build:
                 domain: [counts[bit] for bit in range(max(counts, default=-1) + 1)]
                 for domain, counts in histogram.items()
             },
-            contamination=len(hits),
+            contamination=len(hits) if self.data.contamination.tasks else None,
             sources=entries,
             shards=shards,
             tools=tools(),

@@ -110,6 +110,11 @@ def tracked_files(root: Path) -> list[Path]:
         )
     except FileNotFoundError:
         return []
+    if listed.returncode and any(os.path.lexists(folder / ".git") for folder in [root, *root.resolve().parents]):
+        said = listed.stderr.decode(errors="replace").strip().splitlines()[:1]
+        raise UserError(
+            f"{root} is a git checkout that git cannot read ({' '.join(said)}); put that right, or copy the files elsewhere"
+        )
     names = dict.fromkeys(os.fsdecode(name) for name in listed.stdout.split(b"\0") if name)
     return [root / name for name in names if os.path.lexists(root / name)]
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-GROSS = 3  # times the wanted share: a repository that would lead beyond it is passed over
+GROSS = 1.5  # times the wanted share: a repository that would lead beyond it is passed over
 
 
 def choose_heldout(sizes: Mapping[str, int], share: float, seed: int) -> set[str]:
     """Return repositories with about `share` of all bytes; `sizes` are bytes by repository.
 
-    Never all, and at least one of two or more, unless `share` is 0: if all are too large, the smallest. An empty
-    repository has nothing to measure with and is not chosen.
+    Never all. None if every one is too large for the share: better nothing to measure with than most of it lost to training,
+    unasked. An empty repository has nothing to measure with and is not chosen.
     """
     order = sorted((name for name, size in sizes.items() if size), key=lambda name: _place(name, seed))
     if not share or len(order) < 2:
@@ -33,7 +33,7 @@ def choose_heldout(sizes: Mapping[str, int], share: float, seed: int) -> set[str
             taken += sizes[name]
     if len(chosen) == len(order):
         chosen.pop()
-    return set(chosen or [min(order, key=lambda name: sizes[name])])
+    return set(chosen)
 
 
 def _place(name: str, seed: int) -> bytes:

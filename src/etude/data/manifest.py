@@ -83,6 +83,7 @@ class Manifest(Entry):
     """The whole corpus."""
 
     etude: str
+    seed: int  # decides what is held out and where middles are cut
     length: int  # tokens a row
     dtype: str
     separator: int
@@ -91,7 +92,9 @@ class Manifest(Entry):
     exact_fast_tokeniser: bool  # whether fastokens agreed with the reference everywhere it was asked
     shares: dict[str, float]  # of tokens, by source
     histogram: dict[str, list[int]]  # domain → documents with 2^i to 2^(i+1) − 1 tokens
-    contamination: int  # documents that share code with benchmark tasks: contamination.jsonl lists them
+    contamination: (
+        int | None
+    )  # documents that share code with benchmark tasks (contamination.jsonl); None: no tasks were given
     sources: list[SourceEntry]
     shards: list[ShardEntry]
     tools: dict[str, str]

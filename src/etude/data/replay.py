@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from etude.models.checkpoint import weight_files
 from etude.work import Unit
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from etude.data.settings import DataSettings, ReplaySettings
@@ -75,25 +77,27 @@ def _sampled(
     from etude.models.shape import shape_of
 
     separator, vocabulary = tokens
-    batches = -(-settings.tokens // (settings.length * settings.batch))
-    units = [Unit(f"replay/{number:05d}", number, settings.length * settings.batch) for number in range(batches)]
+    count = -(-settings.tokens // settings.length)  # texts
+    sizes = [min(settings.batch, count - start) for start in range(0, count, settings.batch)]
+    units = [Unit(f"replay/{number:05d}", number, settings.length * size) for number, size in enumerate(sizes)]
     folder.mkdir(parents=True, exist_ok=True)
     model: Any = None
     for unit in work.pending("data: sampling replay from the base", units, "tokens"):
         if model is None:
             model = _load(base)
         began = time.perf_counter()
-        rows = _sample(model, separator, vocabulary, settings, draw(seed, "replay", unit.key).getrandbits(32))
+        texts, chance = sizes[unit.item], draw(seed, "replay", unit.key).getrandbits(32)
+        rows = _sample(model, (separator, vocabulary), settings, texts, chance, partial(work.tick, texts))
         save_array(folder / f"{unit.item:05d}.npy", rows)
-        flops = settings.batch * forward_flops(shape_of(model.config).compute, rows.shape[1])
+        flops = texts * forward_flops(shape_of(model.config).compute, rows.shape[1])
         work.metrics.put(unit.key, tokens=rows.size, flops=flops, device_seconds=time.perf_counter() - began)
-    texts = []
-    for number in range(batches):
+    found = []
+    for number in range(len(sizes)):
         for row in np.load(folder / f"{number:05d}.npy"):
             ends = np.flatnonzero(row == separator)
             text = row[: ends[0] + 1] if len(ends) else row
-            texts.append(text if len(text) > 1 else text[:0])
-    return texts
+            found.append(text if len(text) > 1 else text[:0])
+    return found
 
 
 def _load(base: Path) -> Any:
@@ -102,13 +106,28 @@ def _load(base: Path) -> Any:
     return load_model(base, choose_device("auto"))
 
 
-def _sample(model: Any, separator: int, vocabulary: int, settings: ReplaySettings, seed: int) -> Any:
-    """Return [batch, ≤ length] tokens sampled after the separator; after the end of a text come separators."""
+def _sample(
+    model: Any,
+    tokens: tuple[int, int],
+    settings: ReplaySettings,
+    texts: int,
+    chance: int,
+    on_step: Callable[[], object],
+) -> Any:
+    """Return [texts, ≤ length] tokens sampled after the separator; after the end of a text come separators."""
     import torch
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, StoppingCriteria
 
-    torch.manual_seed(seed)
-    start = torch.full((settings.batch, 1), separator, device=model.device)
+    class Stepping(StoppingCriteria):  # type: ignore[misc]
+        """Stops nothing; tells of every step, which is also where the user may stop it."""
+
+        def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:  # noqa: ARG002 - their signature
+            on_step()
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    separator, vocabulary = tokens
+    torch.manual_seed(chance)
+    start = torch.full((texts, 1), separator, device=model.device)
     # Not as the base's generation_config.json would have it: penalties and cut-offs are not its distribution.
     model.generation_config = GenerationConfig()
     how = GenerationConfig(
@@ -118,5 +137,7 @@ def _sample(model: Any, separator: int, vocabulary: int, settings: ReplaySetting
         suppress_tokens=list(range(vocabulary, model.config.vocab_size)) or None,
     )  # fmt: skip
     with torch.inference_mode():
-        written = model.generate(start, attention_mask=torch.ones_like(start), generation_config=how)
+        written = model.generate(
+            start, attention_mask=torch.ones_like(start), generation_config=how, stopping_criteria=[Stepping()]
+        )
     return written[:, 1:].cpu().numpy().astype(np.uint32)

@@ -96,8 +96,8 @@ def write_report(corpus: Path, target: Path) -> None:
     write_text(target / "report.html", html_page(page, (target / "report.png").read_bytes()))
 
 
-def show_report(folder: Path, console: Console) -> None:
-    """Print a line for each source, and where the report lies."""
+def show_report(folder: Path, console: Console, page: Path) -> None:
+    """Print a line for each source of a corpus, and where its page lies."""
     from rich import table
     from rich.text import Text
 
@@ -112,7 +112,7 @@ def show_report(folder: Path, console: Console) -> None:
                  manifest.shares[source.name], "\n".join(drops) or "nothing")  # fmt: skip
         drawn.add_row(*(Text(visible(cell, "\n")) for cell in cells))
     console.print(drawn)
-    console.print(f"report: {folder / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"report: {page / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
 
 
 def total(sources: Iterable[SourceEntry], key: str) -> int:
@@ -237,13 +237,13 @@ def _left_out(manifest: Manifest, samples: list[Row], hits: list[Row]) -> Page:
             "Secrets and personal data are replaced by placeholders; the document stays. No detector finds everything.",
             Table(("what", ">times replaced"), list(largest(added(manifest.sources, "scrubbed")).items()))],
         "Benchmark tasks": [
-            f"Documents left out because they share code with benchmark tasks: {manifest.contamination:,}. {HITS} lists all, this "
+            f"Documents that share code with benchmark tasks: {manifest.contamination or 0:,}. {HITS} lists all, this "
             f"table the first {LISTED}." if looked else "The recipe names no tasks, so none were looked for.",
             Table(("document", "tasks", ">shared runs", "such as"), [
                 (_where(hit), short(", ".join(hit["tasks"])), hit["runs"], short(" … ".join(hit["words"]))) for hit in hits])],
         "Samples of what was left out": [
-            f"Up to {SAMPLED} for each reason named above; {SAMPLES} has more. Excerpts are as they were found, secrets and personal "
-            "data included: read them before you publish this page.",
+            f"Up to {SAMPLED} for each reason named above; {SAMPLES} has more. Excerpts are scrubbed as the "
+            "documents are; read them all the same before you publish this page.",
             *(excerpts or ["None."])],
         "Duplicates": [
             "Looked for across all sources. Of documents that are alike, the one whose source comes first in the recipe stays.",

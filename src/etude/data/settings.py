@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from etude.data.filters.spdx import canonical
 
-CREDENTIALS = re.compile(r"://[^/@]*:[^/@]*@")
+CREDENTIALS = re.compile(r"https?://[^/]*@|://[^/]*:[^/]*@")
 SELF = "self"  # replay from the base itself
 LOCATIONS = ("folder", "git", "pypi", "jsonl", "parquet", "dataset")
 
@@ -34,6 +34,9 @@ class SourceSettings(Settings):
     )
     weight: float = Field(
         default=1.0, gt=0, description="how often a token is seen, against one of a source with weight 1"
+    )
+    hold_out: bool = Field(
+        default=True, description="whether its repositories may be held out; false: all of it is trained on"
     )
     licences: Literal["permissive", "copyleft", "any"] | list[str] = Field(
         default="permissive", description="what may stay: permissive; also copyleft; any; or a list of SPDX ids"
@@ -84,10 +87,12 @@ class SourceSettings(Settings):
             *([self.licence] if self.licence else []),
         ]
         if wrong := [licence for licence in stated if canonical(licence) is None]:
-            raise ValueError(f"{wrong[0]!r} is no SPDX licence expression, such as MIT or Apache-2.0")
+            raise ValueError(
+                f"{wrong[0]!r} is no SPDX licence expression, such as MIT, or LicenseRef-Mine for one of your own"
+            )
         if self.git and CREDENTIALS.search(self.git):
             raise ValueError(
-                "`git` holds a password, which would go into every record; leave it to git's credential helper"
+                "`git` holds a password or a token, which would go into every record; leave it to git's credential helper"
             )
         for package in self.pypi:
             if package.count("==") != 1 or not all(package.split("==")):
@@ -235,6 +240,8 @@ class DataSettings(Settings):
                 f'replay.source {self.replay.source!r} is neither a source ({", ".join(names)}) nor "self"'
             )
         self._check_shares()
+        if self.replay and self.replay.source == SELF and self.tokeniser.source != "base":
+            raise ValueError('replay.source = "self" gives tokens of the base, so tokeniser.source must be "base"')
         if len(set(self.fim.tokens)) < len(self.fim.tokens):
             raise ValueError("fim.tokens must be three different tokens")
         return self

@@ -140,7 +140,10 @@ def _explain(error: ErrorDetails, model: type[BaseModel], path: list[str], layer
         return f"{where}unknown key {name!r}{nearest(place[-1], _fields(model, error['loc'][:-1]))}"
     if error["type"] == "missing":
         about = _fields(model, error["loc"][:-1])[place[-1]].description or ""
-        return f"{where}{name!r} is missing: {about}; set it in the recipe or with --set {name}=…"
+        in_list = any(isinstance(part, int) for part in error["loc"])  # which --set cannot reach
+        return (
+            f"{where}{name!r} is missing: {about}; set it in the recipe{'' if in_list else f' or with --set {name}=…'}"
+        )
     ours = error["type"] == "value_error"  # our own checks say what they were given
     given = "" if ours or isinstance(error["input"], dict) else f", not {error['input']!r}"
     message = error["msg"].removeprefix("Value error, ")

@@ -222,7 +222,7 @@ def test_names_of_repositories_are_unicode(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"caf\xe9") / "x.py").write_bytes(b"x")
     assert entries(opened(folder=str(tmp_path)).parts) == [Raw(r"caf\xe9", "x.py", b"x")]
     (tmp_path / "link").symlink_to(tmp_path / os.fsdecode(b"caf\xe9"))
-    assert opened(folder=str(tmp_path / "link")).location == rf"folder {tmp_path}/caf\xe9"
+    assert opened(folder=str(tmp_path / "link")).location == f"folder {tmp_path}/link"  # as written
 
 
 def test_what_cannot_be_looked_at_is_a_drop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,8 @@ def test_every_row_is_a_document_or_a_drop_with_its_reason(tmp_path: Path, suffi
     rows = {
         line(text="first", repo="r1", licence="MIT"): None,
         b"\xef\xbb\xbf" + line(text="b\u00e9", other=[1, {}], repo=7, licence=["MIT", "Apache-2.0"]): None,
-        line(text="x" * MOST): None,
+        line(text="x" * MOST, repo="r"): None,
+        line(text="lost"): "no column 'repo'",
         line(text="x" * (MOST + 1)): "over max_bytes",
         line(text="é" * (MOST // 2 + 1)): "over max_bytes",
         b'{"text": \n': "invalid JSON",
@@ -81,7 +82,7 @@ def test_every_row_is_a_document_or_a_drop_with_its_reason(tmp_path: Path, suffi
     assert kept == [
         Raw("r1", names[0], b"first", "row", "MIT"),
         Raw("7", names[1], "bé".encode(), "row", "MIT AND Apache-2.0"),
-        Raw(names[2], names[2], b"x" * MOST, "row"),
+        Raw("r", names[2], b"x" * MOST, "row"),
         Raw("0", names[-2], b"\xed\xa0\x80", "row"),
         Raw(r"\ud800", names[-1], b"last", "row"),
     ]

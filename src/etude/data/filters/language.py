@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from identify import identify
 
+from etude.data.document import PROSE
+
 if TYPE_CHECKING:
     from etude.data.document import Document
 
 # fmt: off
-PROSE = frozenset({"asciidoc", "bib", "markdown", "mdx", "myst", "org", "plain-text", "pod", "quarto", "rst", "tex", "texinfo"})
 DATA = frozenset({
     "avro-schema", "cson", "csv", "dbc", "dotenv", "icalendar", "image", "json", "json5", "lazarus-form", "mailmap", "manifest",
     "map", "pem", "plist", "pofile", "sln", "swiftdeps", "tsv", "vdx", "wkt", "xcodebuild", "xml",

@@ -7,6 +7,8 @@ import string
 import zlib
 from typing import TYPE_CHECKING
 
+from etude.data.document import PROSE
+
 if TYPE_CHECKING:
     from etude.data.document import Document
     from etude.data.settings import FilterSettings
@@ -29,7 +31,8 @@ class Quality:
             return "too short"
         if len(text) > limits.max_bytes:
             return "too long"
-        if len(text) / (text.count("\n") + 1) > limits.max_mean_line:
+        # A paragraph of prose may well be one line.
+        if document.language not in PROSE and len(text) / (text.count("\n") + 1) > limits.max_mean_line:
             return "long lines on average"
         lines = text.split("\n")
         if len(text) > limits.max_line and len(max(lines, key=len)) > limits.max_line:

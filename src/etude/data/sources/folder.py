@@ -43,7 +43,7 @@ def open_folder(settings: SourceSettings, most_bytes: int) -> OpenSource:
             entries.append(entry_of(name, name, size, fault, most_bytes))
         contents = partial(_contents, folder, most_bytes)
         parts += share_out(folder.name, entries, contents, licences_among(entries, contents))
-    return OpenSource(printable(f"folder {root}"), git_revision(root), parts)
+    return OpenSource(printable(f"folder {settings.folder}"), git_revision(root), parts)
 
 
 def _root(settings: SourceSettings) -> Path:

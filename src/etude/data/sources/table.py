@@ -107,6 +107,8 @@ def _read(settings: SourceSettings, most_bytes: int, file: str, rows: Rows) -> I
                 yield Drop(repository, name, "read", fault or "no text", size)
             elif len(content) > most_bytes:
                 yield Drop(repository, name, "read", TOO_LARGE, size)
+            elif settings.repository_column and settings.repository_column not in columns:
+                yield Drop(repository, name, "read", f"no column {settings.repository_column!r}", size)
             else:
                 yield Raw(repository, name, content, "row", _words(columns, settings.licence_column) or None)
     except (OSError, EOFError, zlib.error, ValueError, ArrowException):

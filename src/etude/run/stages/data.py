@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class DataStage:
     """Builds the corpus of a run."""
 
-    version = 1
+    version = 2
     settings = DataSettings
     makes_model = False
 
@@ -83,7 +83,7 @@ class DataStage:
         """Print what came in and what stayed."""
         from etude.data.report import show_report
 
-        show_report(folder, console)
+        show_report(folder, console, folder)
 
 
 def _tasks(settings: DataSettings) -> list[Path]:
