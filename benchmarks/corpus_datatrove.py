@@ -50,7 +50,8 @@ from datatrove.utils.hashing import create_hash_func
 from datatrove.utils.text import TextNormConfig, ngrams, simplify_text
 from datatrove.utils.word_tokenizers import WordTokenizer
 
-from etude.data.filters.quality import Quality  # which needs the standard library only
+from etude.data.filters.generated import generated  # which need the standard library only
+from etude.data.filters.quality import Quality
 
 if TYPE_CHECKING:
     from datatrove.data import Document
@@ -86,7 +87,8 @@ class Words(WordTokenizer):
 
 def worth_keeping(document: Document, rules: Quality) -> bool | tuple[bool, str]:
     """Judge a document as Etude does."""
-    reason = rules(SimpleNamespace(text=document.text, language="plain-text"))  # type: ignore[arg-type] # a row, as there
+    row: Any = SimpleNamespace(text=document.text, path="", kind="row", language="plain-text")
+    reason = generated(row) or rules(row)
     return (False, reason) if reason else True
 
 

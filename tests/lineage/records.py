@@ -45,6 +45,8 @@ def full_record(**changes: Any) -> Record:
                 files=3,
                 bytes=99,
                 left_out={"empty": 1},
+                licences={"MIT": 99},
+                tokens=30,
             )
         ],
         "code": Code(etude="0.1.0", revision="9" * 40, dirty=False),

@@ -143,7 +143,17 @@ def _dicts(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str |
             yield from _dicts(part, (*path, key))
 
 
-OPEN = {"seeds", "packages", "weights", "outputs", "summary", "left_out", "received", "sources"}  # keys are data here
+OPEN = {
+    "seeds",
+    "packages",
+    "weights",
+    "outputs",
+    "summary",
+    "left_out",
+    "licences",
+    "received",
+    "sources",
+}  # keys are data here
 CLOSED = [
     path
     for path in _dicts(full_record().model_dump(mode="json"))
