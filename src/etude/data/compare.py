@@ -115,7 +115,7 @@ def hold_out(units: Sequence[UnitJob], data: DataSettings, seed: int) -> Reposit
                 sizes.setdefault(unit.source.domain, Counter())[name] += size
                 repositories[unit.source.name].add(name)
     needed = {name for source in data.source if not source.hold_out for name in repositories[source.name]}
-    chosen = {name for each in sizes.values() for name in choose_heldout(each, data.heldout, seed)} - needed
+    chosen = choose_heldout(sizes, data.heldout, seed) - needed
     return Repositories(
         frozenset(chosen),
         {name: len(found) + rows[name] for name, found in repositories.items()},

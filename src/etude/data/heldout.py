@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 GROSS = 1.5  # times the wanted share: a repository that would lead beyond it is passed over
 
 
-def choose_heldout(sizes: Mapping[str, int], share: float, seed: int) -> set[str]:
-    """Return repositories with about `share` of all bytes; `sizes` are bytes by repository.
+def choose_heldout(sizes: Mapping[str, Mapping[str, int]], share: float, seed: int) -> set[str]:
+    """Return repositories with about `share` of the bytes of each domain; `sizes` are bytes by domain and repository.
 
-    Never all. None if every one is too large for the share: better nothing to measure with than most of it lost to training,
-    unasked. An empty repository has nothing to measure with and is not chosen.
+    Never all of a domain. None if every one is too large for the share in some domain: better nothing to measure with than
+    most of it lost to training, unasked. An empty repository has nothing to measure with and is not chosen.
     """
-    order = sorted((name for name, size in sizes.items() if size), key=lambda name: _place(name, seed))
-    if not share or len(order) < 2:
-        return set()
-    wanted = share * sum(sizes.values())
-    chosen: list[str] = []
-    taken = 0
-    for name in order:
-        if taken < wanted and taken + sizes[name] <= GROSS * wanted:
-            chosen.append(name)
-            taken += sizes[name]
-    if len(chosen) == len(order):
-        chosen.pop()
-    return set(chosen)
+    whole = {domain: sum(each.values()) for domain, each in sizes.items()}
+    taken = dict.fromkeys(sizes, 0)
+    chosen = set()
+    for name in sorted({name for each in sizes.values() for name in each}, key=lambda name: _place(name, seed)):
+        here = {domain: each[name] for domain, each in sizes.items() if each.get(name)}
+        wanted = any(taken[domain] < share * whole[domain] for domain in here)
+        after = {domain: taken[domain] + size for domain, size in here.items()}
+        if wanted and all(
+            size <= GROSS * share * whole[domain] and size < whole[domain] for domain, size in after.items()
+        ):
+            chosen.add(name)
+            taken |= after
+    return chosen
 
 
 def _place(name: str, seed: int) -> bytes:
