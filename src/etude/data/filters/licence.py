@@ -128,7 +128,9 @@ def _family(spdx: str) -> str:
 
 
 def _joined(expressions: Iterable[str]) -> str:
-    distinct = list(dict.fromkeys(expressions))
+    distinct = list(
+        dict.fromkeys(part for one in expressions for part in ([one] if "(" in one else one.split(" AND ")))
+    )
     return " AND ".join(f"({one})" if " OR " in one and len(distinct) > 1 else one for one in distinct)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class DataStage:
     """Builds the corpus of a run."""
 
-    version = 2
+    version = 3
     settings = DataSettings
     makes_model = False
 
