@@ -25,6 +25,7 @@ from etude.errors import UserError
 from etude.jsonl import MetricsLog
 from etude.progress import Reporter
 from etude.work import Work
+from tests import tiny
 from tests.data.planted import MIT, TASK, Planted, code, plant
 
 UNSCRUBBED = {"filters": {"scrub": False}}  # the detector takes a second to start
@@ -301,3 +302,20 @@ def test_a_repository_held_out_in_one_domain_is_held_out_in_all(tmp_path: Path, 
     seen = [{row["repository"] for row in made.documents(name) if not row["heldout"]} for name in ("code", "docs")]
     assert held[0] | held[1]
     assert not (held[0] | held[1]) & (seen[0] | seen[1])
+
+
+def test_a_commit_that_adds_a_task_is_contaminated(tmp_path: Path, quiet: Reporter) -> None:
+    root = tmp_path / "repo"
+    root.mkdir()
+    (root / "LICENSE").write_text(MIT)
+    tiny.git(root, "init", "-q")
+    for name, text in (("clean", code("clean")), ("solution", TASK)):
+        (root / f"{name}.py").write_text(text)
+        tiny.git(root, "add", "-A")
+        tiny.git(root, "commit", "-qm", f"Add {name}")
+    (tmp_path / "tasks.jsonl").write_text(json.dumps({"id": "intervals", "solution": TASK}) + "\n")
+    source = {"name": "history", "domain": "commits", "git": str(root), "history": 9}
+    tasks = {"tasks": [str(tmp_path / "tasks.jsonl")]}
+    made = build(tmp_path / "corpus", quiet, source=[source], contamination=tasks, heldout=0.0, **UNSCRUBBED)
+    assert made.manifest.contamination == 1
+    assert [text.startswith("commit Add clean") for text in made.texts("history").values()] == [True]

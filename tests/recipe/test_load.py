@@ -231,6 +231,17 @@ def test_the_resolved_corpus_can_be_run_again(tmp_path: Path) -> None:
         ),
         ("length = 256", "shares = { prose = 0.1 }", "shares names the domain 'prose', which no source has"),
         ("length = 256", "shares = { code = 1.5 }", "must not add up to more than 1"),
+        ("length = 256", "shares = { code = 0.5 }", "add up to less than 1, and no domain is left"),
+        ('name = "two"', 'name = "self"', "a source cannot be called 'self'"),
+        ('folder = "src"', 'git = "https://token@host/x.git"', "holds a password or a token"),
+        ('folder = "src"', 'folder = "src"\nlicence = "my own"', "'my own' is no SPDX licence expression"),
+        ("rate = 0.5", 'rate = 0.5\ntokens = ["<a>", "<a>", "<b>"]', "three different tokens"),
+        (
+            "length = 256",
+            'replay = { share = 0.1, source = "self" }\ntokeniser = { source = "train" }',
+            "tokeniser.source must be",
+        ),
+        ("length = 256", "filters = { max_mean_line = inf }", "finite"),
     ],
 )
 def test_mistakes_in_a_corpus_are_named_with_their_place(tmp_path: Path, old: str, new: str, said: str) -> None:

@@ -75,3 +75,26 @@ def test_bad_tasks_are_refused(tmp_path: Path, name: str, content: bytes | None,
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=says):
         read_tasks([tmp_path / name])
+
+
+NOTICE = "# Copyright Somebody\n# " + " ".join(f"clause{number}" for number in range(60)) + "\n"
+
+
+def test_a_common_notice_is_no_hit() -> None:
+    index = index_tasks([("t", NOTICE + TASK)], 13, 3)
+    assert index.hit(NOTICE + FILLER) is None
+    assert index.hit(NOTICE + FILLER + TASK) is not None
+
+
+def test_a_task_too_short_for_the_hits_needs_all_it_has() -> None:
+    words = [f"word{number}" for number in range(14)]  # two runs of 13
+    index = index_tasks([("short", " ".join(words)), ("long", TASK)], 13, 3)
+    hit = index.hit(" ".join(["before", *words, "after"]))
+    assert hit is not None
+    assert hit.tasks == ("short",)
+    assert index.hit(" ".join(words[:13])) is None
+
+
+def test_json_files_are_read_as_json(tmp_path: Path) -> None:
+    (tmp_path / "task.json").write_text(json.dumps({"task_id": 7, "code": TASK}, indent=1))
+    assert read_tasks([tmp_path / "task.json"]) == [("7", TASK)]

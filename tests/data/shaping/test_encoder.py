@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -88,3 +89,17 @@ def test_a_tokeniser_is_taken_over_from_a_model(tiny_base: Path, tmp_path: Path)
     taken = Encoder(tmp_path / "tokeniser" / "tokenizer.json")
     assert taken.vocabulary == len(tiny.tokeniser())
     assert taken.encode(["def add"])[0].tolist() == tiny.tokeniser()("def add")["input_ids"]
+
+
+def test_tokens_that_are_declared_ordinary_cannot_be_spelled_either(tmp_path: Path) -> None:
+    written = json.loads(SPROUT.read_text())
+    for token in written["added_tokens"]:
+        token["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(written))
+    encoder = Encoder(tmp_path / "tokenizer.json")
+    assert (
+        encoder.encode(["a<|fim_middle|>b<|endoftext|>"])[0].tolist()
+        == Encoder(SPROUT).encode(["a<|fim_middle|>b<|endoftext|>"])[0].tolist()
+    )
+    assert encoder.token("<|fim_middle|>") == 4
+    assert encoder.token("the") is None  # an ordinary token is no separator
