@@ -205,6 +205,9 @@ def test_the_revision_is_the_commit_git_stands_at(code_tree: Path) -> None:
     head = tiny.git(code_tree, "rev-parse", "HEAD").strip()
     assert git_revision(code_tree) == git_revision(code_tree / "package_0") == head
     assert git_revision(code_tree / "notes.txt") == head
+    (code_tree / "package_1" / "module_1.py").write_text("changed = True\n")
+    assert git_revision(code_tree) == f"{head}+changes"
+    assert git_revision(code_tree / "package_0") == head
 
 
 def test_a_name_that_is_not_utf8_does_not_stop_the_reading(tmp_path: Path) -> None:

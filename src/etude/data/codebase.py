@@ -120,17 +120,18 @@ def tracked_files(root: Path) -> list[Path]:
 
 
 def git_revision(root: Path) -> str | None:
-    """Return the commit a git checkout stands at; None outside of one, and for files that git does not track."""
+    """Return the commit a git checkout stands at, with `+changes` if tracked files below differ from it; else None."""
     folder = root if root.is_dir() else root.parent
     if not tracked_files(folder):
         return None
-    try:
-        asked = subprocess.run(
-            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        )
-    except FileNotFoundError:
-        return None
-    return asked.stdout.strip() or None if asked.returncode == 0 else None
+    commit = _git(folder, "rev-parse", "--verify", "--quiet", "HEAD")
+    changed = commit and _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ".")
+    return f"{commit}{'+changes' if changed else ''}" if commit else None
+
+
+def _git(folder: Path, *words: str) -> str:
+    command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *words]
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False).stdout.strip()
 
 
 def _walked(root: Path) -> list[Path]:

@@ -130,7 +130,7 @@ def test_in_a_checkout_tracked_files_count_and_the_commit_is_the_revision(tmp_pa
     source = opened(folder=str(tree))
     assert {*texts(source.parts)} == {".github/b.yml", ".gitmodules", "a/x.py", "build/c.py"}
     assert reasons(source.parts) == {"sub": NOT_ENTERED}
-    assert source.revision == tiny.git(tree, "rev-parse", "HEAD").strip()
+    assert source.revision == tiny.git(tree, "rev-parse", "HEAD").strip() + "+changes"  # the submodule is not committed
     assert {entry.repository for entry in entries(opened(folder=str(tree / "a")).parts)} == {"a"}
 
 
