@@ -247,7 +247,7 @@ def test_addresses_are_replaced(text: str, expected: str) -> None:
         "user@example.com, a.b@mail.example.org, x@host.test, root@localhost, foo@bar.com",
         "git@github.com:owner/name.git",
         "git+ssh://git@gitlab.com/x",
-        "https://user:password@pypi.org/simple, ftp://me@files.org/",
+        "https://user:password@index.org/simple, ftp://me@files.org/",
         "@foo.bar\n@app.route('/')\n@dataclass\n",
         "import x from '@angular/core'; left-pad@1.3.0; actions/checkout@v4",
         "y = x@self.weight\nz = a@b.T + x@np.eye",
