@@ -12,7 +12,6 @@ the number of workers nor on interruptions.
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections import Counter
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from etude.data.document import Document
 from etude.data.filters.contamination import index_tasks, read_tasks
 from etude.data.filters.private import scrub
 from etude.data.manifest import MANIFEST, Manifest, load_manifest, tools
+from etude.data.ngrams import ngram_runs
 from etude.data.pack_source import pack_source, write_table
 from etude.data.samples import Samples
 from etude.data.settings import SELF
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 UNITS, SHARDS, TOKENISER, TABLES = "units", "shards", "tokeniser", "documents"
 SAMPLES, HITS = "samples.json", "contamination.jsonl"
 DAMAGE = ("damaged", "broken", "unpacks to too much")
-CODE_TOKEN = re.compile(r"\w+|[^\w\s]+")
 NAMED = 5  # repositories named in a line
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
@@ -141,7 +140,8 @@ class Build:
     def _filter(self, opened: dict[str, OpenSource]) -> list[UnitJob]:
         tasks = read_tasks([Path(name).expanduser() for name in self.data.contamination.tasks])
         index = index_tasks(tasks, self.data.contamination.ngram, self.data.contamination.hits)
-        short = sum(len(CODE_TOKEN.findall(text)) < self.data.contamination.ngram for _, text in tasks)
+        tokens = [len(ngram_runs(text.encode(errors="replace"), 1, signs=True).hashes) for _, text in tasks]
+        short = sum(count < self.data.contamination.ngram for count in tokens)
         if short:
             self.work.reporter.say(
                 f"data: {short} of {len(tasks)} texts of benchmark tasks are too short to be looked for"

@@ -124,14 +124,19 @@ def git_revision(root: Path) -> str | None:
     folder = root if root.is_dir() else root.parent
     if not tracked_files(folder):
         return None
-    commit = _git(folder, "rev-parse", "--verify", "--quiet", "HEAD")
-    changed = commit and _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ".")
+    commit = git_says(folder, "rev-parse", "--verify", "--quiet", "HEAD").strip()
+    changed = commit and git_says(folder, "status", "--porcelain", "--untracked-files=no", "--", ".")
     return f"{commit}{'+changes' if changed else ''}" if commit else None
 
 
-def _git(folder: Path, *words: str) -> str:
+def git_says(folder: Path, *words: str) -> str:
+    """Return what git prints; nothing where there is no git or it refuses."""
     command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *words]
-    return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False).stdout.strip()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def _walked(root: Path) -> list[Path]:

@@ -11,9 +11,10 @@ import difflib
 import itertools
 import random
 import re
-import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from etude.data.codebase import git_says
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -128,7 +129,7 @@ def made_chains(code: Codebase, count: int, steps: int, most_chars: int, seed: i
 
 def git_chains(root: Path, paths: Sequence[str], count: int, steps: int, most_chars: int) -> list[EditChain]:
     """Return up to `count` chains from git history: the last `steps` commits that changed a file short enough."""
-    if not _git(root, "rev-parse", "HEAD"):
+    if not git_says(root, "rev-parse", "HEAD"):
         return []
     short = [path for path in paths if (root / path).is_file() and (root / path).stat().st_size <= most_chars]
     chains = (_git_chain(root, path, steps, most_chars) for path in short[: FILES_TRIED * count])
@@ -136,20 +137,10 @@ def git_chains(root: Path, paths: Sequence[str], count: int, steps: int, most_ch
 
 
 def _git_chain(root: Path, path: str, steps: int, most_chars: int) -> EditChain | None:
-    commits = _git(root, "log", f"-{steps + 1}", "--format=%H", "--", path).split()
+    commits = git_says(root, "log", f"-{steps + 1}", "--format=%H", "--", path).split()
     if len(commits) <= steps:
         return None
-    versions = tuple(_git(root, "show", f"{commit}:./{path}") for commit in reversed(commits))
+    versions = tuple(git_says(root, "show", f"{commit}:./{path}") for commit in reversed(commits))
     short = all(0 < len(version) <= most_chars and FENCE not in version for version in versions)
     distinct = len({tuple(version.splitlines()) for version in versions}) == len(versions)
     return EditChain(path, versions, "git") if short and distinct else None
-
-
-def _git(root: Path, *arguments: str) -> str:
-    """Return what git prints; nothing where there is no git or it refuses."""
-    command = ["git", "-C", str(root), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    except FileNotFoundError:
-        return ""
-    return done.stdout if done.returncode == 0 else ""

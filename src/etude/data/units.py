@@ -213,7 +213,7 @@ def _finish_batch(
     """Scrub a batch, keep benchmark tasks out of it, sign it and write it."""
     clock = time.perf_counter()
     if job.data.filters.scrub and batch:
-        progress.scrubbed.update(scrub(batch, workspace).replaced)
+        progress.scrubbed.update(scrub(batch, workspace))
     clock = progress.timed("private", clock)
     kept = [document for document in batch if not _contaminated(document, job.tasks, progress)]
     clock = progress.timed("contamination", clock)

@@ -13,7 +13,10 @@ from pydantic import BaseModel, ConfigDict
 
 import etude
 
-RECORDED_PACKAGES = ("gguf", "huggingface-hub", "numpy", "safetensors", "tokenizers", "torch", "transformers")
+RECORDED_PACKAGES = (
+    "fastokens", "gguf", "huggingface-hub", "identify", "kingfisher-bin", "licenseclassifier", "numpy", "pyarrow", "rensa",
+    "safetensors", "tokenizers", "torch", "transformers", "xxhash",
+)  # fmt: skip
 
 
 class Code(BaseModel):

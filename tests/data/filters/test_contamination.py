@@ -9,16 +9,8 @@ import pytest
 
 from etude.data.filters.contamination import index_tasks, read_tasks
 from etude.errors import UserError
+from tests.data.planted import TASK
 
-TASK = """def merge_intervals(spans):
-    merged = []
-    for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((begin, end))
-    return merged
-"""
 FILLER = "\n".join(f"def helper_{number}(value):\n    return value * {number}\n" for number in range(30))
 
 

@@ -1,6 +1,6 @@
 """Text to tokens, fast and exactly as the model's own tokeniser does it.
 
-`tokenizers` is the reference; `fastokens` gives the same tokens seven to twenty times as fast (benchmarks/corpus.py), for
+`tokenizers` is the reference; `fastokens` gives the same tokens several times as fast (benchmarks/corpus.py), for
 the kinds of tokeniser it knows. It is trusted only after it has agreed with the reference on odd text and on the first
 documents of the unit at hand; where it does not, the reference is used and the manifest says so.
 
