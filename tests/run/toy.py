@@ -39,6 +39,7 @@ class ScaleStage:
     version = 1
     settings = ScaleSettings
     makes_model = True
+    reads_corpus = False
 
     def __init__(self) -> None:
         self.log: list[str] = []

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from etude.bench import perplexity, state_tracking
 from etude.bench.perplexity import BitsResult  # noqa: TC001 - read back by pydantic
@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     from etude.data.edits import EditChain
 
 
-class CompareConfig(BaseModel):
+class CompareConfig(BaseModel, extra="forbid", strict=True):
     """Settings of the `compare` stage."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     on: str = Field(description="folder with the code to compare on; relative to where the command is run")
     bases: list[str] = Field(default=[], description="bases to compare, besides the model the stages before have made")
@@ -85,9 +83,7 @@ class Candidate:
         from etude.models.shape import model_shape
 
         weight_files(folder)
-        self.name = name
-        self.folder = folder
-        self.device = device
+        self.name, self.folder, self.device = name, folder, device
         # Rows of another device were computed in another precision: a run resumed elsewhere does not mix them.
         self.rows = f"{device.type}/{name}"
         self.shape = model_shape(folder)
@@ -119,26 +115,17 @@ def _licence(folder: Path, listed: str | None) -> tuple[str, list[str]]:
 def check_fits(candidate: Candidate, chains: list[EditChain], config: CompareConfig) -> None:
     """Refuse settings that a candidate's context cannot hold, before anything is measured."""
     context = candidate.shape.context
+    longer = f"is longer than the context of {candidate.name} ({context})"
     if config.window > context:
-        raise UserError(
-            f"compare.window = {config.window} is longer than the context of {candidate.name} ({context}); "
-            "every candidate must see the same window: lower it"
-        )
+        advice = "every candidate must see the same window: lower it"
+        raise UserError(f"compare.window = {config.window} {longer}; {advice}")
     if config.speed_prompt + config.speed_steps > context:
-        raise UserError(
-            f"compare.speed_prompt + compare.speed_steps is longer than the context of {candidate.name} ({context}); "
-            "lower them"
-        )
+        raise UserError(f"compare.speed_prompt + compare.speed_steps {longer}; lower them")
     state_tracking.tracking_units(candidate.name, chains, candidate.tokeniser, context)
 
 
 def measure(
-    candidate: Candidate,
-    code: Codebase,
-    chains: list[EditChain],
-    config: CompareConfig,
-    work: Work,
-    seed: int,
+    candidate: Candidate, code: Codebase, chains: list[EditChain], config: CompareConfig, work: Work, seed: int
 ) -> CandidateResult:
     """Measure one candidate, taking up where an earlier session stopped."""
     bits = _measure_bits(candidate, code, config, work, seed)
@@ -146,18 +133,11 @@ def measure(
     speed = _measure_speed(candidate, config, work)
     vars(candidate).pop("model", None)  # free the weights before the next candidate is loaded
     gc.collect()
+    shape = candidate.shape
     return CandidateResult(
-        name=candidate.name,
-        family=candidate.shape.family,
-        parameters=candidate.shape.parameters,
-        active_parameters=candidate.shape.active_parameters,
-        context=candidate.shape.context,
-        licence=candidate.licence,
-        duties=candidate.duties,
-        bits=bits,
-        state=state,
-        speed=speed,
-    )
+        candidate.name, shape.family, shape.parameters, shape.active_parameters, shape.context,
+        candidate.licence, candidate.duties, bits, state, speed,
+    )  # fmt: skip
 
 
 def _measure_bits(candidate: Candidate, code: Codebase, config: CompareConfig, work: Work, seed: int) -> BitsResult:
@@ -167,10 +147,10 @@ def _measure_bits(candidate: Candidate, code: Codebase, config: CompareConfig, w
     def nlls_of(ids: list[int], window: Window) -> list[float]:
         return [float(nll) for nll in token_nlls(candidate.model, ids, window)]
 
+    shape, timer = candidate.shape.compute, partial(clock, candidate.device)
     tokens = perplexity.tokenise(code, candidate.tokeniser)
     units = perplexity.scoring_units(candidate.rows, rolling_windows(len(tokens.ids), config.window, config.stride))
-    timer = partial(clock, candidate.device)
-    perplexity.score(work, candidate.name, units, tokens, candidate.shape.compute, nlls_of, timer)
+    perplexity.score(work, candidate.name, units, tokens, shape, nlls_of, timer)
     return perplexity.result(work, candidate.rows, code, tokens, seed)
 
 
@@ -180,14 +160,12 @@ def _measure_state(candidate: Candidate, chains: list[EditChain], work: Work, se
     from etude.inference.generation import write_greedily
 
     def write(prompts: list[list[int]], budget: int) -> list[list[int]]:
-        def on_step() -> None:
-            work.tick(len(prompts))
+        on_step = partial(work.tick, len(prompts))
+        return list(write_greedily(candidate.model, tokeniser, prompts, budget, FENCE, on_step))
 
-        return list(write_greedily(candidate.model, candidate.tokeniser, prompts, budget, FENCE, on_step))
-
-    units = state_tracking.tracking_units(candidate.rows, chains, candidate.tokeniser, candidate.shape.context)
-    timer = partial(clock, candidate.device)
-    state_tracking.track(work, candidate.name, units, candidate.tokeniser, candidate.shape.compute, write, timer)
+    tokeniser, timer = candidate.tokeniser, partial(clock, candidate.device)
+    units = state_tracking.tracking_units(candidate.rows, chains, tokeniser, candidate.shape.context)
+    state_tracking.track(work, candidate.name, units, tokeniser, candidate.shape.compute, write, timer)
     return state_tracking.result(work, candidate.rows, chains, seed)
 
 
@@ -195,20 +173,15 @@ def _measure_speed(candidate: Candidate, config: CompareConfig, work: Work) -> d
     from etude.bench.speed import REPEATS, ROUNDS, clock, measure_speed
 
     unit = Unit(f"{candidate.rows}/speed", None, ROUNDS)
-    for each in work.pending(f"{candidate.name}: measuring speed", [unit], "rounds"):
-        prompt, steps, batch = config.speed_prompt, config.speed_steps, config.speed_batch
+    prompt, steps, batch, rounds = config.speed_prompt, config.speed_steps, config.speed_batch, REPEATS + 1
+    for _ in work.pending(f"{candidate.name}: measuring speed", [unit], "rounds"):
         begun = clock(candidate.device)
-        speed = measure_speed(candidate.model, prompt, steps, batch, lambda: work.tick(1))
+        speed = measure_speed(candidate.model, prompt, steps, batch, partial(work.tick, 1))
         seconds = clock(candidate.device) - begun
-        shape = candidate.shape.compute
-        rounds = REPEATS + 1
-        work.metrics.put(
-            each.key,
-            speed=asdict(speed),
-            tokens=rounds * (prompt + (1 + batch) * (prompt + steps)),
-            flops=rounds * (forward_flops(shape, prompt) + (1 + batch) * forward_flops(shape, prompt + steps)),
-            device_seconds=round(seconds, 4),
-        )
+        tokens = rounds * (prompt + (1 + batch) * (prompt + steps))
+        read, written = (forward_flops(candidate.shape.compute, length) for length in (prompt, prompt + steps))
+        flops = rounds * (read + (1 + batch) * written)
+        work.metrics.put(unit.key, speed=asdict(speed), tokens=tokens, flops=flops, device_seconds=round(seconds, 4))
     row = work.metrics.get(unit.key)
     assert row is not None
     return dict(row["speed"])

@@ -9,6 +9,7 @@ Tokenisers cut differently, so a mean over tokens would not compare; the summed 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,9 +74,8 @@ def tokenise(code: Codebase, tokeniser: Any) -> TokenisedCode:
 
 def scoring_units(label: str, windows: list[Window]) -> list[Unit]:
     """Return one unit of work per window."""
-    return [
-        Unit(f"{label}/bits/{index:06d}", window, window.end - window.start) for index, window in enumerate(windows)
-    ]
+    numbered = enumerate(windows)
+    return [Unit(f"{label}/bits/{index:06d}", window, window.end - window.start) for index, window in numbered]
 
 
 def score(
@@ -90,20 +90,12 @@ def score(
         seconds = clock() - begun
         if not all(map(math.isfinite, nlls)):
             raise UserError(f"{label}: its probabilities are not finite numbers; its weights are damaged or diverged")
-        nats: dict[str, float] = {}
-        for position, nll in zip(range(window.score_from, window.end), nlls, strict=True):
-            name = str(tokens.file_of[position])
-            nats[name] = nats.get(name, 0.0) + nll
+        nats: dict[str, float] = defaultdict(float)
+        for file, nll in zip(tokens.file_of[window.score_from : window.end], nlls, strict=True):
+            nats[str(file)] += nll
         length = window.end - window.start
-        flops = forward_flops(shape, length)
-        work.metrics.put(
-            unit.key,
-            nats=nats,
-            scored=len(nlls),
-            tokens=length,
-            flops=flops,
-            device_seconds=round(seconds, 4),
-        )
+        spent = {"tokens": length, "flops": forward_flops(shape, length), "device_seconds": round(seconds, 4)}
+        work.metrics.put(unit.key, nats=nats, scored=len(nlls), **spent)
 
 
 def result(work: Work, label: str, code: Codebase, tokens: TokenisedCode, seed: int) -> BitsResult:

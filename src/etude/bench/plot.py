@@ -15,50 +15,34 @@ if TYPE_CHECKING:
 
     from etude.bench.compare import CandidateResult
 
+    Interval = tuple[float, float] | None
+
 COLOUR = "#3b6ea8"
 
 
 def draw(results: Sequence[CandidateResult], path: Path) -> None:
     """Write the picture as PNG: bits per byte, state tracking, and writing speed, a bar a candidate."""
     order = ranked(results)
-    panels = 3 if order[0].state else 2
+    bits = [(result.bits.bits_per_byte, result.bits.interval) for result in order]
+    states = [(state.distance_per_character, state.interval) for result in order if (state := result.state)]
+    speeds = [(result.speed["decode_single"], None) for result in order]
+    panels = 3 if states else 2
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(4.0 * panels, 1.4 + 0.55 * len(order)), layout="constrained")
         axes = figure.subplots(1, panels, sharey=True)
-        _bars(
-            axes[0],
-            order,
-            [r.bits.bits_per_byte for r in order],
-            "bits per byte\n(lower is better)",
-            [r.bits.interval for r in order],
-        )
+        _bars(axes[0], order, bits, "bits per byte\n(lower is better)")
         if order[0].state:
-            states = [r.state for r in order if r.state]
-            values = [state.distance_per_character for state in states]
-            _bars(
-                axes[1],
-                order,
-                values,
-                "state: edits per character\n(lower is better; dashed: copying)",
-                [state.interval for state in states],
-            )
-            axes[1].axvline(states[0].copying_per_character, color="#d08020", linestyle="--", linewidth=1.5)
-        speeds = [r.speed["decode_single"] for r in order]
-        _bars(axes[-1], order, speeds, "writing one sequence, tokens/s\n(higher is better)", [None] * len(order))
+            _bars(axes[1], order, states, "state: edits per character\n(lower is better; dashed: copying)")
+            axes[1].axvline(order[0].state.copying_per_character, color="#d08020", linestyle="--", linewidth=1.5)
+        _bars(axes[-1], order, speeds, "writing one sequence, tokens/s\n(higher is better)")
         axes[0].invert_yaxis()
         figure.savefig(path, format="png", dpi=150, metadata={"Software": "etude"})
 
 
-def _bars(
-    axis: Any,
-    order: Sequence[CandidateResult],
-    values: list[float],
-    title: str,
-    intervals: list[tuple[float, float] | None],
-) -> None:
+def _bars(axis: Any, order: Sequence[CandidateResult], measured: Sequence[tuple[float, Interval]], title: str) -> None:
     places = list(range(len(order)))
-    axis.barh(places, values, color=COLOUR, height=0.6)
-    for place, value, interval in zip(places, values, intervals, strict=True):
+    axis.barh(places, [value for value, _ in measured], color=COLOUR, height=0.6)
+    for place, (value, interval) in zip(places, measured, strict=True):
         if interval:
             axis.plot(interval, [place, place], color="black", linewidth=1.2)
         axis.annotate(f" {value:.3g}", (max(value, interval[1] if interval else value), place), va="center")

@@ -27,11 +27,6 @@ def human(count: float) -> str:
     return f"{count:.0f}"
 
 
-def columns(results: Sequence[CandidateResult]) -> dict[str, tuple[str, ...]]:
-    """Return the cells of the table by candidate, best bits per byte first; one cell for each of ROWS."""
-    return {result.name: _cells(result) for result in ranked(results)}
-
-
 def ranked(results: Sequence[CandidateResult]) -> list[CandidateResult]:
     """Return the candidates in the order of their bits per byte."""
     return sorted(results, key=lambda result: result.bits.bits_per_byte)
@@ -58,13 +53,12 @@ def _with_interval(value: float, interval: tuple[float, float] | None) -> str:
 
 def table(results: Sequence[CandidateResult]) -> Table:
     """Return the table for the terminal: a column a candidate, so that a few fit into eighty characters."""
-    found = columns(results)
-    drawn = Table(title="Candidates on your code", title_justify="left")
-    drawn.add_column("")
-    for name in found:
-        drawn.add_column(name, justify="right", overflow="fold")
-    for title, *cells in zip(ROWS, *found.values(), strict=True):
-        drawn.add_row(title, *cells)
+    order = ranked(results)
+    drawn = Table("", title="Candidates on your code", title_justify="left")
+    for result in order:
+        drawn.add_column(result.name, justify="right", overflow="fold")
+    for cells in zip(ROWS, *map(_cells, order), strict=True):
+        drawn.add_row(*cells)
     return drawn
 
 
@@ -73,7 +67,7 @@ def legend(results: Sequence[CandidateResult], code: Codebase, total_files: int)
     first = results[0]
     lines = [
         f"bits/byte: surprise at the code, lower is better; {first.bits.bytes:,} bytes in {first.bits.files} of {total_files} files "
-        f"of {code.root}; in brackets a 95% interval over files.",
+        f"of {code.root}; in brackets a 95% interval over files."
     ]
     if first.state:
         copying = first.state.copying_per_character
@@ -89,22 +83,21 @@ def legend(results: Sequence[CandidateResult], code: Codebase, total_files: int)
         f"memory: peak of the {speed['peak_of']}."
     )
     lines += [f"{result.name}: {'; '.join(result.duties)}." for result in ranked(results)]
-    lossy = [result for result in results if result.bits.lossy_files]
     lines += [
         f"{result.name}: its tokeniser does not give back {result.bits.lossy_files} of {result.bits.files} files exactly; "
         "its bits per byte are not comparable."
-        for result in lossy
+        for result in results
+        if result.bits.lossy_files
     ]
     return lines
 
 
 def verdict(results: Sequence[CandidateResult]) -> str:
     """Return one sentence on what was found; a difference within the noise is called that."""
-    order = ranked(results)
-    best = order[0]
-    if len(order) == 1:
+    best, *others = ranked(results)
+    if not others:
         return f"{best.name}: {best.bits.bits_per_byte:.3f} bits per byte."
-    second = order[1]
+    second = others[0]
     behind, interval = difference(second.bits, best.bits, seed=0)
     sure = interval is not None and interval[0] > 0
     word = "predicts this code best" if sure else "is ahead, but within the noise of this sample"
@@ -117,15 +110,9 @@ def verdict(results: Sequence[CandidateResult]) -> str:
 
 def markdown(results: Sequence[CandidateResult], code: Codebase, total_files: int) -> str:
     """Return the whole comparison as a Markdown page."""
+    order = ranked(results)
     lines = ["# Which base for this code?", "", verdict(results), ""]
-    found = columns(results)
-    lines += ["| | " + " | ".join(found) + " |", "|" + "---|" * (len(found) + 1)]
-    lines += ["| " + " | ".join(cells) + " |" for cells in zip(ROWS, *found.values(), strict=True)]
-    lines += [
-        "",
-        *(f"- {line}" for line in legend(results, code, total_files)),
-        "",
-        "![comparison](comparison.png)",
-        "",
-    ]
-    return "\n".join(lines)
+    lines += ["| | " + " | ".join(result.name for result in order) + " |", "|" + "---|" * (len(order) + 1)]
+    lines += ["| " + " | ".join(cells) + " |" for cells in zip(ROWS, *map(_cells, order), strict=True)]
+    explained = [f"- {line}" for line in legend(results, code, total_files)]
+    return "\n".join([*lines, "", *explained, "", "![comparison](comparison.png)", ""])

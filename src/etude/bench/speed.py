@@ -43,20 +43,11 @@ class SpeedResult:
 def measure_speed(model: Any, prompt: int, steps: int, batch: int, on_round: Callable[[], object]) -> SpeedResult:
     """Measure one model; `on_round` is called ROUNDS times, for a progress bar."""
     _reset_peak(model.device)
-    prefill = _median(lambda: _prefill_seconds(model, prompt), on_round)
-    single = _median(lambda: _decode_seconds(model, prompt, steps, 1), on_round)
-    several = _median(lambda: _decode_seconds(model, prompt, steps, batch), on_round)
-    peak, whose = _peak(model.device)
-    return SpeedResult(
-        prefill=prompt / prefill,
-        decode_single=steps / single,
-        decode_batch=batch * steps / several,
-        batch=batch,
-        prompt=prompt,
-        weight_bytes=sum(parameter.nbytes for parameter in model.parameters()),
-        peak_bytes=peak,
-        peak_of=whose,
-    )
+    prefill = prompt / _median(lambda: _prefill_seconds(model, prompt), on_round)
+    single = steps / _median(lambda: _decode_seconds(model, prompt, steps, 1), on_round)
+    several = batch * steps / _median(lambda: _decode_seconds(model, prompt, steps, batch), on_round)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    return SpeedResult(prefill, single, several, batch, prompt, weights, *_peak(model.device))
 
 
 def _prefill_seconds(model: Any, prompt: int) -> float:
@@ -78,12 +69,10 @@ def _decode_seconds(model: Any, prompt: int, steps: int, batch: int) -> float:
 
 def _median(measurement: Callable[[], float], on_round: Callable[[], object]) -> float:
     samples = []
-    for repeat in range(REPEATS + 1):
-        seconds = measurement()
+    for _ in range(REPEATS + 1):
+        samples.append(measurement())
         on_round()
-        if repeat:
-            samples.append(seconds)
-    return statistics.median(samples)
+    return statistics.median(samples[1:])  # the first warms up
 
 
 def clock(device: torch.device) -> float:

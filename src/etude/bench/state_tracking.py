@@ -76,20 +76,17 @@ def tracking_units(label: str, chains: Sequence[EditChain], tokeniser: Any, cont
     """Return one unit of work per batch of tasks, sized by the tokens it may write."""
     units = []
     for start in range(0, len(chains), BATCH):
-        batch = _batch(chains[start : start + BATCH], tokeniser)
-        needed = max(len(ids) for ids in batch.prompts) + batch.budget
+        some = chains[start : start + BATCH]
+        prompts = [_ids(tokeniser, prompt(chain)) for chain in some]
+        budget = int(ROOM * max(len(_ids(tokeniser, chain.versions[-1])) for chain in some)) + 8
+        needed = max(map(len, prompts)) + budget
         if needed > context:
             raise UserError(
                 f"a state-tracking task needs {needed} tokens, but {label} has a context of {context}; "
                 "lower compare.state_chars or compare.state_diffs"
             )
-        units.append(Unit(f"{label}/state/{start:04d}", batch, batch.budget * len(batch.chains)))
+        units.append(Unit(f"{label}/state/{start:04d}", Batch(some, prompts, budget), budget * len(some)))
     return units
-
-
-def _batch(chains: Sequence[EditChain], tokeniser: Any) -> Batch:
-    longest = max(len(_ids(tokeniser, chain.versions[-1])) for chain in chains)
-    return Batch(chains, [_ids(tokeniser, prompt(chain)) for chain in chains], int(ROOM * longest) + 8)
 
 
 def track(
@@ -103,17 +100,12 @@ def track(
         written = write(batch.prompts, batch.budget)
         seconds = clock() - begun
         files = [written_file(tokeniser.decode(ids)) for ids in written]
+        truth = [chain.versions[-1] for chain in batch.chains]
+        distances = [Levenshtein.distance(file, true) for file, true in zip(files, truth, strict=True)]
         lengths = [len(read) + len(wrote) for read, wrote in zip(batch.prompts, written, strict=True)]
-        work.metrics.put(
-            unit.key,
-            written=files,
-            distances=[
-                Levenshtein.distance(file, chain.versions[-1]) for file, chain in zip(files, batch.chains, strict=True)
-            ],
-            tokens=sum(lengths),
-            flops=sum(forward_flops(shape, length) for length in lengths),
-            device_seconds=round(seconds, 4),
-        )
+        flops = sum(forward_flops(shape, length) for length in lengths)
+        spent = {"tokens": sum(lengths), "flops": flops, "device_seconds": round(seconds, 4)}
+        work.metrics.put(unit.key, written=files, distances=distances, **spent)
 
 
 def result(work: Work, label: str, chains: Sequence[EditChain], seed: int) -> StateResult:

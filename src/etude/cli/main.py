@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 import etude
-from etude.cli import data, run, show
+from etude.cli import run, show
 from etude.errors import UserError, storage_error
 
 app = typer.Typer(
@@ -30,8 +30,9 @@ app.command(epilog="Example: etude run recipes/quickstart.toml --set compare.max
 app.command(epilog="Example: etude compare smollm2-135m sprout --on ~/my-project")(run.compare)
 app.command(epilog="Example: etude status runs/quickstart --watch")(show.status)
 app.command(epilog="Example: etude bases smollm2-135m")(show.bases)
-data_app.command("build", epilog="Example: etude data build recipes/quickstart.toml --set data.length=4096")(data.build)
-data_app.command("report", epilog="Example: etude data report runs/quickstart")(data.report)
+building = "Example: etude data build recipes/quickstart.toml --set data.length=4096"
+data_app.command("build", epilog=building)(run.build_corpus)
+data_app.command("report", epilog="Example: etude data report runs/quickstart")(show.corpus_report)
 lineage_app.command("show", epilog="Example: etude lineage show runs/quickstart/base/model --verify")(show.lineage_show)
 
 
@@ -46,16 +47,18 @@ def main() -> NoReturn:
         sys.stderr.close()
         code = 141
     except OSError as error:
-        told = storage_error(error)
-        if told is None:
+        if not (told := storage_error(error)):
             raise
         code = _complain(told)
     except UserError as error:
         code = _complain(error)
     except UnicodeEncodeError as error:
         code = _complain(UserError(f"a name is not valid UTF-8: {error.object[:80]!r}; rename it"))
-    except Exception as error:  # noqa: BLE001 - only click's own usage errors are handled; all others are raised again
-        code = _usage_error(error)
+    except Exception as error:
+        if not hasattr(error, "show"):  # only click's own usage errors have it
+            raise
+        error.show()
+        code = int(getattr(error, "exit_code", 2))
     sys.exit(code)
 
 
@@ -64,26 +67,17 @@ def _complain(error: Exception) -> int:
     return 2
 
 
-def _usage_error(error: Exception) -> int:
-    show = getattr(error, "show", None)
-    if show is None:
-        raise error
-    show()
-    return int(getattr(error, "exit_code", 2))
-
-
 def _version(wanted: bool) -> None:  # noqa: FBT001 - called by typer
     if wanted:
         typer.echo(f"etude {etude.__version__}")
         raise typer.Exit
 
 
+Version = Annotated[bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)]
+
+
 @app.callback()
-def _top(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
-    ] = False,
-) -> None:
+def _top(version: Version = False) -> None:
     assert not version  # its callback has answered and left
 
 

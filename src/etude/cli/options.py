@@ -11,10 +11,8 @@ import typer
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a script instead of a table.")]
 CacheFolder = Annotated[Path | None, typer.Option("--cache", help="Folder for fetched bases; default ~/.cache/etude.")]
 OutFolder = Annotated[Path | None, typer.Option("--out", help="The run's folder; default runs/NAME.")]
-RecipeFiles = Annotated[
-    list[Path],
-    typer.Argument(metavar="RECIPE...", help="Recipe files; later ones change single settings of earlier ones."),
-]
+_recipes = typer.Argument(metavar="RECIPE...", help="Recipe files; later ones change single settings of earlier ones.")
+RecipeFiles = Annotated[list[Path], _recipes]
 Changes = Annotated[list[str] | None, typer.Option("--set", help="stage.key=value; may be given several times.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and what would run.")]
 

@@ -1,7 +1,8 @@
-"""`etude run` and `etude compare`: a recipe, from a file or from the words of the command, is carried out."""
+"""`etude run`, `etude data build`, `etude compare`: a recipe, from a file or from the words of the command, is carried out."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +10,7 @@ import typer
 from rich.console import Console
 
 from etude.cli.options import AsJson, CacheFolder, Changes, DryRun, OutFolder, RecipeFiles, print_json
-from etude.errors import Interrupted, storage_error
+from etude.errors import Interrupted, UserError, storage_error
 from etude.progress import Reporter
 
 if TYPE_CHECKING:
@@ -18,41 +19,58 @@ if TYPE_CHECKING:
 
 
 def run(
-    recipes: RecipeFiles,
-    change: Changes = None,
-    out: OutFolder = None,
+    recipes: RecipeFiles, change: Changes = None, out: OutFolder = None,
     until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
-    dry_run: DryRun = False,
-    cache: CacheFolder = None,
-    as_json: AsJson = False,
-) -> None:
+    dry_run: DryRun = False, cache: CacheFolder = None, as_json: AsJson = False,
+) -> None:  # fmt: skip
     """Run a recipe. What is finished is kept; what was interrupted goes on where it stopped."""
+    _run_recipe(_load(recipes, change), out, cache, until=until, dry_run=dry_run, as_json=as_json)
+
+
+def build_corpus(
+    recipes: RecipeFiles, change: Changes = None, out: OutFolder = None,
+    dry_run: DryRun = False, cache: CacheFolder = None, as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Build the corpus of a recipe, and nothing after it. What is finished is kept."""
+    recipe = _load(recipes, change)
+    if recipe.data is None:
+        raise UserError(f"{recipes[-1]} describes no corpus; give it [data] with at least one [[data.source]]")
+    _run_recipe(recipe, out, cache, until="data", dry_run=dry_run, as_json=as_json)
+
+
+def _load(recipes: list[Path], change: list[str] | None) -> Recipe:
     from etude.recipe.load import load_recipe
     from etude.run.runner import stage_settings
 
-    recipe = load_recipe(recipes, change or [], stage_settings())
-    run_recipe(recipe, out, cache, until=until, dry_run=dry_run, as_json=as_json)
+    return load_recipe(recipes, change or [], stage_settings())
 
 
-def run_recipe(
+def _run_recipe(
     recipe: Recipe, out: Path | None, cache: Path | None, *, until: str | None, dry_run: bool, as_json: bool
 ) -> None:
     """Carry out a checked recipe, or say what would be done."""
+    from etude.models.fetch import default_cache
     from etude.run.folder import RunFolder
     from etude.run.interrupt import StopRequest
     from etude.run.runner import Runner, command_line
     from etude.run.stages import STAGES
+    from etude.run.stages.training import dismiss_ranks, join_trainings
 
     reporter = Reporter()
     folder = out if out is not None else Path("runs") / recipe.name
     with StopRequest(reporter.say) as stop:
         reporter.check_stop = stop.check
-        runner = Runner(RunFolder(folder), _cache(cache), reporter, STAGES)
+        kept = cache.absolute() if cache is not None else default_cache()
+        runner = Runner(RunFolder(folder), kept, reporter, STAGES)
         if dry_run:
             _print_plan(runner, recipe, until, as_json=as_json)
             return
+        if int(os.environ.get("RANK", "0")) > 0:  # torchrun started several of us, and this is not the one that leads
+            join_trainings()
+            return
         try:
             steps = runner.execute(recipe, until)
+            dismiss_ranks()
         except Interrupted as interruption:
             reporter.say(f"stopped; all finished steps are kept in {folder}. Go on with:\n  {command_line()}")
             raise typer.Exit(128 + interruption.signal_number) from None
@@ -68,33 +86,18 @@ def _print_plan(runner: Runner, recipe: Recipe, until: str | None, *, as_json: b
     from etude.recipe.recipe import as_toml
 
     steps = runner.plan(recipe, until)
-    words = {
-        "kept": "is finished, would be kept",
-        "finish": "is finished, would be published",
-        "reuse": "would be reused",
-        "run": "would run",
-    }
+    folder = str(runner.folder.path)
     if as_json:
-        listed = [
-            {
-                "stage": step.entry.name,
-                "action": step.action,
-                "from": str(step.source) if step.source else None,
-            }
-            for step in steps
-        ]
-        print_json(
-            {
-                "recipe": recipe.resolved(),
-                "hash": recipe.hash,
-                "folder": str(runner.folder.path),
-                "steps": listed,
-            }
-        )
+        sources = [str(step.source) if step.source else None for step in steps]
+        listed = [{"stage": step.entry.name, "action": step.action, "from": source}
+                  for step, source in zip(steps, sources, strict=True)]  # fmt: skip
+        print_json({"recipe": recipe.resolved(), "hash": recipe.hash, "folder": folder, "steps": listed})
         return
-    typer.echo(f"# resolved recipe {recipe.hash[:12]}, to run in {runner.folder.path}\n{as_toml(recipe)}")
+    typer.echo(f"# resolved recipe {recipe.hash[:12]}, to run in {folder}\n{as_toml(recipe)}")
     for step in steps:
-        typer.echo(f"{step.entry.name}: {words[step.action]}{f' from {step.source}' if step.action == 'reuse' else ''}")
+        words = {"kept": "is finished, would be kept", "finish": "is finished, would be published",
+                 "reuse": f"would be reused from {step.source}", "run": "would run"}  # fmt: skip
+        typer.echo(f"{step.entry.name}: {words[step.action]}")
 
 
 def _print_outcome(steps: list[Step], folder: Path, *, as_json: bool) -> None:
@@ -103,13 +106,8 @@ def _print_outcome(steps: list[Step], folder: Path, *, as_json: bool) -> None:
 
     if as_json:
         records = {step.entry.name: load_record(folder / step.entry.name).model_dump(mode="json") for step in steps}
-        print_json(
-            {
-                "folder": str(folder),
-                "steps": {step.entry.name: step.action for step in steps},
-                "records": records,
-            }
-        )
+        actions = {step.entry.name: step.action for step in steps}
+        print_json({"folder": str(folder), "steps": actions, "records": records})
         return
     console = Console()
     for step in steps:
@@ -122,13 +120,10 @@ def compare(
     bases: Annotated[list[str], typer.Argument(help="Known names, folders or hub ids.")],
     on: Annotated[str, typer.Option(help="Folder with your code.")],
     change: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="A setting of the comparison: window=2048, max_bytes=0, …"),
+        list[str] | None, typer.Option("--set", help="A setting of the comparison: window=2048, max_bytes=0, …")
     ] = None,
-    out: OutFolder = None,
-    cache: CacheFolder = None,
-    as_json: AsJson = False,
-) -> None:
+    out: OutFolder = None, cache: CacheFolder = None, as_json: AsJson = False,
+) -> None:  # fmt: skip
     """Choose a base: bits per byte, state tracking, speed, memory and licence of each candidate on your code."""
     from etude.recipe.load import Layer, check, parse_change
     from etude.run.runner import stage_settings
@@ -136,17 +131,6 @@ def compare(
     name = f"compare-{Path(on).expanduser().resolve().name or 'code'}"
     table = {"name": "".join(c if c.isalnum() or c in "._-" else "-" for c in name), "stages": ["compare"],
              "compare": {"on": str(Path(on).expanduser()), "bases": bases}}  # fmt: skip
-    recipe = check(
-        [
-            Layer("etude compare", table),
-            *(parse_change(f"compare.{each.removeprefix('compare.')}") for each in change or []),
-        ],
-        stage_settings(),
-    )
-    run_recipe(recipe, out, cache, until=None, dry_run=False, as_json=as_json)
-
-
-def _cache(folder: Path | None) -> Path:
-    from etude.models.fetch import default_cache
-
-    return folder.absolute() if folder is not None else default_cache()
+    changes = [parse_change(f"compare.{each.removeprefix('compare.')}") for each in change or []]
+    recipe = check([Layer("etude compare", table), *changes], stage_settings())
+    _run_recipe(recipe, out, cache, until=None, dry_run=False, as_json=as_json)

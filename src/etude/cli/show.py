@@ -1,8 +1,9 @@
-"""`etude status`, `etude bases` and `etude lineage show`: looking, without changing anything."""
+"""`etude status`, `etude bases`, `etude data report` and `etude lineage show`: looking, without changing anything."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path  # noqa: TC003 - typer reads annotations at run time
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,8 @@ from etude.progress import Reporter
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from etude.models.bases import KnownBase
+
 
 def status(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
@@ -27,7 +30,7 @@ def status(
     from etude.run.status import headline, run_status, status_table
 
     if as_json:
-        print_json(run_status(run_folder).as_json())
+        print_json(asdict(run_status(run_folder)))
         return
     console = Console(highlight=False)
     now = run_status(run_folder)
@@ -56,38 +59,32 @@ def bases(
     if as_json:
         print_json({key: base.model_dump(mode="json", exclude_none=True) for key, base in chosen.items()})
     elif name is not None:
-        _print_base(name)
+        _print_base(name, known[name])
     else:
-        Console().print(_bases_table())
+        Console().print(_bases_table(known))
 
 
-def _bases_table() -> Table:
+def _bases_table(known: dict[str, KnownBase]) -> Table:
     from rich.table import Table
 
     from etude.bench.report import human
-    from etude.models.bases import known_bases
 
     caption = "tokens: of pretraining; +: on top of its parent; ?: not known. etude bases NAME shows the sources."
-    table = Table(
-        title="Known bases", title_justify="left", box=None, pad_edge=False, caption=caption, caption_justify="left"
-    )
+    table = Table(title="Known bases", caption=caption, box=None, pad_edge=False)
+    table.title_justify = table.caption_justify = "left"
     for column in ("name", "params", "active", "tokens", "context", "licence"):
         left = column in {"name", "licence"}
         table.add_column(column, justify="left" if left else "right", no_wrap=column != "licence", overflow="fold")
-    for key, base in known_bases().items():
+    for key, base in known.items():
         tokens = human(base.pretraining_tokens) if base.pretraining_tokens else "?"
-        spent = f"{'+' if base.continues else ''}{tokens}"
-        table.add_row(
-            key, human(base.parameters), human(base.active_parameters), spent, f"{base.context:,}", base.licence
-        )
+        sizes = (human(base.parameters), human(base.active_parameters))
+        table.add_row(key, *sizes, f"{'+' if base.continues else ''}{tokens}", f"{base.context:,}", base.licence)
     return table
 
 
-def _print_base(name: str) -> None:
+def _print_base(name: str, base: KnownBase) -> None:
     from etude.lineage.licences import headline_duties
-    from etude.models.bases import known_bases
 
-    base = known_bases()[name]
     console = Console(highlight=False)
     console.print(f"{name}: {base.title}", style="bold", markup=False)
     for fact in ("licence", "parameters", "active_parameters", "context", "pretraining_tokens", "continues"):
@@ -99,18 +96,35 @@ def _print_base(name: str) -> None:
                 console.print(f"    from: {base.sources[fact]}", style="dim", markup=False, soft_wrap=True)
     if base.caveat:
         console.print(f"  note: {base.caveat}", markup=False, soft_wrap=True)
-    console.print(
-        f"  duties: {'; '.join(headline_duties(base.licence))} (facts, not legal advice)",
-        markup=False,
-        soft_wrap=True,
-    )
+    duties = "; ".join(headline_duties(base.licence))
+    console.print(f"  duties: {duties} (facts, not legal advice)", markup=False, soft_wrap=True)
+
+
+def corpus_report(
+    corpus: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or a corpus inside one.")],
+    out: Annotated[Path | None, typer.Option(help="Write the page (HTML, Markdown, PNG) into this folder.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what is in a corpus, where it is from and what was left out; the whole page lies in the corpus as report.html."""
+    from etude.data.manifest import MANIFEST, load_manifest
+    from etude.data.report import show_report, write_report
+
+    folder = corpus if (corpus / MANIFEST).exists() else corpus / "data"
+    manifest = load_manifest(folder if (folder / MANIFEST).exists() else corpus)
+    if as_json:
+        print_json(manifest.model_dump(mode="json") | {"digest": manifest.digest})
+        return
+    if out is not None:
+        write_report(folder, out)
+    show_report(folder, Console(), out or folder)
+
+
+Verify = Annotated[bool, typer.Option("--verify", help="Hash the weights again and compare with the record.")]
 
 
 def lineage_show(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model's folder, its stage's, or a run's.")],
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Hash the weights again and compare with the record.")
-    ] = False,
+    verify: Verify = False,
     as_json: AsJson = False,
 ) -> None:
     """Print a model's family tree back to its base, from the records it carries."""

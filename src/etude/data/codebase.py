@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from etude.errors import UserError
 from etude.files import digest_of
+from etude.lineage.environment import git, git_says
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # fmt: off
 CODE_SUFFIXES = frozenset({
@@ -84,39 +88,48 @@ def read_codebase(root: Path) -> Codebase:
     left_out: Counter[str] = Counter()
     files = []
     base = root if root.is_dir() else root.parent
-    for path in _listed(root):
-        outcome = _read(path)
-        if isinstance(outcome, str):
-            left_out[outcome] += 1
+    for path in [root] if root.is_file() else tracked_files(root) or _files_below(root):
+        text, fault = _read(path)
+        if fault:
+            left_out[fault] += 1
         else:
-            files.append(SourceFile(path.relative_to(base).as_posix(), outcome[0]))
+            files.append(SourceFile(path.relative_to(base).as_posix(), text))
     if not any(file.text.strip() for file in files):
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items())) or "it is empty"
         raise UserError(f"{str(root)!r} holds no code to read ({reasons}); point at a folder with source files")
     return Codebase(root, tuple(sorted(files, key=lambda file: file.path)), dict(sorted(left_out.items())))
 
 
-def _listed(root: Path) -> list[Path]:
-    if root.is_file():
-        return [root]
-    return tracked_files(root) or _walked(root)
+def _files_below(root: Path) -> list[Path]:
+    return [path for path in walked(root) if not os.path.isdir(path)]  # noqa: PTH112 - the method may raise
 
 
 def tracked_files(root: Path) -> list[Path]:
     """Return what git tracks below a folder and is there: files, links, submodules; nothing if it is no git checkout."""
-    try:
-        listed = subprocess.run(
-            ["git", "-c", "core.fsmonitor=false", "-C", str(root), "ls-files", "-z"], capture_output=True, check=False
-        )
-    except FileNotFoundError:
+    listed = git(root, "ls-files", "-z")
+    if listed is None:
         return []
     if listed.returncode and any(os.path.lexists(folder / ".git") for folder in [root, *root.resolve().parents]):
-        said = listed.stderr.decode(errors="replace").strip().splitlines()[:1]
-        raise UserError(
-            f"{root} is a git checkout that git cannot read ({' '.join(said)}); put that right, or copy the files elsewhere"
-        )
+        said = " ".join(listed.stderr.decode(errors="replace").strip().splitlines()[:1])
+        advice = "put that right, or copy the files elsewhere"
+        raise UserError(f"{root} is a git checkout that git cannot read ({said}); {advice}")
     names = dict.fromkeys(os.fsdecode(name) for name in listed.stdout.split(b"\0") if name)
     return [root / name for name in names if os.path.lexists(root / name)]
+
+
+def passed_over(folder: Path) -> bool:
+    """Say whether what lies in a folder is left out: hidden, installed, built, or somewhere else."""
+    return folder.name in SKIPPED_FOLDERS or folder.name.startswith(".") or folder.is_symlink()
+
+
+def walked(root: Path) -> Iterator[Path]:
+    """Yield what lies below a folder; one that is not or cannot be entered stands for all that is in it."""
+    closed: list[OSError] = []
+    for folder, folders, names in os.walk(root, onerror=closed.append):
+        passed = [name for name in folders if passed_over(Path(folder, name))]
+        folders[:] = [name for name in folders if name not in passed]
+        yield from (Path(folder, name) for name in [*names, *passed])
+    yield from (Path(error.filename) for error in closed)
 
 
 def git_revision(root: Path) -> str | None:
@@ -124,47 +137,26 @@ def git_revision(root: Path) -> str | None:
     folder = root if root.is_dir() else root.parent
     if not tracked_files(folder):
         return None
-    commit = git_says(folder, "rev-parse", "--verify", "--quiet", "HEAD").strip()
-    changed = commit and git_says(folder, "status", "--porcelain", "--untracked-files=no", "--", ".")
-    return f"{commit}{'+changes' if changed else ''}" if commit else None
+    commit = git_says(folder, "rev-parse", "--verify", "--quiet", "HEAD")
+    changed = git_says(folder, "status", "--porcelain", "--untracked-files=no", "--", ".")
+    return f"{commit.strip()}{'+changes' if changed else ''}" if commit else None
 
 
-def git_says(folder: Path, *words: str) -> str:
-    """Return what git prints; nothing where there is no git or it refuses."""
-    command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *words]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    except FileNotFoundError:
-        return ""
-    return done.stdout if done.returncode == 0 else ""
-
-
-def _walked(root: Path) -> list[Path]:
-    found = []
-    for folder, folders, names in os.walk(root):  # links to folders are not followed, so loops cannot happen
-        folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith("."))
-        found += [Path(folder, name) for name in sorted(names)]
-    return found
-
-
-def _read(path: Path) -> tuple[str] | str:
-    """Return the text of a source file in a tuple, or the reason to leave it out."""
+def _read(path: Path) -> tuple[str, str]:
+    """Return the text of a source file, and the reason to leave it out, if there is one."""
     if path.suffix.lower() not in CODE_SUFFIXES:
-        return "not source code"
+        return "", "not source code"
     if not path.name.isascii() and path.name != path.name.encode(errors="ignore").decode():
-        return "name not UTF-8"
+        return "", "name not UTF-8"
     try:
         if path.is_symlink() or not path.is_file():
-            return "a link or special file"
+            return "", "a link or special file"
         if path.stat().st_size > LARGEST_FILE:
-            return "over 1 MB"
+            return "", "over 1 MB"
         content = path.read_bytes()
-    except OSError:
-        return "unreadable"
-    if b"\0" in content:
-        return "binary"
-    try:
         text = content.decode("utf-8")
+    except OSError:
+        return "", "unreadable"
     except UnicodeDecodeError:
-        return "not UTF-8"
-    return (text,) if text else "empty"
+        return "", "binary" if b"\0" in content else "not UTF-8"
+    return text, "binary" if "\0" in text else "" if text else "empty"

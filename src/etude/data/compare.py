@@ -23,33 +23,32 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from etude.data.samples import Samples
+    from etude.data.document import Samples
     from etude.data.settings import DataSettings
     from etude.data.units import UnitJob
 
 KEPT = "kept.npy"  # in a unit's folder: which of its documents stay
 REASONS = {EXACT: "exact duplicate", NEAR: "near-duplicate"}
 
-Dropped = dict[str, Counter[str]]  # "step: reason" → documents and bytes
+DroppedBySource = dict[str, dict[str, Counter[str]]]  # source → documents and bytes → "step: reason" → how many
 
 
-def drop_duplicates(units: Sequence[UnitJob], data: DataSettings, folder: Path, samples: Samples) -> list[Dropped]:
-    """Say in each unit what stays; return for each unit what does not, by reason, and offer samples of it."""
+def drop_duplicates(units: Sequence[UnitJob], data: DataSettings, folder: Path, samples: Samples) -> DroppedBySource:
+    """Say in each unit what stays; return for each source what does not, by reason, and offer samples of it."""
     counts = [(unit.folder / HASHES).stat().st_size // 16 for unit in units]
     begins = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     hashes, keys, matrix = _gathered(units, begins, data, folder)
     found = find_duplicates(hashes, keys, matrix, data.duplicates.similarity)
-    dropped: list[Dropped] = []
+    dropped: DroppedBySource = {source.name: {"documents": Counter(), "bytes": Counter()} for source in data.source}
     for unit, begin, end in zip(units, begins, begins[1:], strict=False):
         kinds = found.kind[begin:end]
         save_array(unit.folder / KEPT, kinds == 0)
         sizes = pq.read_table(unit.folder / DOCUMENTS, columns=["bytes"]).column("bytes").to_numpy()
-        gone: Dropped = {"documents": Counter(), "bytes": Counter()}
+        gone = dropped[unit.source.name]
         for kind, reason in REASONS.items():
             if count := int((kinds == kind).sum()):
-                gone["documents"][f"duplicates: {reason}"] = count
-                gone["bytes"][f"duplicates: {reason}"] = int(sizes[kinds == kind].sum())
-        dropped.append(gone)
+                gone["documents"][f"duplicates: {reason}"] += count
+                gone["bytes"][f"duplicates: {reason}"] += int(sizes[kinds == kind].sum())
     for kind, reason in REASONS.items():
         numbers = np.flatnonzero(found.kind == kind)
         for number in np.random.default_rng(kind).permutation(numbers)[: data.samples].tolist():
@@ -83,12 +82,6 @@ def _gathered(units: Sequence[UnitJob], begins: Any, data: DataSettings, folder:
     return hashes, keys, matrix
 
 
-def loose(unit: UnitJob) -> bool:
-    """Return whether each row of a unit is on its own, so that there are too many to list."""
-    source = unit.source
-    return bool(source.jsonl or source.parquet or source.dataset) and source.repository_column is None
-
-
 @dataclass(frozen=True)
 class Repositories:
     """Which repositories are held out, and what each source has of them."""
@@ -105,7 +98,7 @@ def hold_out(units: Sequence[UnitJob], data: DataSettings, seed: int) -> Reposit
     rows: Counter[str] = Counter()
     for unit in units:
         kept = np.load(unit.folder / KEPT)
-        if loose(unit):
+        if unit.loose:
             rows[unit.source.name] += int(kept.sum())
             continue
         table = pq.read_table(unit.folder / DOCUMENTS, columns=["repository", "bytes"])
@@ -116,8 +109,5 @@ def hold_out(units: Sequence[UnitJob], data: DataSettings, seed: int) -> Reposit
                 repositories[unit.source.name].add(name)
     needed = {name for source in data.source if not source.hold_out for name in repositories[source.name]}
     chosen = choose_heldout(sizes, data.heldout, seed) - needed
-    return Repositories(
-        frozenset(chosen),
-        {name: len(found) + rows[name] for name, found in repositories.items()},
-        {name: sorted(found & chosen) for name, found in repositories.items()},
-    )
+    counts = {name: len(found) + rows[name] for name, found in repositories.items()}
+    return Repositories(frozenset(chosen), counts, {name: sorted(chosen & repositories[name]) for name in counts})

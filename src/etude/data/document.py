@@ -6,12 +6,12 @@ two add up.
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+import hashlib
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 PROSE = frozenset(
     {"asciidoc", "bib", "markdown", "mdx", "myst", "org", "plain-text", "pod", "quarto", "rst", "tex", "texinfo"}
@@ -70,37 +70,41 @@ class Part(Protocol):
     @property
     def size(self) -> int:
         """About how many bytes it holds, for progress and for sharing work out."""
-        ...
 
     def licence_files(self) -> list[LicenceFile]:
         """Return the licence texts that speak for its documents; none for rows."""
-        ...
 
     def stated_licence(self) -> str | None:
         """Return the licence its metadata states (an SPDX expression), if there is any."""
-        ...
 
     def read(self) -> Iterator[Raw | Drop]:
         """Yield everything it holds, in a fixed order: each entry once, as a document or as a drop."""
-        ...
 
 
-@dataclass
-class Tally:
-    """Counts of one source: what came in, what was kept, what was dropped by step and reason."""
+class Samples:
+    """At most `most` drops for each step and reason, to look at.
 
-    documents_in: int = 0
-    bytes_in: int = 0
-    kept: int = 0
-    kept_bytes: int = 0
-    drops: Counter[str] = field(default_factory=Counter)  # "step: reason" → documents
-    dropped_bytes: Counter[str] = field(default_factory=Counter)
+    Which ones is decided by a hash of their names, not by when they came: the same for any number of workers.
+    """
 
-    def drop(self, step: str, reason: str, size: int) -> None:
-        """Count one document as dropped."""
-        self.drops[f"{step}: {reason}"] += 1
-        self.dropped_bytes[f"{step}: {reason}"] += size
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._kept: dict[str, list[tuple[str, dict[str, Any]]]] = {}
 
-    def check(self) -> None:
-        """Assert that nothing disappeared."""
-        assert self.documents_in == self.kept + sum(self.drops.values()), self
+    def offer(self, drop: Drop) -> None:
+        """Keep a drop if it is among the chosen ones of its reason."""
+        self.offer_all([asdict(drop)])
+
+    def offer_all(self, drops: Iterable[dict[str, Any]]) -> None:
+        """Keep those of earlier found samples that are among the chosen ones."""
+        for drop in drops:
+            kept = self._kept.setdefault(f"{drop['step']}: {drop['reason']}", [])
+            place = hashlib.blake2b(f"{drop['repository']}\0{drop['path']}".encode(errors="replace")).hexdigest()
+            if len(kept) < self.most or (kept and place < kept[-1][0]):
+                kept.append((place, drop))
+                kept.sort(key=lambda entry: entry[0])
+                del kept[self.most :]
+
+    def all(self) -> list[dict[str, Any]]:
+        """Return what was kept, by reason."""
+        return [drop for reason in sorted(self._kept) for _, drop in self._kept[reason]]

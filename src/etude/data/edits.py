@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from etude.data.codebase import git_says
+from etude.lineage.environment import git_says
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,9 +66,8 @@ def _delete(lines: list[str], rng: random.Random) -> list[str]:
 
 def _insert(lines: list[str], rng: random.Random) -> list[str]:
     at = rng.randrange(len(lines))
-    indent = re.match(r"\s*", lines[at])
-    assert indent is not None
-    return [*lines[:at], f"{indent[0]}# step {rng.randrange(10, 100)}", *lines[at:]]
+    indent = lines[at][: -len(lines[at].lstrip()) or None]
+    return [*lines[:at], f"{indent}# step {rng.randrange(10, 100)}", *lines[at:]]
 
 
 def _move(lines: list[str], rng: random.Random) -> list[str]:
@@ -84,13 +83,7 @@ def _renumber(lines: list[str], rng: random.Random) -> list[str]:
     return [*lines[:at], NUMBER.sub(str(rng.randrange(100)), lines[at], count=1), *lines[at + 1 :]]
 
 
-EDITS: tuple[Callable[[list[str], random.Random], list[str]], ...] = (
-    _rename,
-    _delete,
-    _insert,
-    _move,
-    _renumber,
-)
+EDITS: tuple[Callable[[list[str], random.Random], list[str]], ...] = (_rename, _delete, _insert, _move, _renumber)
 
 
 def made_chain(path: str, text: str, steps: int, rng: random.Random) -> EditChain | None:
@@ -137,10 +130,10 @@ def git_chains(root: Path, paths: Sequence[str], count: int, steps: int, most_ch
 
 
 def _git_chain(root: Path, path: str, steps: int, most_chars: int) -> EditChain | None:
-    commits = git_says(root, "log", f"-{steps + 1}", "--format=%H", "--", path).split()
+    commits = (git_says(root, "log", f"-{steps + 1}", "--format=%H", "--", path) or "").split()
     if len(commits) <= steps:
         return None
-    versions = tuple(git_says(root, "show", f"{commit}:./{path}") for commit in reversed(commits))
+    versions = tuple(git_says(root, "show", f"{commit}:./{path}") or "" for commit in reversed(commits))
     short = all(0 < len(version) <= most_chars and FENCE not in version for version in versions)
     distinct = len({tuple(version.splitlines()) for version in versions}) == len(versions)
     return EditChain(path, versions, "git") if short and distinct else None

@@ -28,9 +28,7 @@ def choose_heldout(sizes: Mapping[str, Mapping[str, int]], share: float, seed: i
         here = {domain: each[name] for domain, each in sizes.items() if each.get(name)}
         wanted = any(taken[domain] < share * whole[domain] for domain in here)
         after = {domain: taken[domain] + size for domain, size in here.items()}
-        if wanted and all(
-            size <= GROSS * share * whole[domain] and size < whole[domain] for domain, size in after.items()
-        ):
+        if wanted and all(size <= GROSS * share * whole[at] and size < whole[at] for at, size in after.items()):
             chosen.add(name)
             taken |= after
     return chosen

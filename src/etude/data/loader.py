@@ -44,6 +44,7 @@ class Batch:
     documents: npt.NDArray[np.int32]  # [B, L]: running number of the piece inside its row
     positions: npt.NDArray[np.int32]  # [B, L]: from 0 in each piece
     sources: list[str]  # [B]
+    learnt: npt.NDArray[np.bool_] | None = None  # [B, L]: tokens to be predicted; None: every one
 
 
 class Series:
@@ -114,14 +115,16 @@ class Corpus:
         sources = [source for source, _, _ in places]
         return Batch(tokens, documents.reshape(tokens.shape), positions.reshape(tokens.shape), sources)
 
-    def heldout(self, domain: str, batch: int = 8) -> Iterator[Batch]:
-        """Return the held-out rows of a domain once, in order; the last batch may be smaller."""
+    def heldout(self, domain: str, batch: int = 8, rows: int | None = None) -> Iterator[Batch]:
+        """Return the held-out rows of a domain once, in order, or `rows` of them evenly spread; the last batch may be smaller."""
         held = self.splits.get("heldout", {})
         wanted = [series for source, series in held.items() if self.domains[source] == domain]
         if not wanted:
             known = nearest(domain, {self.domains[source] for source in held})
             raise UserError(f"the corpus in {self.folder} holds out nothing of the domain {domain!r}{known}")
         places = [series[index] for series in wanted for index in range(len(series))]
+        if rows is not None and rows < len(places):
+            places = [places[index * len(places) // rows] for index in range(rows)]
         return (self.read(places[begin : begin + batch]) for begin in range(0, len(places), batch))
 
 

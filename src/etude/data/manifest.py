@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel
 
 from etude.errors import UserError
 from etude.files import digest_of, read_json, write_json
@@ -17,23 +17,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MANIFEST = "manifest.json"
-TOOLS = (
-    "fastokens",
-    "identify",
-    "kingfisher-bin",
-    "licenseclassifier",
-    "numpy",
-    "pyarrow",
-    "rensa",
-    "tokenizers",
-    "xxhash",
-)
+TOOLS = ("fastokens", "identify", "kingfisher-bin", "licenseclassifier", "numpy", "pyarrow", "rensa", "tokenizers",
+         "xxhash")  # fmt: skip
 
 
-class Entry(BaseModel):
+class Entry(BaseModel, extra="forbid"):
     """A piece of the manifest."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 class SourceEntry(Entry):
@@ -62,10 +51,6 @@ class SourceEntry(Entry):
     tokens_in: int  # estimated: the text that came in, at the bytes a token of what stayed
     fim: int  # files with their middle at the end
 
-    def check(self) -> None:
-        """Assert that nothing disappeared."""
-        assert self.documents_in == self.kept + sum(self.drops.values()), self.name
-
 
 class ShardEntry(Entry):
     """One shard."""
@@ -92,9 +77,7 @@ class Manifest(Entry):
     exact_fast_tokeniser: bool  # whether fastokens agreed with the reference everywhere it was asked
     shares: dict[str, float]  # of tokens, by source
     histogram: dict[str, list[int]]  # domain → documents with 2^i to 2^(i+1) − 1 tokens
-    contamination: (
-        int | None
-    )  # documents that share code with benchmark tasks (contamination.jsonl); None: no tasks were given
+    contamination: int | None  # documents that share code with benchmark tasks; None: no tasks were given
     sources: list[SourceEntry]
     shards: list[ShardEntry]
     tools: dict[str, str]
@@ -108,7 +91,7 @@ class Manifest(Entry):
     def save(self, folder: Path) -> None:
         """Write it, after checking that everything is accounted for."""
         for source in self.sources:
-            source.check()
+            assert source.documents_in == source.kept + sum(source.drops.values()), source.name
         write_json(folder / MANIFEST, self.model_dump(mode="json"))
 
 
@@ -117,13 +100,11 @@ def load_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate(read_json(folder / MANIFEST))
     except FileNotFoundError:
-        raise UserError(
-            f"{folder} is not a corpus: it has no {MANIFEST}; make one with etude data build RECIPE"
-        ) from None
-    except (ValidationError, ValueError) as error:
-        raise UserError(
-            f"{folder / MANIFEST} cannot be read: {str(error).splitlines()[0]}; build the corpus again"
-        ) from None
+        advice = "make one with etude data build RECIPE"
+        raise UserError(f"{folder} is not a corpus: it has no {MANIFEST}; {advice}") from None
+    except ValueError as error:  # pydantic's errors too
+        why = str(error).splitlines()[0]
+        raise UserError(f"{folder / MANIFEST} cannot be read: {why}; build the corpus again") from None
 
 
 def tools() -> dict[str, str]:

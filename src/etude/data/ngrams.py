@@ -25,21 +25,11 @@ FINISH = np.uint64(0xFF51AFD7ED558CCD)
 SPACE, WORD, SIGN = 0, 1, 2
 
 
-def _byte_classes() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    classes = np.full(256, SIGN, np.uint8)
-    classes[[byte for byte in range(256) if byte >= 0x80 or chr(byte).isalnum() or chr(byte) == "_"]] = WORD
-    classes[[*b" \t\n\r\f\v\0"]] = SPACE
-    return classes
-
-
-def _byte_values() -> Hashes:
-    values = np.random.Generator(np.random.PCG64(20240117)).integers(1, 2**64, 256, np.uint64)
-    values[ord("A") : ord("Z") + 1] = values[ord("a") : ord("z") + 1]
-    return values
-
-
-CLASSES = _byte_classes()
-VALUES = _byte_values()
+CLASSES = np.full(256, SIGN, np.uint8)  # by byte
+CLASSES[[byte for byte in range(256) if byte >= 0x80 or chr(byte).isalnum() or chr(byte) == "_"]] = WORD
+CLASSES[[*b" \t\n\r\f\v\0"]] = SPACE
+VALUES = np.random.Generator(np.random.PCG64(20240117)).integers(1, 2**64, 256, np.uint64)  # by byte
+VALUES[ord("A") : ord("Z") + 1] = VALUES[ord("a") : ord("z") + 1]
 
 
 @lru_cache(maxsize=4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,19 +20,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    # Of a unit: lengths of its documents, their numbers in the source's table, where they begin in its mapped tokens.
+    Part = tuple[Any, Any, Any, Any]
+
 WINDOW_TOKENS = 64_000_000  # packed together into one shard, and never split over two
 SPLITS = ("train", "heldout")
 
 
-@dataclass(frozen=True)
 class _Window:
     """Some documents that are packed together: how long they are and where their tokens lie."""
 
-    lengths: Any
-    numbers: Any  # in the source's table of documents
-    units: Any
-    starts: Any
-    tokens: list[Any]  # of each unit, memory-mapped
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.lengths, self.numbers, self.starts = (
+            np.concatenate([part[column] for part in parts]) for column in range(3)
+        )
+        self.units = np.repeat(np.arange(len(parts)), [len(part[0]) for part in parts])
+        self.tokens = [part[3] for part in parts]
 
     def document(self, index: int) -> Any:
         """Return the tokens of a document."""
@@ -59,7 +61,7 @@ def pack_source(
 
 def _windows(folders: Sequence[Path], *, heldout: bool) -> Iterator[_Window]:
     """Yield the documents of one split: those of neighbouring units with about WINDOW_TOKENS together."""
-    parts: list[tuple[Any, Any, Any, Any]] = []
+    parts: list[Part] = []
     size, before = 0, 0
     for folder in folders:
         table = pq.read_table(folder / TABLE, columns=["heldout", "tokens"])
@@ -71,16 +73,10 @@ def _windows(folders: Sequence[Path], *, heldout: bool) -> Iterator[_Window]:
         before += len(lengths)
         size += int(lengths[chosen].sum())
         if size >= WINDOW_TOKENS:
-            yield _window(parts)
+            yield _Window(parts)
             parts, size = [], 0
     if size:
-        yield _window(parts)
-
-
-def _window(parts: Sequence[tuple[Any, Any, Any, Any]]) -> _Window:
-    lengths, numbers, starts = (np.concatenate([part[column] for part in parts]) for column in range(3))
-    units = np.repeat(np.arange(len(parts)), [len(part[0]) for part in parts])
-    return _Window(lengths, numbers, units, starts, [part[3] for part in parts])
+        yield _Window(parts)
 
 
 def write_table(folders: Sequence[Path], target: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from etude.data.arrays import save_array
 from etude.data.document import Document
 from etude.data.manifest import SourceEntry
-from etude.data.shape import ShapedWriter, is_heldout
+from etude.data.shape import is_heldout, shaped_writer
 from etude.data.shaping.fim import draw
 from etude.errors import UserError
 from etude.files import digest_of, sha256_file
@@ -42,11 +42,11 @@ def sample_base(
     texts = _sampled(base, data.replay, (separator, vocabulary), folder, work, seed)
     tokens, digest = {"train": 0, "heldout": 0}, hashlib.sha256()
     kept = [text for text in texts if len(text)]
-    with ShapedWriter(folder) as writer:
+    with shaped_writer(folder) as write:
         for number, text in enumerate(kept):
             name = f"{SOURCE}#{number}"
             held = is_heldout(name, data.heldout, seed)
-            writer.add(text, [Document(name, name, "", "generated", licence="")], heldout=held)
+            write(text, [Document(name, name, "", "generated", licence="")], held)
             tokens["heldout" if held else "train"] += len(text)
             digest.update(text.data)
     teacher = digest_of({file.name: sha256_file(file) for file in weight_files(base)})
@@ -83,8 +83,7 @@ def _sampled(
     folder.mkdir(parents=True, exist_ok=True)
     model: Any = None
     for unit in work.pending("data: sampling replay from the base", units, "tokens"):
-        if model is None:
-            model = _load(base)
+        model = model or _load(base)
         began = time.perf_counter()
         texts, chance = sizes[unit.item], draw(seed, "replay", unit.key).getrandbits(32)
         rows = _sample(model, (separator, vocabulary), settings, texts, chance, partial(work.tick, texts))
@@ -107,12 +106,7 @@ def _load(base: Path) -> Any:
 
 
 def _sample(
-    model: Any,
-    tokens: tuple[int, int],
-    settings: ReplaySettings,
-    texts: int,
-    chance: int,
-    on_step: Callable[[], object],
+    model: Any, tokens: tuple[int, int], settings: ReplaySettings, texts: int, chance: int, on_step: Callable[[], Any]
 ) -> Any:
     """Return [texts, ≤ length] tokens sampled after the separator; after the end of a text come separators."""
     import torch
@@ -137,7 +131,6 @@ def _sample(
         suppress_tokens=list(range(vocabulary, model.config.vocab_size)) or None,
     )  # fmt: skip
     with torch.inference_mode():
-        written = model.generate(
-            start, attention_mask=torch.ones_like(start), generation_config=how, stopping_criteria=[Stepping()]
-        )
+        mask = torch.ones_like(start)
+        written = model.generate(start, attention_mask=mask, generation_config=how, stopping_criteria=[Stepping()])
     return written[:, 1:].cpu().numpy().astype(np.uint32)

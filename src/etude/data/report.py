@@ -268,10 +268,8 @@ def _where(entry: Row) -> str:
 
 def _made(manifest: Manifest) -> Page:
     """Return what it takes to make and to use the corpus."""
-    rows, agreed = (
-        sum(shard.rows for shard in manifest.shards),
-        "agreed" if manifest.exact_fast_tokeniser else "did not agree",
-    )
+    rows = sum(shard.rows for shard in manifest.shards)
+    agreed = "agreed" if manifest.exact_fast_tokeniser else "did not agree"
     facts = {
         "corpus": f"SHA-256 {manifest.digest}",
         "shards": f"{len(manifest.shards):,}, with {rows:,} rows of {manifest.length:,} tokens as {manifest.dtype}",

@@ -86,9 +86,8 @@ def _histogram(axis: Any, manifest: Manifest) -> None:
     first, rest = ordered[: len(COLOURS) - 1], ordered[len(COLOURS) - 1 :]
     stacked = [(_name(domain), counts[domain]) for domain in first]
     if rest:
-        stacked.append(
-            (f"{len(rest)} more", [sum(here) for here in zip(*(counts[each] for each in rest), strict=True)])
-        )
+        others = [sum(here) for here in zip(*(counts[each] for each in rest), strict=True)]
+        stacked.append((f"{len(rest)} more", others))
     below = [0] * len(bits)
     for (name, here), colour in zip(stacked, COLOURS, strict=False):
         axis.bar(bits, here, bottom=below, width=0.85, align="edge", color=colour, label=name)

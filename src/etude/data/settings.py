@@ -8,19 +8,22 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from etude.data.filters.spdx import canonical
 
 CREDENTIALS = re.compile(r"https?://[^/]*@|://[^/]*:[^/]*@")
 SELF = "self"  # replay from the base itself
 LOCATIONS = ("folder", "git", "pypi", "jsonl", "parquet", "dataset")
+ROWS, FILES = {"jsonl", "parquet", "dataset"}, {"folder", "git", "pypi"}
+APPLIES = {  # settings that mean something for some places only
+    "revision": {"git"}, "history": {"git"}, "reports": {"git"}, "files": {"dataset"}, "text": ROWS,
+    "repository_column": ROWS, "licence_column": ROWS, "keep": FILES, "include": FILES, "exclude": FILES,
+}  # fmt: skip
 
 
-class Settings(BaseModel):
+class Settings(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     """Unknown keys and wrong types are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class SourceSettings(Settings):
@@ -29,63 +32,42 @@ class SourceSettings(Settings):
     name: str = Field(
         pattern=r"^[a-z0-9][a-z0-9_.-]*$", description="names the source in counts, shards and the manifest"
     )
-    domain: str = Field(
-        default="code", pattern=r"^[a-z0-9][a-z0-9_-]*$", description="code, docs, commits, general, or your own"
-    )
-    weight: float = Field(
-        default=1.0, gt=0, description="how often a token is seen, against one of a source with weight 1"
-    )
-    hold_out: bool = Field(
-        default=True, description="whether its repositories may be held out; false: all of it is trained on"
-    )
+    domain: str = Field("code", pattern=r"^[a-z0-9][a-z0-9_-]*$", description="code, docs, commits, general, …")
+    weight: float = Field(1.0, gt=0, description="how often a token is seen, against one of a source with weight 1")
+    hold_out: bool = Field(default=True, description="whether its repositories may be held out, or all is trained on")
     licences: Literal["permissive", "copyleft", "any"] | list[str] = Field(
-        default="permissive", description="what may stay: permissive; also copyleft; any; or a list of SPDX ids"
+        "permissive", description="what may stay: permissive; also copyleft; any; or a list of SPDX ids"
     )
-    unknown: Literal["drop", "keep"] = Field(
-        default="drop", description="what to do with documents whose licence is not known"
-    )
-    licence: str | None = Field(
-        default=None, description="the licence of all its documents, if you know it: an SPDX expression"
-    )
-    keep: Literal["all", "code", "prose"] = Field(
-        default="all", description="files: all, only code, or only prose such as Markdown"
-    )
-    include: list[str] = Field(
-        default=[], description="files: patterns of paths to read, such as src/*; none means all"
-    )
-    exclude: list[str] = Field(default=[], description="files: patterns of paths to leave out")
-    folder: str | None = Field(default=None, description="a folder with files")
-    git: str | None = Field(default=None, description="a git repository: a folder, or anything git can clone")
-    revision: str = Field(default="HEAD", description="git: the commit, tag or branch to read")
-    history: int = Field(
-        default=0, ge=0, description="git: read this many last commits (message and diff) instead of files"
-    )
-    reports: str | None = Field(
-        default=None, description="git history: where bug reports lie, such as issues/{number}.md"
-    )
-    pypi: list[str] = Field(default=[], description="packages at versions: name==version")
-    jsonl: str | None = Field(default=None, description="a JSONL file, plain or .gz, or a pattern such as data/*.jsonl")
-    parquet: str | None = Field(default=None, description="a Parquet file, or a pattern")
-    dataset: str | None = Field(default=None, description="a Hugging Face dataset: owner/name@revision")
-    files: str = Field(default="**/*.parquet", description="dataset: which of its files to read (.parquet or .jsonl)")
-    text: str = Field(default="text", description="rows: the column with the text")
-    repository_column: str | None = Field(default=None, description="rows: the column that says what belongs together")
-    licence_column: str | None = Field(default=None, description="rows: the column with the licence of each")
+    unknown: Literal["drop", "keep"] = Field("drop", description="what to do with documents whose licence is not known")
+    licence: str | None = Field(None, description="the licence of all its documents, if you know it (SPDX)")
+    keep: Literal["all", "code", "prose"] = Field("all", description="files: all, code, or prose such as Markdown")
+    include: list[str] = Field([], description="files: patterns of paths to read, such as src/*; none means all")
+    exclude: list[str] = Field([], description="files: patterns of paths to leave out")
+    folder: str | None = Field(None, description="a folder with files")
+    git: str | None = Field(None, description="a git repository: a folder, or anything git can clone")
+    revision: str = Field("HEAD", description="git: the commit, tag or branch to read")
+    history: int = Field(0, ge=0, description="git: read this many last commits (message and diff) instead of files")
+    reports: str | None = Field(None, description="git history: where bug reports lie, such as issues/{number}.md")
+    pypi: list[str] = Field([], description="packages at versions: name==version")
+    jsonl: str | None = Field(None, description="a JSONL file, plain or .gz, or a pattern such as data/*.jsonl")
+    parquet: str | None = Field(None, description="a Parquet file, or a pattern")
+    dataset: str | None = Field(None, description="a Hugging Face dataset: owner/name@revision")
+    files: str = Field("**/*.parquet", description="dataset: which of its files to read (.parquet or .jsonl)")
+    text: str = Field("text", description="rows: the column with the text")
+    repository_column: str | None = Field(None, description="rows: the column that says what belongs together")
+    licence_column: str | None = Field(None, description="rows: the column with the licence of each")
 
     @model_validator(mode="after")
     def _one_location(self) -> SourceSettings:
         given = [name for name in LOCATIONS if getattr(self, name)]
         if len(given) != 1:
-            raise ValueError(
-                f"source {self.name!r} must have exactly one of {', '.join(LOCATIONS)}; it has {given or 'none'}"
-            )
-        _refuse_idle(self, given[0])
+            known = ", ".join(LOCATIONS)
+            raise ValueError(f"source {self.name!r} must have exactly one of {known}; it has {given or 'none'}")
+        self._refuse_idle(given[0])
         if self.name == SELF:
             raise ValueError(f"a source cannot be called {SELF!r}: that is text sampled from the base")
-        stated = [
-            *(self.licences if isinstance(self.licences, list) else []),
-            *([self.licence] if self.licence else []),
-        ]
+        listed = self.licences if isinstance(self.licences, list) else []
+        stated = [*listed, *([self.licence] if self.licence else [])]
         if wrong := [licence for licence in stated if canonical(licence) is None]:
             raise ValueError(
                 f"{wrong[0]!r} is no SPDX licence expression, such as MIT, or LicenseRef-Mine for one of your own"
@@ -99,83 +81,54 @@ class SourceSettings(Settings):
                 raise ValueError(f"{package!r} names no version; write it as name==version")
         return self
 
-
-APPLIES = {  # settings that mean something for some places only
-    "revision": {"git"}, "history": {"git"}, "reports": {"git"}, "files": {"dataset"},
-    "text": {"jsonl", "parquet", "dataset"}, "repository_column": {"jsonl", "parquet", "dataset"},
-    "licence_column": {"jsonl", "parquet", "dataset"},
-    "keep": {"folder", "git", "pypi"}, "include": {"folder", "git", "pypi"}, "exclude": {"folder", "git", "pypi"},
-}  # fmt: skip
-
-
-def _refuse_idle(source: SourceSettings, location: str) -> None:
-    """Refuse a setting that would do nothing."""
-    for key, places in APPLIES.items():
-        given = getattr(source, key) != SourceSettings.model_fields[key].default
-        if given and location not in places:
-            raise ValueError(
-                f"`{key}` means nothing for a source with `{location}`; it is for {' and '.join(sorted(places))}"
-            )
-    if source.reports and not source.history:
-        raise ValueError("`reports` goes with `history`")
+    def _refuse_idle(self, location: str) -> None:
+        """Refuse a setting that would do nothing."""
+        for key, places in APPLIES.items():
+            given = getattr(self, key) != SourceSettings.model_fields[key].default
+            if given and location not in places:
+                where = " and ".join(sorted(places))
+                raise ValueError(f"`{key}` means nothing for a source with `{location}`; it is for {where}")
+        if self.reports and not self.history:
+            raise ValueError("`reports` goes with `history`")
 
 
 class FilterSettings(Settings):
     """When a document is not worth training on."""
 
-    max_bytes: int = Field(
-        default=1_000_000, ge=1, le=1 << 30, description="larger files are data or generated, and are not read"
-    )
-    min_chars: int = Field(default=32, ge=0, description="shorter documents say too little")
-    max_mean_line: float = Field(default=200.0, gt=0, description="longer lines on average mean minified or generated")
-    max_line: int = Field(default=20_000, ge=1, description="one longer line means data")
-    min_alphanumeric: float = Field(
-        default=0.25, ge=0, le=1, description="share of letters and digits; below it is a table or art"
-    )
-    max_repeated_lines: float = Field(
-        default=0.6, gt=0, le=1, description="share of lines that occurred before in the document; files over 20 lines"
-    )
-    max_compression: float = Field(default=12.0, gt=1, description="zlib ratio; above it a document repeats itself")
-    scrub: bool = Field(
-        default=True, description="replace secrets and personal data; turn off only for data you have scrubbed"
-    )
+    max_bytes: int = Field(1_000_000, ge=1, le=1 << 30, description="larger files are data or generated, so not read")
+    min_chars: int = Field(32, ge=0, description="shorter documents say too little")
+    max_mean_line: float = Field(200.0, gt=0, description="longer lines on average mean minified or generated")
+    max_line: int = Field(20_000, ge=1, description="one longer line means data")
+    min_alphanumeric: float = Field(0.25, ge=0, le=1, description="letters and digits; below this share it is a table")
+    max_repeated_lines: float = Field(0.6, gt=0, le=1, description="share of repeated lines, where there are over 20")
+    max_compression: float = Field(12.0, gt=1, description="zlib ratio; above it a document repeats itself")
+    scrub: bool = Field(default=True, description="replace secrets and personal data; false: you have done so")
 
 
 class DuplicateSettings(Settings):
     """Near-duplicates by MinHash: two documents are candidates if all hashes of one band agree."""
 
-    ngram: int = Field(default=5, ge=1, description="words in a shingle")
-    bands: int = Field(default=14, ge=1, le=256, description="bands")
-    rows: int = Field(default=8, ge=1, le=256, description="hashes in a band")
-    similarity: float = Field(
-        default=0.7, ge=0, le=1, description="candidates below this estimated Jaccard similarity are kept"
-    )
+    ngram: int = Field(5, ge=1, description="words in a shingle")
+    bands: int = Field(14, ge=1, le=256, description="bands")
+    rows: int = Field(8, ge=1, le=256, description="hashes in a band")
+    similarity: float = Field(0.7, ge=0, le=1, description="candidates of a lower (estimated) similarity stay")
     near: bool = Field(default=True, description="drop near-duplicates; exact ones are always dropped")
 
 
 class ContaminationSettings(Settings):
     """Benchmark tasks that must not be learnt by heart."""
 
-    tasks: list[str] = Field(
-        default=[], description="files or folders with the tasks: JSONL (every text in it counts) or plain text"
-    )
-    ngram: int = Field(default=13, ge=3, description="code tokens in a row that count as a hit")
-    hits: int = Field(
-        default=3, ge=1, description="distinct n-grams of tasks that make a document contaminated; 1 also hits idioms"
-    )
+    tasks: list[str] = Field([], description="files or folders with the tasks: JSON, JSONL (all its texts), plain text")
+    ngram: int = Field(13, ge=3, description="code tokens in a row that count as a hit")
+    hits: int = Field(3, ge=1, description="n-grams of tasks that make a document contaminated; 1 also hits idioms")
 
 
 class FimSettings(Settings):
     """Fill-in-the-middle, for files of code only."""
 
-    rate: float = Field(default=0.0, ge=0, le=1, description="share of files of code that are rearranged")
-    spm: float = Field(
-        default=0.5,
-        ge=0,
-        le=1,
-        description="share of those in suffix-prefix-middle order; the rest prefix-suffix-middle",
-    )
-    tokens: list[str] = Field(default=["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"], min_length=3, max_length=3,
+    rate: float = Field(0.0, ge=0, le=1, description="share of files of code that are rearranged")
+    spm: float = Field(0.5, ge=0, le=1, description="share of those that begin with the suffix, not the prefix")
+    tokens: list[str] = Field(["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"], min_length=3, max_length=3,
                               description="the tokeniser's tokens for prefix, middle and suffix")  # fmt: skip
 
 
@@ -184,20 +137,18 @@ class ReplaySettings(Settings):
 
     share: float = Field(ge=0, lt=1, description="share of the tokens seen in training")
     source: str = Field(description='name of a source; or "self": text sampled from the base')
-    tokens: int = Field(default=100_000, ge=1, description="self: how many tokens to sample")
-    length: int = Field(default=256, ge=8, description="self: tokens in a sampled text")
-    batch: int = Field(default=16, ge=1, description="self: texts sampled together")
-    temperature: float = Field(default=1.0, gt=0, description="self: 1 samples the base's own distribution")
+    tokens: int = Field(100_000, ge=1, description="self: how many tokens to sample")
+    length: int = Field(256, ge=8, description="self: tokens in a sampled text")
+    batch: int = Field(16, ge=1, description="self: texts sampled together")
+    temperature: float = Field(1.0, gt=0, description="self: 1 samples the base's own distribution")
 
 
 class TokeniserSettings(Settings):
     """Which tokeniser turns text into tokens."""
 
-    source: str = Field(
-        default="base", description='"base": the base\'s own; "train": train one on this corpus; or a folder'
-    )
-    vocabulary: int = Field(default=8192, ge=300, description="train: size of the vocabulary, special tokens included")
-    sample_bytes: int = Field(default=50_000_000, ge=1, description="train: about how much text to learn from")
+    source: str = Field("base", description='"base": the base\'s own; "train": train one on this corpus; or a folder')
+    vocabulary: int = Field(8192, ge=300, description="train: size of the vocabulary, special tokens included")
+    sample_bytes: int = Field(50_000_000, ge=1, description="train: about how much text to learn from")
 
 
 class DataSettings(Settings):
@@ -206,29 +157,24 @@ class DataSettings(Settings):
     source: list[SourceSettings] = Field(
         min_length=1, description="the places documents come from, in order of preference"
     )
-    length: int = Field(default=2048, ge=16, le=1 << 24, description="tokens in a packed row")
+    length: int = Field(2048, ge=16, le=1 << 24, description="tokens in a packed row")
     separator: str | None = Field(
-        default=None, description="the token after each document; default <|endoftext|>, or the tokeniser's end token"
+        None, description="the token after each document; default <|endoftext|>, or another usual end"
     )
-    heldout: float = Field(
-        default=0.02, ge=0, lt=1, description="share of each domain that is held out, in whole repositories"
-    )
+    heldout: float = Field(0.02, ge=0, lt=1, description="share of each domain that is held out, in whole repositories")
     repositories: Literal["off", "path", "imports"] = Field(
-        default="off",
-        description="join the files of a repository into documents: in path order, or with imported files first",
+        "off", description="join the files of a repository into documents: in path order, or imported files first"
     )
-    repository_chars: int = Field(default=200_000, ge=1000, description="longest joined document, in characters")
-    shares: dict[str, float] = Field(
-        default={}, description="share of tokens by domain; the rest is split as the weights say"
-    )
+    repository_chars: int = Field(200_000, ge=1000, description="longest joined document, in characters")
+    shares: dict[str, float] = Field({}, description="share of tokens by domain; the rest is split as the weights say")
     filters: FilterSettings = FilterSettings()
     duplicates: DuplicateSettings = DuplicateSettings()
     contamination: ContaminationSettings = ContaminationSettings()
     fim: FimSettings = FimSettings()
     replay: ReplaySettings | None = None
     tokeniser: TokeniserSettings = TokeniserSettings()
-    samples: int = Field(default=5, ge=0, description="dropped documents kept for looking at, by step and reason")
-    workers: int = Field(default=0, ge=0, description="processes; 0: one a core. The result is the same")
+    samples: int = Field(5, ge=0, description="dropped documents kept for looking at, by step and reason")
+    workers: int = Field(0, ge=0, description="processes; 0: one a core. The result is the same")
 
     @model_validator(mode="after")
     def _consistent(self) -> DataSettings:
@@ -236,9 +182,8 @@ class DataSettings(Settings):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two sources are called {twice[0]!r}; give each its own name")
         if self.replay and self.replay.source not in [*names, SELF]:
-            raise ValueError(
-                f'replay.source {self.replay.source!r} is neither a source ({", ".join(names)}) nor "self"'
-            )
+            known = ", ".join(names)
+            raise ValueError(f'replay.source {self.replay.source!r} is neither a source ({known}) nor "self"')
         self._check_shares()
         if self.replay and self.replay.source == SELF and self.tokeniser.source != "base":
             raise ValueError('replay.source = "self" gives tokens of the base, so tokeniser.source must be "base"')

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from dataclasses import dataclass
-from itertools import groupby
-from typing import IO, TYPE_CHECKING, Any, Self
+from itertools import chain, groupby
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,9 +26,8 @@ from etude.data.units import DOCUMENTS, TEXT_COLUMNS
 from etude.files import whole_file, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
-    from types import TracebackType
 
     from etude.data.settings import DataSettings
     from etude.data.shaping.encoder import Tokens
@@ -78,19 +77,21 @@ def shape_unit(job: ShapeJob) -> dict[str, Any]:
     fim = FimTokens(*(encoder.token(name) or 0 for name in job.data.fim.tokens)) if job.data.fim.rate else None
     counts: dict[str, Counter[str]] = {key: Counter() for key in ("licences", "languages", "evidence")}
     totals: Counter[str] = Counter()
-    with ShapedWriter(job.folder) as writer:
+    with shaped_writer(job.folder) as write:
         for documents in _repositories(job):
-            _count(documents, counts)
+            for document in documents:
+                size = len(document.text.encode())
+                counts["licences"][document.licence] += size
+                counts["languages"][document.language] += size
+                counts["evidence"][document.evidence or "none"] += size
             for shaped, tokens in _encoded(list(_shape(documents, job, fim)), encoder, job):
                 held = is_heldout(shaped.files[0].repository, job.heldout, job.seed)
-                writer.add(tokens, shaped.files, heldout=held)
+                write(tokens, shaped.files, held)
                 split = "heldout" if held else "train"
                 totals[split] += len(tokens)
                 totals[f"{split}_bytes"] += sum(len(file.text.encode()) for file in shaped.files)
                 totals["fim"] += shaped.fim
-    result = {"totals": dict(totals), "exact_fast_tokeniser": encoder.use_fast,
-              **{key: dict(values) for key, values in counts.items()}}  # fmt: skip
-    write_json(job.folder / SHAPED, result)
+    write_json(job.folder / SHAPED, {"totals": totals, "exact_fast_tokeniser": encoder.use_fast, **counts})
     return {"written_tokens": totals["train"] + totals["heldout"]}
 
 
@@ -99,15 +100,9 @@ def read_kept(folder: Path) -> Iterator[list[Document]]:
     kept = np.load(folder / KEPT)
     position = 0
     for batch in pq.ParquetFile(folder / DOCUMENTS).iter_batches(READ_ROWS, columns=list(TEXT_COLUMNS)):
-        columns = [batch.column(name).to_pylist() for name in TEXT_COLUMNS]
-        here = kept[position : position + batch.num_rows]
+        stays = pa.array(kept[position : position + batch.num_rows])
         position += batch.num_rows
-        fields = zip(*columns, strict=True)
-        yield [
-            Document(**dict(zip(TEXT_COLUMNS, values, strict=True)))
-            for values, stays in zip(fields, here, strict=True)
-            if stays
-        ]
+        yield [Document(**fields) for fields in batch.filter(stays).to_pylist()]
 
 
 def _repositories(job: ShapeJob) -> Iterator[list[Document]]:
@@ -115,10 +110,9 @@ def _repositories(job: ShapeJob) -> Iterator[list[Document]]:
     if job.data.repositories == "off":
         yield from read_kept(job.folder)
         return
-    everything = (document for batch in read_kept(job.folder) for document in batch)
+    everything = chain.from_iterable(read_kept(job.folder))
     for _, documents in groupby(everything, key=lambda document: document.repository):
-        group: list[Document] = []
-        size = 0
+        group, size = [], 0
         for document in documents:
             group.append(document)
             size += len(document.text)
@@ -130,14 +124,10 @@ def _repositories(job: ShapeJob) -> Iterator[list[Document]]:
 
 
 def _shape(documents: list[Document], job: ShapeJob, fim: FimTokens | None) -> Iterator[Shaped]:
-    data = job.data
-    if data.repositories == "off":
-        yield from (_alone(document, job, fim) for document in documents)
-        return
-    files = [document for document in documents if document.kind == "file"]
-    yield from (_alone(document, job, fim) for document in documents if document.kind != "file")
-    for group in joined(in_order(files, data.repositories), data.repository_chars):
-        yield _joined(group, job, fim)
+    order = job.data.repositories
+    files = [document for document in documents if document.kind == "file" and order != "off"]
+    yield from (_alone(document, job, fim) for document in documents if document.kind != "file" or order == "off")
+    yield from (_joined(group, job, fim) for group in joined(in_order(files, order), job.data.repository_chars))
 
 
 def _joined(group: Sequence[Document], job: ShapeJob, fim: FimTokens | None) -> Shaped:
@@ -171,63 +161,38 @@ def _encoded(shaped: list[Shaped], encoder: Encoder, job: ShapeJob) -> Iterator[
 
 
 def _tokens(shaped: Sequence[Shaped], encoder: Encoder, separator: int) -> list[Tokens]:
-    texts = [piece for each in shaped for piece in each.pieces if isinstance(piece, str)]
-    encoded = iter(encoder.encode(texts))
+    pieces = [[*each.pieces, separator] for each in shaped]
+    encoded = iter(encoder.encode([piece for each in pieces for piece in each if isinstance(piece, str)]))
     return [
-        np.concatenate(
-            [*(next(encoded) if isinstance(piece, str) else np.array([piece], np.uint32) for piece in each.pieces),
-             np.array([separator], np.uint32)]
-        )
-        for each in shaped
-    ]  # fmt: skip
+        np.concatenate([next(encoded) if isinstance(piece, str) else np.array([piece], np.uint32) for piece in each])
+        for each in pieces
+    ]
 
 
-def _count(documents: Sequence[Document], counts: dict[str, Counter[str]]) -> None:
-    for document in documents:
-        size = len(document.text.encode())
-        counts["licences"][document.licence] += size
-        counts["languages"][document.language] += size
-        counts["evidence"][document.evidence or "none"] += size
+@contextlib.contextmanager
+def shaped_writer(folder: Path) -> Iterator[Callable[[Tokens, Sequence[Document], bool], None]]:
+    """Yield what writes the documents of a unit as they come: their tokens, the files they hold, whether held out."""
+    rows: list[dict[str, Any]] = []
+    with (
+        whole_file(folder / TOKENS) as beside,
+        beside.open("wb") as file,
+        whole_file(folder / TABLE) as table,
+        pq.ParquetWriter(table, TABLE_SCHEMA, compression="zstd") as writer,
+    ):
 
+        def flush() -> None:
+            writer.write_table(pa.Table.from_pylist(rows, TABLE_SCHEMA))
+            rows.clear()
 
-class ShapedWriter:
-    """Writes the documents of a unit as they come: tokens one after another, and a table that says what they are."""
+        def write(tokens: Tokens, files: Sequence[Document], heldout: bool) -> None:  # noqa: FBT001 - a column
+            file.write(tokens.astype("<u4").data)
+            paths, size = [each.path for each in files], sum(len(each.text.encode()) for each in files)
+            licences = sorted({each.licence for each in files})
+            licence = " AND ".join(f"({one})" if " OR " in one and len(licences) > 1 else one for one in licences)
+            rows.append({"repository": files[0].repository, "paths": paths, "licence": licence, "heldout": heldout,
+                         "tokens": len(tokens), "bytes": size})  # fmt: skip
+            if len(rows) >= TABLE_ROWS:
+                flush()
 
-    def __init__(self, folder: Path) -> None:
-        self._stack = contextlib.ExitStack()
-        self._tokens: IO[bytes] = self._stack.enter_context(
-            self._stack.enter_context(whole_file(folder / TOKENS)).open("wb")
-        )
-        beside = self._stack.enter_context(whole_file(folder / TABLE))
-        self._table = self._stack.enter_context(pq.ParquetWriter(beside, TABLE_SCHEMA, compression="zstd"))
-        self._rows: list[dict[str, Any]] = []
-
-    def add(self, tokens: Tokens, files: Sequence[Document], *, heldout: bool) -> None:
-        """Write one document, made of these files."""
-        self._tokens.write(tokens.astype("<u4").data)
-        licences = sorted({file.licence for file in files})
-        row = {
-            "repository": files[0].repository,
-            "paths": [file.path for file in files],
-            "licence": " AND ".join(f"({one})" if " OR " in one and len(licences) > 1 else one for one in licences),
-            "heldout": heldout,
-            "tokens": len(tokens),
-            "bytes": sum(len(file.text.encode()) for file in files),
-        }
-        self._rows.append(row)
-        if len(self._rows) >= TABLE_ROWS:
-            self._flush()
-
-    def _flush(self) -> None:
-        self._table.write_table(pa.Table.from_pylist(self._rows, TABLE_SCHEMA))
-        self._rows = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self._flush()
-        self._stack.__exit__(kind, error, trace)
+        yield write
+        flush()

@@ -14,13 +14,14 @@ import shutil
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from etude.data.document import Document, Drop, Part, Raw, Tally
+from etude.data.document import Document, Drop, Part, Raw, Samples
 from etude.data.filters.decode import decode
 from etude.data.filters.duplicates import band_keys, signatures, text_hash
 from etude.data.filters.generated import generated
@@ -29,8 +30,7 @@ from etude.data.filters.licence import Licences
 from etude.data.filters.private import scrub
 from etude.data.filters.quality import Quality
 from etude.data.filters.spdx import Policy
-from etude.data.samples import Samples, excerpt
-from etude.files import publish_folder, write_json
+from etude.files import publish_folder, read_json, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -44,11 +44,9 @@ BATCH_BYTES = 48_000_000  # of text held in memory at once: the secret detector 
 BATCH_DOCUMENTS = 100_000
 DIFF_SIGNS = re.compile(r"^[+-]", re.MULTILINE)
 DOCUMENTS, RESULT = "documents.parquet", "result.json"
-HASHES, KEYS, SIGNATURES = (
-    "hashes.bin",
-    "keys.bin",
-    "signatures.bin",
-)  # flat: [documents, 2], [documents, bands], [documents, hashes]
+# Flat files of [documents, 2], [documents, bands] and [documents, hashes].
+HASHES, KEYS, SIGNATURES = "hashes.bin", "keys.bin", "signatures.bin"
+EXCERPT = 400  # characters of a dropped document that are shown
 TEXT_COLUMNS = ("repository", "path", "kind", "language", "licence", "evidence", "text")
 SCHEMA = pa.schema([*((name, pa.string()) for name in TEXT_COLUMNS), ("bytes", pa.int64())])
 
@@ -68,6 +66,17 @@ class UnitJob:
         """About how many bytes it reads."""
         return sum(part.size for part in self.parts)
 
+    @property
+    def loose(self) -> bool:
+        """Whether each row is on its own, so that there are too many repositories to list."""
+        source = self.source
+        return bool(source.jsonl or source.parquet or source.dataset) and source.repository_column is None
+
+    @cached_property
+    def result(self) -> dict[str, Any]:
+        """What came of it, once it is done."""
+        return dict(read_json(self.folder / RESULT))
+
 
 def share_out(parts: Sequence[Part]) -> list[tuple[Part, ...]]:
     """Group neighbouring parts into units of about equal size. The grouping depends on the parts alone."""
@@ -86,15 +95,18 @@ def share_out(parts: Sequence[Part]) -> list[tuple[Part, ...]]:
 class _Progress:
     """What a unit has come to so far."""
 
-    tally: Tally
     samples: Samples
+    tally: Counter[str] = field(default_factory=lambda: Counter(documents_in=0, bytes_in=0, kept=0, kept_bytes=0))
+    drops: Counter[str] = field(default_factory=Counter)  # "step: reason" → documents
+    dropped_bytes: Counter[str] = field(default_factory=Counter)
     digest: Any = field(default_factory=hashlib.sha256)
     scrubbed: Counter[str] = field(default_factory=Counter)
     hits: list[dict[str, Any]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def drop(self, drop: Drop) -> None:
-        self.tally.drop(drop.step, drop.reason, drop.size)
+        self.drops[f"{drop.step}: {drop.reason}"] += 1
+        self.dropped_bytes[f"{drop.step}: {drop.reason}"] += drop.size
         self.samples.offer(drop)
 
     def timed(self, step: str, since: float) -> float:
@@ -109,23 +121,19 @@ def filter_unit(job: UnitJob) -> dict[str, Any]:
     shutil.rmtree(work, ignore_errors=True)
     shutil.rmtree(job.folder, ignore_errors=True)
     work.mkdir(parents=True)
-    progress = _Progress(Tally(), Samples(job.data.samples))
+    progress = _Progress(Samples(job.data.samples))
     with pq.ParquetWriter(work / DOCUMENTS, SCHEMA, compression="zstd", compression_level=1) as writer:
         for batch in _batches(job, progress):
             _finish_batch(batch, job, progress, work, writer)
-    progress.tally.check()
-    result = {
-        "source": job.source.name,
-        "digest": progress.digest.hexdigest(),
-        "tally": vars(progress.tally),
-        "samples": progress.samples.all(),
-        "scrubbed": dict(progress.scrubbed),
-        "hits": progress.hits,
-    }
-    write_json(work / RESULT, result)
+    came, kept, size = (progress.tally[key] for key in ("documents_in", "kept", "bytes_in"))
+    assert came == kept + progress.drops.total(), f"something disappeared: {progress}"
+    tally = {**progress.tally, "drops": progress.drops, "dropped_bytes": progress.dropped_bytes}
+    digest, samples = progress.digest.hexdigest(), progress.samples.all()
+    write_json(work / RESULT, {"digest": digest, "tally": tally, "samples": samples,
+                               "scrubbed": progress.scrubbed, "hits": progress.hits})  # fmt: skip
     publish_folder(work, job.folder)
-    return {"documents": progress.tally.documents_in, "kept": progress.tally.kept, "bytes": progress.tally.bytes_in,
-            "seconds": {step: round(spent, 4) for step, spent in progress.seconds.items()}}  # fmt: skip
+    seconds = {step: round(spent, 4) for step, spent in progress.seconds.items()}
+    return {"documents": came, "kept": kept, "bytes": size, "seconds": seconds}
 
 
 def _batches(job: UnitJob, progress: _Progress) -> Iterator[list[Document]]:
@@ -147,9 +155,9 @@ def _judged(part: Part, job: UnitJob, progress: _Progress) -> Iterator[Document]
     clock = time.perf_counter()
     for entry in part.read():
         clock = progress.timed("read", clock)
-        progress.tally.documents_in += 1
         verdict = entry if isinstance(entry, Drop) else judge.verdict(entry)
-        progress.tally.bytes_in += verdict.size if isinstance(verdict, Drop) else judge.size
+        size = verdict.size if isinstance(verdict, Drop) else judge.size
+        progress.tally.update(documents_in=1, bytes_in=size)
         if isinstance(verdict, Drop):
             progress.drop(verdict)
         else:
@@ -187,7 +195,7 @@ class _Judge:
             reason = judge(document)
             clock = self.progress.timed(step, clock)
             if reason:
-                return Drop(raw.repository, raw.path, step, reason, size, excerpt(document.text))
+                return Drop(raw.repository, raw.path, step, reason, size, document.text[:EXCERPT])
         return document
 
     def _unselected(self, document: Document) -> str | None:
@@ -226,8 +234,7 @@ def _finish_batch(
         _append(workspace / KEYS, band_keys(matrix, job.data.duplicates))
     clock = progress.timed("signatures", clock)
     sizes = [len(text.encode()) for text in texts]
-    progress.tally.kept += len(kept)
-    progress.tally.kept_bytes += sum(sizes)
+    progress.tally.update(kept=len(kept), kept_bytes=sum(sizes))
     columns = {name: [getattr(document, name) for document in kept] for name in TEXT_COLUMNS}
     writer.write_table(pa.table({**columns, "bytes": sizes}, schema=SCHEMA))
     progress.timed("write", clock)
@@ -245,10 +252,6 @@ def _contaminated(document: Document, tasks: TaskIndex, progress: _Progress) -> 
         return False
     where = {"repository": document.repository, "path": document.path}
     progress.hits.append(where | {"tasks": list(hit.tasks), "runs": hit.runs, "words": list(hit.words)})
-    size = len(document.text.encode())
-    progress.drop(
-        Drop(
-            document.repository, document.path, "contamination", "shares code with benchmark tasks", size, hit.words[0]
-        )
-    )
+    why, size = "shares code with benchmark tasks", len(document.text.encode())
+    progress.drop(Drop(document.repository, document.path, "contamination", why, size, hit.words[0]))
     return True

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 import etude
 
@@ -19,20 +20,16 @@ RECORDED_PACKAGES = (
 )  # fmt: skip
 
 
-class Code(BaseModel):
+class Code(BaseModel, extra="forbid"):
     """The program that did the work."""
-
-    model_config = ConfigDict(extra="forbid")
 
     etude: str  # its version
     revision: str | None  # git commit of the checkout it ran from; None for an installed package
     dirty: bool | None  # whether the checkout had changes that no commit holds; None if there is no checkout
 
 
-class Hardware(BaseModel):
+class Hardware(BaseModel, extra="forbid"):
     """The machine that did the work."""
-
-    model_config = ConfigDict(extra="forbid")
 
     system: str
     cpu: str
@@ -44,15 +41,12 @@ class Hardware(BaseModel):
 def code() -> Code:
     """Describe this copy of Etude."""
     folder = Path(etude.__file__).resolve().parent
-    revision = _git(folder, "rev-parse", "HEAD")
+    revision = git_says(folder, "rev-parse", "HEAD")
     # A package installed under somebody else's repository (a venv inside a checkout) is not that repository's code.
-    if revision is None or _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
+    if revision is None or git_says(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
         return Code(etude=etude.__version__, revision=None, dirty=None)
-    return Code(
-        etude=etude.__version__,
-        revision=revision,
-        dirty=bool(_git(folder, "status", "--porcelain", "--", ".")),
-    )
+    dirty = bool(git_says(folder, "status", "--porcelain", "--", "."))
+    return Code(etude=etude.__version__, revision=revision.strip(), dirty=dirty)
 
 
 def packages() -> dict[str, str]:
@@ -90,26 +84,30 @@ def device_name(kind: str) -> str:
 def machine_identity() -> list[object]:
     """Return what tells machines apart whose speeds differ; the same whether torch is loaded or not."""
     drivers = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    models = [
-        line for file in drivers for line in file.read_text(errors="replace").splitlines() if line.startswith("Model")
-    ]
+    lines = [line for file in drivers for line in file.read_text(errors="replace").splitlines()]
     machine = hardware()
-    return [machine.cpu, machine.cores, *models]
+    return [machine.cpu, machine.cores, *(line for line in lines if line.startswith("Model"))]
 
 
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    text = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
+    named = re.search(r"^model name[ \t]*:[ \t]*(.+)", text, re.MULTILINE)
+    return named[1].strip() if named else platform.processor() or platform.machine()
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    """Return what git prints, or None where there is no git or it refuses."""
+def git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[bytes] | None:
+    """Run git in a folder without its file-watching program, which anybody may have set; None if git is not installed."""
+    command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
+        return subprocess.run(command, capture_output=True, check=False)
     except FileNotFoundError:
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def git_says(folder: Path, *arguments: str) -> str | None:
+    """Return what git prints, or None where there is no git or it refuses."""
+    done = git(folder, *arguments)
+    if done is None or done.returncode:
+        return None
+    return done.stdout.decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")

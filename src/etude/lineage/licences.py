@@ -49,27 +49,19 @@ def obligations() -> list[dict[str, Any]]:
 def identify(text: str) -> str | None:
     """Return the id of a licence text, or None if no known licence has exactly these words."""
     whole = normalised_hash(text)
-    unowned = normalised_hash(_without_copyright_lines(text))
+    # Copies of MIT and BSD differ in the lines that name the owner.
+    unowned = normalised_hash("\n".join(line for line in text.splitlines() if not OWNER_LINE.match(line)))
     for licence in obligations():
         if whole == licence["text_sha256_norm"] or unowned in licence.get("texts_without_copyright_lines", []):
             return str(licence["id"])
     return None
 
 
-def _without_copyright_lines(text: str) -> str:
-    """Return the text without the lines that name the owner, in which copies of MIT and BSD differ."""
-    return "\n".join(line for line in text.splitlines() if not OWNER_LINE.match(line))
-
-
 def headline_duties(licence_id: str | None) -> list[str]:
     """Return the duties of a licence in a few words each; for an unknown one, the duty to read it."""
-    for licence in obligations():
-        if licence["id"] == licence_id:
-            return _duties(licence)
-    return ["unknown licence: read it"]
-
-
-def _duties(licence: dict[str, Any]) -> list[str]:
+    licence = next((entry for entry in obligations() if entry["id"] == licence_id), None)
+    if licence is None:
+        return ["unknown licence: read it"]
     duties = [DUTY_TEXTS.get(duty, duty.replace("_", " ")) for duty in licence.get("redistribution", [])]
     for clause in [*licence.get("unconditional", []), *licence.get("conditional", [])]:
         what = clause["duty"].replace("_", " ") + (f" “{clause['text']}”" if "text" in clause else "")
@@ -99,13 +91,7 @@ def carry(source: Path, target: Path, inherited_from: str) -> list[CarriedLicenc
     for file in licence_files(source):
         with whole_file(target / file.name) as beside:
             shutil.copyfile(file, beside)
-        text = file.read_text(encoding="utf-8", errors="replace")
-        carried.append(
-            CarriedLicence(
-                file=file.name,
-                sha256=sha256_file(file),
-                licence=identify(text),
-                inherited_from=inherited_from,
-            )
-        )
+        known = identify(file.read_text(encoding="utf-8", errors="replace"))
+        about = {"file": file.name, "sha256": sha256_file(file), "licence": known, "inherited_from": inherited_from}
+        carried.append(CarriedLicence.model_validate(about))
     return carried

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ValidationError, model_validator
 
 from etude.errors import UserError
 from etude.files import digest_of, digest_of_files, read_json, write_json
@@ -25,10 +25,8 @@ LINEAGE_FILE = "lineage.json"
 Method = Literal["measured", "operations", "hardware", "disclosed", "imputed"]
 
 
-class Part(BaseModel):
+class Part(BaseModel, extra="forbid"):
     """A piece of a record: unknown fields are refused, so that an old program never half-reads a newer record."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 AnyPart = TypeVar("AnyPart", bound=Part)
@@ -160,15 +158,11 @@ class Lineage(Part):
     @model_validator(mode="after")
     def _whole(self) -> Lineage:
         """Refuse a tree in which a record was changed after its child named it, or is missing."""
-        wrong = [key for key, record in self.records.items() if record.id != key]
-        named = {
-            edge.record: edge.model_digest for record in self.records.values() for edge in record.parents if edge.record
-        }
-        wrong += [
-            key
-            for key, weights in named.items()
-            if key not in self.records or self.records[key].model_digest != weights
-        ]
+        known = self.records
+        wrong = [key for key, record in known.items() if record.id != key]
+        edges = [edge for record in known.values() for edge in record.parents]
+        named = {edge.record: edge.model_digest for edge in edges if edge.record}
+        wrong += [key for key, digest in named.items() if key not in known or known[key].model_digest != digest]
         if wrong or self.head not in self.records:
             raise ValueError(f"record {(wrong or [self.head])[0][:12]} is missing or was changed")
         return self

@@ -22,13 +22,11 @@ def find_model(path: Path) -> Path:
     """Return the model folder that `path` means."""
     if not path.exists():
         raise UserError(f"{path} does not exist; give a model's folder, such as runs/NAME/STAGE/model")
-    for candidate in (path, path / "model"):
+    stages = _stages_of_run(path)
+    for candidate in (path, path / "model", *(path / stage / "model" for stage in reversed(stages))):
         if (candidate / LINEAGE_FILE).is_file():
             return candidate
-    for stage in reversed(_stages_of_run(path)):
-        if (path / stage / "model" / LINEAGE_FILE).is_file():
-            return path / stage / "model"
-    if _stages_of_run(path):
+    if stages:
         raise UserError(f"{path} is a run that has made no model yet, or only reports; give the folder of a model")
     raise UserError(f"{path} holds no {LINEAGE_FILE}: it was not written by Etude, so its lineage is unknown")
 
@@ -68,9 +66,8 @@ def _branch(lineage: Lineage, record_id: str, role: str, indent: str) -> list[st
         if parent.record in lineage.records:
             lines += _branch(lineage, parent.record, parent.role, inside)
         else:
-            lines.append(
-                f"{inside}└─ {parent.name} ({parent.role}): weights {parent.model_digest[:12]}, it carries no record"
-            )
+            told = f"weights {parent.model_digest[:12]}, it carries no record"
+            lines.append(f"{inside}└─ {parent.name} ({parent.role}): {told}")
     return lines
 
 
@@ -88,10 +85,9 @@ def describe(record: Record, role: str) -> list[str]:
     ]
     lines += _describe_origin(record.origin) if record.origin else []
     lines += [f"data: {use.name}, {use.files} files, {use.bytes:,} bytes, {use.digest[:12]}" for use in record.data]
-    lines += [
-        f"licence: {licence.licence or 'unknown text, read it'} ({licence.file}, from {licence.inherited_from})"
-        for licence in record.licences
-    ]
+    for carried in record.licences:
+        known = carried.licence or "unknown text, read it"
+        lines.append(f"licence: {known} ({carried.file}, from {carried.inherited_from})")
     if not record.licences:
         lines.append("licence: no licence file came with it; find out before you share it")
     return lines
@@ -107,12 +103,7 @@ def describe_compute(compute: Compute) -> str:
 
 def _describe_origin(origin: Origin) -> list[str]:
     revision = f" at {origin.revision}" if origin.revision else ""
-    lines = [f"origin: {origin.name}, {origin.source}{revision}"]
-    if origin.conversion:
-        lines.append(f"conversion: {origin.conversion}")
-    if origin.pretraining:
-        on_top = f", on top of {origin.continues}" if origin.continues else ""
-        lines.append(f"compute before us: {describe_compute(origin.pretraining)}{on_top}")
-    else:
-        lines.append("compute before us: not known")
-    return lines
+    on_top = f", on top of {origin.continues}" if origin.continues else ""
+    before = describe_compute(origin.pretraining) + on_top if origin.pretraining else "not known"
+    conversion = [f"conversion: {origin.conversion}"] if origin.conversion else []
+    return [f"origin: {origin.name}, {origin.source}{revision}", *conversion, f"compute before us: {before}"]

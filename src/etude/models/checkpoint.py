@@ -46,9 +46,8 @@ def _named_files(folder: Path) -> list[Path]:
             raise UserError(f"{index} is damaged: it must map tensor names to files; fetch it again") from None
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            raise UserError(
-                f"{folder} lacks {missing[0]} ({len(missing)} of {len(names)} weight files); fetch them again"
-            )
+            count = f"{len(missing)} of {len(names)} weight files"
+            raise UserError(f"{folder} lacks {missing[0]} ({count}); fetch them again")
         return [folder / name for name in names]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]

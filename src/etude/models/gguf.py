@@ -36,16 +36,10 @@ TOP_TENSORS = {
     "output.weight": "lm_head.weight",
 }
 BLOCK_TENSORS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
 CONTROL_TOKEN = 3  # GGUF's token type for special tokens
 
 
@@ -56,10 +50,8 @@ def convert(gguf_file: Path, folder: Path, reporter: Reporter) -> None:
     except (ValueError, IndexError, KeyError) as error:
         raise UserError(f"{gguf_file.name} is not a whole GGUF file ({error}); fetch it again") from None
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    if fields["general.architecture"] != "llama":
-        raise UserError(
-            f"{gguf_file.name}: GGUF architecture {fields['general.architecture']!r} is not supported, only llama"
-        )
+    if (kind := fields["general.architecture"]) != "llama":
+        raise UserError(f"{gguf_file.name}: GGUF architecture {kind!r} is not supported, only llama")
     tensors = _tensors(reader, fields, reporter)
     _save(tensors, folder / "model.safetensors")
     write_json(folder / "config.json", _config(fields, tied="lm_head.weight" not in tensors))
@@ -67,10 +59,7 @@ def convert(gguf_file: Path, folder: Path, reporter: Reporter) -> None:
 
 
 def _tensors(reader: GGUFReader, fields: dict[str, Any], reporter: Reporter) -> dict[str, NDArray[np.float32]]:
-    heads = {
-        "attn_q": fields["llama.attention.head_count"],
-        "attn_k": fields["llama.attention.head_count_kv"],
-    }
+    heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
     converted = {}
     with reporter.task("converting weights", len(reader.tensors), "tensors") as task:
         for tensor in reader.tensors:
@@ -140,32 +129,25 @@ def _config(fields: dict[str, Any], *, tied: bool) -> dict[str, Any]:
 
 
 def _write_tokeniser(fields: dict[str, Any], folder: Path) -> None:
-    kind = (fields["tokenizer.ggml.model"], fields.get("tokenizer.ggml.pre"))
-    if kind != ("gpt2", "smollm"):
-        raise UserError(
-            f"GGUF tokeniser {kind[0]!r} with pre-tokeniser {kind[1]!r} is not supported, only gpt2 with smollm"
-        )
+    kind, pre = fields["tokenizer.ggml.model"], fields.get("tokenizer.ggml.pre")
+    if (kind, pre) != ("gpt2", "smollm"):
+        raise UserError(f"GGUF tokeniser {kind!r} with pre-tokeniser {pre!r} is not supported, only gpt2 with smollm")
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     tokeniser = smollm_tokeniser(tokens, fields["tokenizer.ggml.merges"])
-    special = [
-        token
-        for token, token_type in zip(tokens, fields["tokenizer.ggml.token_type"], strict=True)
-        if token_type == CONTROL_TOKEN
-    ]
-    tokeniser.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    kinds = zip(tokens, fields["tokenizer.ggml.token_type"], strict=True)
+    special = [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind == CONTROL_TOKEN]
+    tokeniser.add_special_tokens(special)
     tokeniser.save(str(folder / "tokenizer.json"))
     roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {role: fields.get(f"tokenizer.ggml.{name}_token_id") for role, name in roles.items()}
-    write_json(
-        folder / "tokenizer_config.json",
-        {f"{role}_token": tokens[token_id] for role, token_id in ids.items() if token_id is not None}
-        | {
-            "add_bos_token": fields.get("tokenizer.ggml.add_bos_token", False),
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": fields["llama.context_length"],
-            "tokenizer_class": "PreTrainedTokenizerFast",
-        },
-    )
+    config = {f"{role}_token": tokens[token_id] for role, token_id in ids.items() if token_id is not None}
+    config |= {
+        "add_bos_token": fields.get("tokenizer.ggml.add_bos_token", False),
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": fields["llama.context_length"],
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    write_json(folder / "tokenizer_config.json", config)
     write_json(folder / "generation_config.json", {f"{role}_token_id": ids[role] for role in ("bos", "eos", "pad")})
     if "tokenizer.chat_template" in fields:
         write_text(folder / "chat_template.jinja", fields["tokenizer.chat_template"])
@@ -176,9 +158,8 @@ def smollm_tokeniser(tokens: list[str], merges: list[str]) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     tokeniser = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, fuse_unk=False))
-    tokeniser.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokeniser.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokeniser.decoder = decoders.ByteLevel()
     tokeniser.post_processor = processors.ByteLevel(trim_offsets=False)
     return tokeniser

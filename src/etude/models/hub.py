@@ -30,11 +30,11 @@ def fetch_from_hub(name: str, revision: str | None, cache: Path, reporter: Repor
     from etude.models.shape import model_shape
 
     reporter.say(f"fetching {name} from the hub …")
+    wanted = [*SETTINGS, *LICENCES]
     top = {"ignore_patterns": "*/*"}  # not what lies in folders, such as `original/`
-    model_shape(fetch_files("model", name, revision, cache, allow_patterns=[*SETTINGS, *LICENCES], **top))
+    model_shape(fetch_files("model", name, revision, cache, allow_patterns=wanted, **top))
     reporter.check_stop()
-    wanted = [*SETTINGS, *LICENCES, "*.safetensors"]
-    folder = fetch_files("model", name, revision, cache, allow_patterns=wanted, **top)
+    folder = fetch_files("model", name, revision, cache, allow_patterns=[*wanted, "*.safetensors"], **top)
     return folder, folder.name
 
 
@@ -55,6 +55,5 @@ def fetch_files(kind: Literal["model", "dataset"], name: str, revision: str | No
     except OSError as error:
         if error.errno and (error.filename or error.errno in FULL_DISK):
             raise
-        raise UserError(
-            f"the hub cannot be reached and {name} is not in {cache}; connect, or give {INSTEAD[kind]}"
-        ) from None
+        advice = f"connect, or give {INSTEAD[kind]}"
+        raise UserError(f"the hub cannot be reached and {name} is not in {cache}; {advice}") from None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import transformers
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from etude.errors import UserError, one_line
@@ -33,13 +34,17 @@ def default_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """Return the model in evaluation mode."""
+def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = None, config: Any = None) -> Any:
+    """Return the model in evaluation mode; with another config than its own, if one is given."""
     weight_files(folder)
     _quiet()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype or default_dtype(device), output_loading_info=True, trust_remote_code=False
+            folder,
+            config=config,
+            dtype=dtype or default_dtype(device),
+            output_loading_info=True,
+            trust_remote_code=False,
         )
     except Exception as error:
         if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
@@ -49,6 +54,12 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = N
     if lacking:
         raise UserError(f"{folder}: its weights lack {len(lacking)} tensors of its config, such as {lacking[0]}")
     return model.to(device).eval()
+
+
+def saved_dtype(folder: Path) -> torch.dtype:
+    """Return the dtype of the weights in a model's folder: that of its first tensor."""
+    with safe_open(weight_files(folder)[0], framework="pt") as tensors:
+        return tensors.get_tensor(next(iter(tensors.keys()))).dtype
 
 
 def load_tokeniser(folder: Path) -> Any:

@@ -80,9 +80,7 @@ def recorded_files(record: Record) -> dict[str, FileDigest]:
 
 def finished(folder: Path, fingerprint: str) -> Record | None:
     """Return the record if the folder holds this very work, whole by the sizes of its files; else None."""
-    if not (folder / RECORD_FILE).is_file():
-        return None
-    record = readable_record(folder)
+    record = readable_record(folder) if (folder / RECORD_FILE).is_file() else None
     whole = record is not None and record.fingerprint == fingerprint and not missing_files(folder, record)
     return record if whole else None  # by the sizes of its files: reading them all is for taking them elsewhere
 
@@ -99,11 +97,8 @@ def missing_files(folder: Path, record: Record) -> list[str]:
     """Return the recorded files that are gone or have another size."""
     lineage = f"{MODEL}/{LINEAGE_FILE}"
     unnamed = [lineage] if record.weights and not (folder / lineage).is_file() else []
-    return unnamed + [
-        name
-        for name, digest in recorded_files(record).items()
-        if not (folder / name).is_file() or (folder / name).stat().st_size != digest.bytes
-    ]
+    files = {name: (folder / name, digest.bytes) for name, digest in recorded_files(record).items()}
+    return unnamed + [name for name, (file, size) in files.items() if not file.is_file() or file.stat().st_size != size]
 
 
 def publish_stage(run: RunFolder, name: str, work: Path, index: StageIndex) -> None:
@@ -159,16 +154,13 @@ def adopt(source: Path, place: Path, reporter: Reporter) -> bool:
                     reporter.say(f"{source / name} is not what its record says; doing the stage again")
                     return False
         for name in [*recorded, *([f"{MODEL}/{LINEAGE_FILE}"] if record.weights else []), RECORD_FILE]:
-            _place_again(source / name, place / name)
+            file, target = source / name, place / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if file.is_symlink():
+                target.symlink_to(file.readlink())
+            else:
+                link_or_copy(file, target)
     except (FileNotFoundError, UserError):
         reporter.say(f"{source} went away; doing the stage again")
         return False
     return True
-
-
-def _place_again(file: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if file.is_symlink():
-        target.symlink_to(file.readlink())
-    else:
-        link_or_copy(file, target)

@@ -39,15 +39,9 @@ class RunLock:
             raise UserError(_refusal(self.path.parent, read_owner(self.path)))
         before = read_owner(self.path)
         if before:
-            self.say(
-                f"taking over {self.path.parent}: its last owner, process {before['pid']} on {before['host']}, ended without finishing"
-            )
-        owner = {
-            "pid": os.getpid(),
-            "host": platform.node(),
-            "name": _process_name(os.getpid()),
-            "since": time.time(),
-        }
+            who = f"process {before['pid']} on {before['host']}"
+            self.say(f"taking over {self.path.parent}: its last owner, {who}, ended without finishing")
+        owner = {"pid": os.getpid(), "host": platform.node(), "name": _process_name(os.getpid()), "since": time.time()}
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, json.dumps(owner).encode(), 0)
         return self

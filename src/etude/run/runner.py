@@ -21,9 +21,18 @@ from etude.files import digest_of, files_below, fsync_tree, remove_parts, write_
 from etude.jsonl import MetricsLog
 from etude.lineage import environment
 from etude.lineage.licences import carry
-from etude.lineage.record import LINEAGE_FILE, RECORD_FILE, Compute, Lineage, RecipeUse, Record, load_lineage
+from etude.lineage.record import (
+    LINEAGE_FILE,
+    RECORD_FILE,
+    Compute,
+    Lineage,
+    RecipeUse,
+    Record,
+    load_lineage,
+    load_record,
+)
 from etude.models.checkpoint import digest_files
-from etude.recipe.recipe import Recipe, StageEntry, as_toml
+from etude.recipe.recipe import DATA, Recipe, StageEntry, as_toml
 from etude.run.folder import (
     METRICS,
     MODEL,
@@ -73,14 +82,19 @@ class Runner:
         wanted = self._checked(recipe, until)
         steps: list[Step] = []
         parent_digest: str | None = None
-        known = True
+        corpus: Record | None = None
+        known = corpus_known = True
         for entry in wanted:
-            step = self._step(entry, recipe.seed, parent_digest) if known else Step(entry, None, "run")
+            stage = self.stages[entry.kind]
+            ready = known and (corpus_known or not stage.reads_corpus)
+            step = self._step(entry, recipe.seed, parent_digest, corpus) if ready else Step(entry, None, "run")
             steps.append(step)
-            if self.stages[entry.kind].makes_model:
-                done = self._record_of(step)
+            done = self._record_of(step)
+            if stage.makes_model:
                 known = known and done is not None
                 parent_digest = done.content_digest if done else None
+            elif entry.kind == DATA:
+                corpus, corpus_known = done, done is not None
         return steps
 
     def execute(self, recipe: Recipe, until: str | None = None) -> list[Step]:
@@ -92,12 +106,15 @@ class Runner:
             self._write_head(recipe)
             done: list[Step] = []
             parent: Model | None = None
+            corpus: Record | None = None
             for entry in wanted:
-                step = self._step(entry, recipe.seed, parent.record.content_digest if parent else None)
+                step = self._step(entry, recipe.seed, parent.record.content_digest if parent else None, corpus)
                 step = self._do(step, recipe, parent)
                 done.append(step)
                 if self.stages[entry.kind].makes_model:
                     parent = self._model(entry)
+                elif entry.kind == DATA:
+                    corpus = load_record(self.folder.stage(entry.name))
             return done
 
     def _checked(self, recipe: Recipe, until: str | None) -> list[StageEntry]:
@@ -135,9 +152,11 @@ class Runner:
             return None
         return finished(step.source, step.fingerprint)
 
-    def _step(self, entry: StageEntry, seed: int, parent_digest: str | None) -> Step:
+    def _step(self, entry: StageEntry, seed: int, parent_digest: str | None, corpus: Record | None) -> Step:
         stage = self.stages[entry.kind]
         inputs = stage.inputs(entry.settings, parent_digest, seed)
+        if stage.reads_corpus and corpus:
+            inputs = {**inputs, "corpus": corpus.outputs["manifest.json"].sha256}
         fingerprint = digest_of(
             {"kind": entry.kind, "version": stage.version, "parent": parent_digest, "inputs": inputs}
         )
@@ -209,7 +228,8 @@ class Runner:
             self.reporter.listener = lambda state: write_json(folder / PROGRESS, state)
             try:
                 work = Work(folder, metrics, self.reporter, self.cache)
-                outcome = stage.run(step.entry.settings, Job(step.entry.name, work, parent, recipe.seed))
+                corpus = self.folder.stage(DATA) if recipe.data else None
+                outcome = stage.run(step.entry.settings, Job(step.entry.name, work, parent, recipe.seed, corpus))
             finally:
                 self.reporter.listener = None
             (folder / PROGRESS).unlink(missing_ok=True)
@@ -265,11 +285,10 @@ class Runner:
 
     @staticmethod
     def _carried(outcome: Outcome, parent: Model | None, model: Path) -> list[CarriedLicence]:
-        """Carry the licence files from where the model came from; every model came from somewhere."""
+        """Carry the licence files from where the model came from; one made from nothing has those its stage gave it."""
         source = outcome.licence_folder or (parent.folder if parent else None)
-        assert source is not None
-        name = outcome.origin.name if outcome.origin else parent.record.stage if parent else ""
-        return carry(source, model, name)
+        name = outcome.origin.name if outcome.origin else parent.record.stage if parent else "this recipe"
+        return carry(source, model, name) if source else []
 
 
 def _spent(metrics: MetricsLog, device: str | None) -> Compute:

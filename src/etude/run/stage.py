@@ -36,6 +36,7 @@ class Job:
     work: Work
     parent: Model | None
     seed: int
+    corpus: Path | None = None  # the run's own, for stages that read it
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ class Stage(Protocol):
     @property
     def makes_model(self) -> bool:
         """Whether it turns its parent into a child, or into a report."""
+        ...
+
+    @property
+    def reads_corpus(self) -> bool:
+        """Whether the run's corpus, if there is one, decides its result."""
         ...
 
     def check(self, settings: Any) -> None:

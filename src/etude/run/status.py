@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +40,14 @@ class RunStatus:
     folder: str | None  # where the command was given: its paths are relative to that
     stages: list[StageStatus]
 
-    def as_json(self) -> dict[str, Any]:
-        """Return it for a script."""
-        return asdict(self)
-
 
 def run_status(run: Path) -> RunStatus:
     """Read how a run stands."""
     try:
         head = read_json(run / "run.json")
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(
-            f"{str(run)!r} is not the folder of a run (no run.json); runs lie in runs/NAME by default"
-        ) from None
+        advice = "runs lie in runs/NAME by default"
+        raise UserError(f"{str(run)!r} is not the folder of a run (no run.json); {advice}") from None
     except ValueError:
         raise UserError(f"{run / 'run.json'} is damaged; run the recipe again, finished stages are kept") from None
     try:
@@ -91,18 +86,12 @@ def _progress(work: Path) -> dict[str, Any] | None:
 
 def status_table(status: RunStatus) -> Table:
     """Draw it for the terminal."""
-    table = Table()
-    for column in ("stage", "state", "progress", "rate", "time left", "best"):
-        table.add_column(column)
+    table = Table("stage", "state", "progress", "rate", "time left", "best")
     colours = {"done": "green", "running": "cyan", "stopped": "yellow", "waiting": "dim", "damaged": "red"}
     for stage in status.stages:
         shown = f"[{colours[stage.state]}]{stage.state}[/]"
-        table.add_row(
-            stage.name,
-            shown,
-            *_progress_cells(stage),
-            ", ".join(_metric(*pair) for pair in stage.summary.items()),
-        )
+        best = ", ".join(_metric(*pair) for pair in stage.summary.items())
+        table.add_row(stage.name, shown, *_progress_cells(stage), best)
     return table
 
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from etude.data.document import Document
+from etude.data.filters import HEAD, heading
 from etude.data.filters.generated import generated
-from etude.data.filters.heading import HEAD, heading
 
 CODE = "def add(left, right):\n    return left + right\n"
 

@@ -17,9 +17,8 @@ BOMS = {  # UTF-32 first: its little-endian mark begins with that of UTF-16
     codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF8: "utf-8",
     codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
 }  # fmt: skip
-DECLARED = re.compile(
-    rb"(?:[^\n]*\n)?[^\n]*?coding[:=][ \t]*[\"']?([-\w.]+)"
-)  # PEP 263, Emacs, Vim, XML: in the first two lines
+# PEP 263, Emacs, Vim, XML: in the first two lines.
+DECLARED = re.compile(rb"(?:[^\n]*\n)?[^\n]*?coding[:=][ \t]*[\"']?([-\w.]+)")
 # Character sets only. Python also knows codecs that are programs in disguise (unicode_escape, punycode).
 CHARACTER_SETS = re.compile(r"iso8859|cp\d|koi8|mac|euc|shift_jis|iso2022|gb|big5|ascii")
 

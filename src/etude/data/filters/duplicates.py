@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -23,7 +23,6 @@ from etude.data.ngrams import MULTIPLIER, ngram_runs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from etude.data.ngrams import Hashes
     from etude.data.settings import DuplicateSettings
 
     Matrix = np.ndarray[tuple[int, int], np.dtype[np.uint32]]
@@ -51,16 +50,13 @@ def signatures(texts: Sequence[str], settings: DuplicateSettings) -> Matrix:
     width = settings.bands * settings.rows
     parts = [np.zeros((0, width), np.uint32)]
     for start in range(0, len(texts), SIGNED):
-        runs = [_shingles(text, settings.ngram) for text in texts[start : start + SIGNED]]
+        some = (without_notice(text).encode() for text in texts[start : start + SIGNED])
+        runs = [ngram_runs(content, settings.ngram, signs=False).hashes for content in some]
         offsets = np.zeros(len(runs) + 1, np.uint64)
         np.cumsum([len(run) for run in runs], out=offsets[1:])
         matrix = RMinHash.digest_matrix_from_flat_token_hashes(np.concatenate(runs), offsets, width, SEED)
         parts.append(np.array(matrix.to_rows(), np.uint32))
     return np.concatenate(parts)
-
-
-def _shingles(text: str, ngram: int) -> Hashes:
-    return ngram_runs(without_notice(text).encode(), ngram, signs=False).hashes
 
 
 def without_notice(text: str) -> str:
@@ -151,9 +147,7 @@ def _equal_pairs(keys: np.ndarray[tuple[int], np.dtype[np.uint64]], indices: Ind
     return pairs
 
 
-def _similar(
-    matrix: Matrix, first: Indices, later: Indices, similarity: float
-) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _similar(matrix: Matrix, first: Indices, later: Indices, similarity: float) -> np.ndarray[Any, np.dtype[np.bool_]]:
     close = np.zeros(len(first), bool)
     for start in range(0, len(first), CHECKED):
         here = slice(start, start + CHECKED)

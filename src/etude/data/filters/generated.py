@@ -1,6 +1,6 @@
 """What nobody wrote here: vendored copies, generated and minified files, lock files.
 
-By path, and by what a file says of itself in its heading (`heading.py`). Words about generating elsewhere in a file mean
+By path, and by what a file says of itself in its heading. Words about generating elsewhere in a file mean
 nothing: code generators, their templates and their tests are hand-written. Very long lines are `quality`'s affair.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from etude.data.filters.heading import HEAD, heading
+from etude.data.filters import HEAD, heading
 
 if TYPE_CHECKING:
     from etude.data.document import Document

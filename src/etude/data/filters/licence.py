@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from licenseclassifier import identify_license
 
 from etude.data.document import UNKNOWN, Document, LicenceFile
-from etude.data.filters.heading import HEAD, heading
+from etude.data.filters import HEAD, heading
 from etude.data.filters.spdx import canonical, ids
 from etude.lineage.licences import identify, obligations
 
@@ -88,9 +88,8 @@ class Licences:
         texts: dict[str, list[LicenceText]] = defaultdict(list)
         for file in files:
             if not ATTRIBUTION.match(file.name):  # in a wheel, they speak for what lies beside its metadata
-                texts[re.sub(r"(?:^|/)[^/]+\.dist-info(?:/.*)?$", "", file.folder.strip("/"))].append(
-                    read_licence(file.text)
-                )
+                folder = re.sub(r"(?:^|/)[^/]+\.dist-info(?:/.*)?$", "", file.folder.strip("/"))
+                texts[folder].append(read_licence(file.text))
         self._folders = {folder: told for folder in texts if (told := self._together(folder, texts[folder]))}
 
     def of(self, document: Document) -> Told:
@@ -98,13 +97,10 @@ class Licences:
         told = from_heading(document.text)
         if told is None and document.licence != UNKNOWN:
             told = canonical(document.licence) or UNKNOWN, document.evidence
-        folders = map(str, PurePosixPath(document.path).parents) if told is None else ()
-        told = (
-            told
-            or next((self._folders[name] for name in folders if name in self._folders), None)
-            or self._folders.get("")
-        )
-        told = told or ((self._stated, "metadata") if self._stated else (UNKNOWN, ""))
+        if told is None:
+            above = [str(folder) for folder in PurePosixPath(document.path).parents]
+            nearest = next((self._folders[name] for name in above if name in self._folders), self._folders.get(""))
+            told = nearest or ((self._stated, "metadata") if self._stated else (UNKNOWN, ""))
         return (self._declared, "declared") if told[0] == UNKNOWN and self._declared else told
 
     def _together(self, folder: str, texts: list[LicenceText]) -> Told | None:
@@ -128,9 +124,8 @@ def _family(spdx: str) -> str:
 
 
 def _joined(expressions: Iterable[str]) -> str:
-    distinct = list(
-        dict.fromkeys(part for one in expressions for part in ([one] if "(" in one else one.split(" AND ")))
-    )
+    parts = (part for one in expressions for part in ([one] if "(" in one else one.split(" AND ")))
+    distinct = list(dict.fromkeys(parts))
     return " AND ".join(f"({one})" if " OR " in one and len(distinct) > 1 else one for one in distinct)
 
 
@@ -181,8 +176,6 @@ def read_licence(text: str) -> LicenceText:
     licences = tuple(dict.fromkeys(filter(None, found)))
     pointer = not licences and words < 60 and POINTER.search(rest) is not None
     more = not pointer and (words > LEFT_OVER or not licences)
-    told = [
-        rest,
-        *re.findall(r"(?i)(?:\A|\n\s*\n)\W*copyright.*", text),
-    ]  # the classifier takes any such line for an owner
+    owners = re.findall(r"(?i)(?:\A|\n\s*\n)\W*copyright.*", text)  # the classifier takes any such line for one
+    told = [rest, *owners]
     return LicenceText(licences, "classifier", more=more, changed=any(map(CONDITIONS.search, told)))

@@ -73,9 +73,7 @@ def _findings(documents: Sequence[Document], workspace: Path) -> dict[int, list[
     with tempfile.TemporaryDirectory(dir=workspace) as folder:
         texts, out = Path(folder, "texts"), Path(folder, "findings.jsonl")
         texts.mkdir()
-        for index, document in enumerate(
-            documents
-        ):  # after a blank line, or it skips texts that begin like a PDF or a ZIP file
+        for index, document in enumerate(documents):  # after a blank line, or it skips what begins like a PDF or ZIP
             texts.joinpath(str(index)).write_bytes(b"\n" + document.text.encode())
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         command = [_detector(), "scan", str(texts), *OPTIONS, f"--output={out}"]
@@ -110,17 +108,16 @@ def without_secrets(text: str, findings: list[dict[str, Any]]) -> str:
     starts = [0, *accumulate(len(line) + 1 for line in lines)]
     spans, everywhere = [], set()
     for finding in findings:
-        secret, line, number = finding["snippet"], lines[finding["line"] - 1], finding["line"] - 1
-        start = starts[number] + len(
-            line.encode()[: finding["column_start"]].decode(errors="ignore")
-        )  # it counts in bytes
+        secret, number = finding["snippet"], finding["line"] - 1
+        line = lines[number]
+        before = line.encode()[: finding["column_start"]]  # it counts in bytes
+        start = starts[number] + len(before.decode(errors="ignore"))
         if text.startswith(secret, start):
             spans.append((start, start + len(secret), SECRET))
         elif len(secret) < UNMISTAKABLE or secret not in text:  # it decoded it, or changed it: then the line has to go
             spans.append((starts[number], starts[number] + len(line), SECRET))
-        everywhere |= {
-            half for half in (secret, *finding.get("dependent_captures", {}).values()) if len(half) >= UNMISTAKABLE
-        }
+        halves = (secret, *finding.get("dependent_captures", {}).values())
+        everywhere |= {half for half in halves if len(half) >= UNMISTAKABLE}
     scrubbed = _replaced(text, spans)
     for secret in sorted(everywhere, key=lambda half: (-len(half), half)):
         scrubbed = scrubbed.replace(secret, SECRET)
@@ -150,12 +147,8 @@ def _email(text: str, at: re.Match[str]) -> tuple[int, int] | None:
     """Return where the address lies whose @ this is; None if it is nobody's, or no address at all."""
     before = text[max(0, at.start() - 200) : at.start()]
     local = LOCAL_PART.search(before)
-    if (
-        not local
-        or not TOP_LEVEL.fullmatch(at[2])
-        or any(no.match(at[1]) for no in (NOBODY, NO_HOST))
-        or LOGIN.search(before)
-    ):
+    nobody = NOBODY.match(at[1]) or NO_HOST.match(at[1]) or LOGIN.search(before)
+    if not local or nobody or not TOP_LEVEL.fullmatch(at[2]):
         return None
     return at.start() - len(local[0]), at.end()
 

@@ -38,9 +38,8 @@ class Quality:
         if len(text) > limits.max_line and len(max(lines, key=len)) > limits.max_line:
             return "a very long line"
         enough = limits.min_alphanumeric * len(text)
-        if (
-            alphanumeric(text[: len(text) // 2]) < enough and alphanumeric(text) < enough
-        ):  # half a text has enough for all
+        # Half a text mostly has enough for all.
+        if alphanumeric(text[: len(text) // 2]) < enough and alphanumeric(text) < enough:
             return "few letters and digits"
         if len(lines) > FEWEST_LINES and repeated_share(lines) > limits.max_repeated_lines:
             return "repeated lines"

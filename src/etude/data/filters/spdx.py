@@ -1,4 +1,4 @@
-"""SPDX licence expressions, and what a source's policy says of them.
+"""SPDX licence expressions, what a package's metadata state as one, and what a source's policy says of them.
 
 `A OR B` needs one side to be allowed, `A AND B` both; `A WITH exception` is judged as A, because an exception only adds
 permissions. The lists are facts for engineering, not legal advice.
@@ -7,6 +7,7 @@ permissions. The lists are facts for engineering, not legal advice.
 from __future__ import annotations
 
 import re
+from email.parser import BytesHeaderParser
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,20 @@ PERMISSIVE = frozenset(name.lower() for name in (
 ))
 COPYLEFT = ("gpl-", "lgpl-", "agpl-", "mpl-", "epl-", "cddl-", "eupl-", "osl-", "cc-by-sa-", "gfdl-", "cecill-", "ms-rl", "cpl-",
             "ipl-", "apsl-", "lppl-", "sleepycat", "artistic-1.0", "qpl-")  # how their ids begin
+FILLERS = {"the", "license", "licence", "software", "foundation", "version", "v", "clause", "style", "public", "gnu"}
+# By the words of the name in alphabetical order, fillers left out. Where a name leaves the version open it stands for the
+# one that asks for more, or, for the GNU licences, for any.
+NAMES = {
+    "mit": "MIT", "expat mit": "MIT", "expat": "MIT", "isc": "ISC", "iscl": "ISC",
+    "bsd": "BSD-3-Clause", "3 bsd": "BSD-3-Clause", "bsd new": "BSD-3-Clause", "bsd modified": "BSD-3-Clause",
+    "2 bsd": "BSD-2-Clause", "bsd simplified": "BSD-2-Clause",
+    "apache": "Apache-2.0", "2 apache": "Apache-2.0", "2.0 apache": "Apache-2.0", "2.0 asl": "Apache-2.0",
+    "psf": "PSF-2.0", "python": "PSF-2.0", "libpng zlib": "Zlib", "zpl": "ZPL-2.1", "zope": "ZPL-2.1",
+    "2.0 mpl": "MPL-2.0", "2.0 mozilla": "MPL-2.0", "gpl": "GPL-1.0-or-later",
+    "gplv2": "GPL-2.0-only", "gplv2+": "GPL-2.0-or-later", "gplv3": "GPL-3.0-only", "gplv3+": "GPL-3.0-or-later",
+    "lgpl": "LGPL-2.0-or-later", "lgplv2": "LGPL-2.0-only", "lgplv2+": "LGPL-2.0-or-later",
+    "lgplv3": "LGPL-3.0-only", "lgplv3+": "LGPL-3.0-or-later", "agplv3": "AGPL-3.0-only", "agplv3+": "AGPL-3.0-or-later",
+}
 # fmt: on
 _ID = re.compile(r"(?<![^\s()])(?<!WITH )(?!(?:AND|OR|WITH)\b)[^\s()]+")
 
@@ -40,9 +55,8 @@ def canonical(expression: str) -> str | None:
         written = str(canonicalize_license_expression(expression))
     except InvalidLicenseExpression:
         return None
-    return re.sub(
-        r"\b([AL]?GPL-\d\.\d)(\+?)(?![\w.-])", lambda gnu: gnu[1] + ("-or-later" if gnu[2] else "-only"), written
-    )
+    gnu = r"\b([AL]?GPL-\d\.\d)(\+?)(?![\w.-])"
+    return re.sub(gnu, lambda match: match[1] + ("-or-later" if match[2] else "-only"), written)
 
 
 def ids(expression: str) -> list[str]:
@@ -61,6 +75,27 @@ def evaluate(expression: str, allowed: Callable[[str], bool]) -> bool:
 def _sign(flat: str) -> str:
     """Return the sign of signs joined by AND and OR without brackets: AND binds closer."""
     return "+" if any("-" not in side for side in flat.split("OR")) else "-"
+
+
+def stated_in(metadata: bytes) -> str | None:
+    """Return what PKG-INFO states: an expression, else the classifiers (all of them hold), else the plain field."""
+    headers = BytesHeaderParser().parsebytes(metadata)
+    if expression := headers.get("License-Expression"):
+        return spdx_of(str(expression))
+    classifiers = [str(line).split(" :: ") for line in headers.get_all("Classifier", [])]
+    names = {parts[-1] for parts in classifiers if parts[0] == "License" and parts[-1] != "OSI Approved"}
+    if not names:
+        return spdx_of(str(headers.get("License", "")))
+    ids = {spdx_of(name) for name in names}
+    return None if None in ids else " AND ".join(sorted(filter(None, ids)))
+
+
+def spdx_of(name: str) -> str | None:
+    """Return the SPDX expression a name stands for, if that is beyond doubt; of `Long Name (SHORT)`, SHORT is looked at."""
+    short = re.fullmatch(r"[^()]*\(([^()]+)\)", name.strip())
+    name = short[1] if short else name.strip()
+    words = set(re.findall(r"[a-z]+v\d\+?|[a-z]+|\d+(?:\.\d+)*", name.lower())) - FILLERS
+    return canonical(name) or NAMES.get(" ".join(sorted(words)))
 
 
 class Policy:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,16 +28,8 @@ if TYPE_CHECKING:
 
 CHECKED_BYTES = 100_000  # of each unit, encoded twice
 MARKUP = re.compile(r"<.+>|\[[A-Z_]+\]|\{\{.+\}\}", re.DOTALL)
-ODD_TEXTS = (
-    "",
-    " ",
-    "\n\n  \n",
-    "a\tb\f",
-    "naïve e\u0301 Ａ\u3000漢字 \U0001f600\u200b",
-    "x" * 2000,
-    "0123456789 1,000.5e-3",
-    "<|x|>",
-)
+ODD_TEXTS = ("", " ", "\n\n  \n", "a\tb\f", "naïve e\u0301 Ａ\u3000漢字 \U0001f600\u200b", "x" * 2000,
+             "0123456789 1,000.5e-3", "<|x|>")  # fmt: skip
 
 
 class Encoder:
@@ -67,7 +60,9 @@ class Encoder:
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the tokens of each text."""
         if self.use_fast and self._unchecked > 0:
-            some = _first(texts, self._unchecked)
+            before = accumulate(map(len, texts), initial=0)  # characters of the texts before each, and of all
+            pairs = zip(texts, before, strict=False)
+            some = [text[: self._unchecked] for text, size in pairs if size <= self._unchecked]
             self._unchecked -= sum(map(len, some))
             self.use_fast = self._agrees(some)
         return self._fast(texts) if self.use_fast else self._slow(texts)
@@ -109,14 +104,3 @@ def _fast_tokeniser(written: str) -> Any:
         return fastokens.Tokenizer.from_json_str(written)
     except Exception:  # noqa: BLE001 - a kind of tokeniser it does not know: the reference serves
         return None
-
-
-def _first(texts: Sequence[str], most_bytes: int) -> list[str]:
-    chosen: list[str] = []
-    size = 0
-    for text in texts:
-        if size > most_bytes:
-            break
-        chosen.append(text[:most_bytes])
-        size += len(text)
-    return chosen

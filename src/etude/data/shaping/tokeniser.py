@@ -35,22 +35,17 @@ def train(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
     special = [*NAMED_TOKENS, *(f"<|reserved_{number}|>" for number in range(RESERVED_TOKENS))]
     made = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
-    made.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
     made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     made.train_from_iterator(texts, trainer)
-    if made.get_vocab_size() < vocabulary:
-        raise UserError(
-            f"this corpus gives a vocabulary of {made.get_vocab_size()} tokens, not {vocabulary}; "
-            "add text or lower data.tokeniser.vocabulary"
-        )
+    if (size := made.get_vocab_size()) < vocabulary:
+        advice = "add text or lower data.tokeniser.vocabulary"
+        raise UserError(f"this corpus gives a vocabulary of {size} tokens, not {vocabulary}; {advice}")
     saved = PreTrainedTokenizerFast(
         tokenizer_object=made, bos_token=END, eos_token=END, pad_token=END, extra_special_tokens=special[1:]
     )
@@ -72,7 +67,6 @@ def take_over(model: Path, folder: Path) -> None:
 
     tokeniser: Any = load_tokeniser(model)
     if not getattr(tokeniser, "is_fast", False):
-        raise UserError(
-            f"{model} has no tokenizer.json and none can be made of what it has; convert its tokeniser first"
-        )
+        why = "has no tokenizer.json and none can be made of what it has"
+        raise UserError(f"{model} {why}; convert its tokeniser first")
     tokeniser.save_pretrained(folder)

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.data.document import Drop, LicenceFile, Raw
+from etude.data.filters.spdx import stated_in
 from etude.data.sources.opened import MOST_LICENCES, Entry, entry_of, is_licence, licence_file
-from etude.data.sources.stated import stated_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

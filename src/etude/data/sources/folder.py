@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etude.data.codebase import SKIPPED_FOLDERS, git_revision, tracked_files
+from etude.data.codebase import git_revision, passed_over, tracked_files, walked
 from etude.data.sources.opened import TOO_LARGE, OpenSource, entry_of, licences_among, local, printable, share_out
 from etude.errors import UserError
 from etude.files import digest_of
@@ -63,23 +63,9 @@ def _repositories(root: Path) -> dict[Path, list[Path]]:
     folders = [path for path in top if path.is_dir()]
     of_repositories = len(folders) == len(top) or any(os.path.lexists(folder / ".git") for folder in folders)
     if tracked or os.path.lexists(root / ".git") or not of_repositories:
-        return {root: tracked or list(_walked(root))}
-    entered = {folder: tracked_files(folder) or list(_walked(folder)) for folder in folders if not _passed(folder)}
+        return {root: tracked or list(walked(root))}
+    entered = {folder: tracked_files(folder) or list(walked(folder)) for folder in folders if not passed_over(folder)}
     return entered | {root: [path for path in top if path not in entered]}
-
-
-def _passed(folder: Path) -> bool:
-    return folder.name in SKIPPED_FOLDERS or folder.name.startswith(".") or folder.is_symlink()
-
-
-def _walked(root: Path) -> Iterator[Path]:
-    """Yield what lies below a folder; one that is not or cannot be entered stands for all that is in it."""
-    closed: list[OSError] = []
-    for folder, folders, names in os.walk(root, onerror=closed.append):
-        passed = [name for name in folders if _passed(Path(folder, name))]
-        folders[:] = [name for name in folders if name not in passed]
-        yield from (Path(folder, name) for name in [*names, *passed])
-    yield from (Path(error.filename) for error in closed)
 
 
 def _status(path: Path) -> tuple[str, int, int]:

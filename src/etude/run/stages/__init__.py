@@ -7,13 +7,25 @@ from typing import TYPE_CHECKING
 from etude.recipe.recipe import DATA, StageEntry
 from etude.run.stages.base import BaseSettings, BaseStage
 from etude.run.stages.compare import CompareStage
+from etude.run.stages.cpt import CptStage
 from etude.run.stages.data import DataStage
+from etude.run.stages.extend import ExtendStage
+from etude.run.stages.pretrain import PretrainStage
+from etude.run.stages.sft import SftStage
 
 if TYPE_CHECKING:
     from etude.run.stage import Stage
 
 BASE = "base"
-STAGES: dict[str, Stage] = {BASE: BaseStage(), "compare": CompareStage(), DATA: DataStage()}
+STAGES: dict[str, Stage] = {
+    BASE: BaseStage(),
+    DATA: DataStage(),
+    "pretrain": PretrainStage(),
+    "cpt": CptStage(),
+    "extend": ExtendStage(),
+    "sft": SftStage(),
+    "compare": CompareStage(),
+}
 
 
 def base_entry(word: str) -> StageEntry:

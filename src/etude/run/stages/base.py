@@ -35,6 +35,7 @@ class BaseStage:
     version = 1
     settings = BaseSettings
     makes_model = True
+    reads_corpus = False
 
     def check(self, settings: BaseSettings) -> None:
         """Refuse an unknown base."""

@@ -34,6 +34,7 @@ class CompareStage:
     version = 1
     settings = CompareConfig
     makes_model = False
+    reads_corpus = False
 
     def check(self, settings: CompareConfig) -> None:
         """Refuse unknown bases and a folder without code."""

@@ -24,6 +24,7 @@ class DataStage:
     version = 3
     settings = DataSettings
     makes_model = False
+    reads_corpus = False
 
     def check(self, settings: DataSettings) -> None:
         """Refuse sources, tasks and tokenisers that are not there."""

@@ -1,0 +1,155 @@
+"""The `extend` stage: a longer context. Positions are stretched, the model is trained to it, and asked what that was worth."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from etude.errors import UserError
+from etude.files import read_json, write_json
+from etude.models.context import RopeSettings, stretch
+from etude.run.stages.training import Training, TrainingStage, open_corpus, trained_on_corpus
+from etude.training.settings import OptimiserSettings, TrainSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from etude.data.loader import Corpus
+    from etude.training.session import Session
+    from etude.training.world import World
+    from etude.work import Work
+
+BASE = "base.json"  # what was measured of the parent
+
+
+class ExtendSettings(TrainSettings):
+    """Longer context."""
+
+    length: int = Field(ge=16, description="the new context; a divisor of data.length")
+    rope: RopeSettings = RopeSettings()
+    optimiser: OptimiserSettings = OptimiserSettings(lr=1e-4)
+    retrieval_items: int = Field(default=50, ge=0, description="planted constants to ask for, at each length; 0: none")
+    retrieval_keys: int = Field(default=4, ge=1, description="constants planted in each item; chance is one in so many")
+    retrieval_lengths: list[int] = Field(
+        default=[], description="lengths to ask at; default half the new context, all of it and twice"
+    )
+    position_rows: int = Field(
+        default=16, ge=0, description="held-out rows measured by position, of each domain; 0: none"
+    )
+
+
+class ExtendStage(TrainingStage):
+    """Trains a model to a longer context."""
+
+    kind = "extend"
+    settings = ExtendSettings
+
+    def train(self, training: Training, world: World, work: Work | None) -> Session:
+        """Train on this rank."""
+        import torch
+        from transformers import AutoConfig
+
+        from etude.models.load import load_model, saved_dtype
+
+        settings: ExtendSettings = training.settings
+        assert training.parent is not None
+        corpus = open_corpus(training, training.parent)
+        if settings.length > corpus.length:
+            raise UserError(
+                f"the corpus has rows of {corpus.length} tokens: too short for {settings.length}; raise data.length"
+            )
+        longer = stretch(AutoConfig.from_pretrained(training.parent), settings.length, settings.rope)
+        if world.leads and not (training.folder / BASE).exists():
+            write_json(training.folder / BASE, measured(training.parent, corpus, settings, training.seed))
+        model = load_model(training.parent, torch.device("cpu"), torch.float32, config=longer)
+
+        def more(saved: Path) -> dict[str, Any]:
+            long = {
+                "parent": read_json(training.folder / BASE),
+                "child": measured(saved, corpus, settings, training.seed),
+            }
+            return {"long": long, "lines": long_lines(long)}
+
+        return trained_on_corpus(
+            training, world, work, model, context=settings.length, dtype=saved_dtype(training.parent), more=more
+        )
+
+
+def measured(model_folder: Path, corpus: Corpus, settings: ExtendSettings, seed: int) -> dict[str, Any]:
+    """Ask a saved model: loss by position in rows as long as the corpus has them, and retrieval at several lengths."""
+    import torch
+
+    from etude.models.load import choose_device, load_model, load_tokeniser
+    from etude.training.long import make_retrieval, score_retrieval
+
+    device = choose_device(settings.device)
+    model = load_model(model_folder, device)
+    tokeniser = load_tokeniser(model_folder)
+    found: dict[str, Any] = {"positions": dict(_positions(model, corpus, settings, device)), "retrieval": {}}
+    model.set_attn_implementation("sdpa")
+    lengths = settings.retrieval_lengths or [settings.length // 2, settings.length, 2 * settings.length]
+    texts = _texts(corpus, tokeniser)
+
+    def encode(text: str) -> list[int]:
+        return list(tokeniser.encode(text, add_special_tokens=False, verbose=False))
+
+    for length in lengths if settings.retrieval_items else []:
+        items = make_retrieval(encode, texts, length, settings.retrieval_keys, settings.retrieval_items, seed)
+        found["retrieval"][str(length)] = score_retrieval(model, items)
+    del model
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def _positions(model: Any, corpus: Corpus, settings: ExtendSettings, device: Any) -> Iterator[tuple[str, Any]]:
+    import numpy as np
+
+    from etude.training.attention import isolate
+    from etude.training.batch import rows_of
+    from etude.training.long import bucket_bounds, by_position
+    from etude.training.measure import bytes_per_token, heldout_domains
+    from etude.training.objectives.next_token import NextToken
+
+    isolate(model, settings.attention)
+    objective, ratio = NextToken(model), bytes_per_token(corpus)
+    for domain in heldout_domains(corpus) if settings.position_rows else []:
+        batches = list(corpus.heldout(domain, batch=1, rows=settings.position_rows))
+        nats = np.concatenate(
+            [objective.nats(model, rows_of(batch).to(device)).float().cpu().numpy() for batch in batches]
+        )
+        documents, positions = (
+            np.concatenate([getattr(batch, name) for batch in batches]) for name in ("documents", "positions")
+        )
+        yield domain, by_position(nats, ratio[domain], documents, positions, bucket_bounds(corpus.length))
+
+
+def _texts(corpus: Corpus, tokeniser: Any) -> list[str]:
+    """Return the held-out documents of all domains as text, pieces of one document in their own right."""
+    texts = []
+    for domain in sorted({corpus.domains[source] for source in corpus.splits.get("heldout", {})}):
+        for batch in corpus.heldout(domain):
+            for tokens, documents in zip(batch.tokens, batch.documents, strict=True):
+                kept = tokens[(documents >= 0) & (tokens != corpus.separator)]
+                texts.append(tokeniser.decode(kept.tolist()))
+    return texts
+
+
+def long_lines(long: dict[str, Any]) -> list[str]:
+    """Return what was measured, parent against child, one line a bucket and a length."""
+    lines = []
+    for domain, before in long["parent"]["positions"].items():
+        for one, two in zip(before, long["child"]["positions"][domain], strict=True):
+            if "bits_per_byte" in one:
+                place = f"{one['first']:,}–{one['last']:,}"
+                lines.append(f"{domain}, positions {place}: {one['bits_per_byte']:.4f} → {two['bits_per_byte']:.4f} bits per byte"
+                             f" ({one['tokens']:,} tokens)")  # fmt: skip
+    for length, one in long["parent"]["retrieval"].items():
+        two = long["child"]["retrieval"][length]
+        spans = [f"{each['exact']:.0%} [{each['interval'][0]:.0%}, {each['interval'][1]:.0%}]" for each in (one, two)]
+        lines.append(
+            f"retrieval at {int(length):,} tokens: {spans[0]} → {spans[1]} exact, {one['nats']:.2f} → {two['nats']:.2f} nats"
+        )
+    return lines

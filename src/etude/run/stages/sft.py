@@ -1,0 +1,217 @@
+"""The `sft` stage: learn from conversations, and only from what the assistant wrote in them."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, model_validator
+
+from etude.data.codebase import git_revision, read_codebase
+from etude.errors import UserError
+from etude.files import sha256_file
+from etude.lineage.record import DataUse
+from etude.run.folder import MODEL
+from etude.run.stages.training import Training, TrainingStage, finish, open_corpus
+from etude.training.settings import LoraSettings, OptimiserSettings, TrainSettings
+
+if TYPE_CHECKING:
+    from etude.data.chat.conversations import Conversation
+    from etude.data.chat.template import ChatTemplate
+    from etude.data.loader import Corpus
+    from etude.run.stage import Job
+    from etude.training.measure import Bits, Nats
+    from etude.training.session import Session
+    from etude.training.world import World
+    from etude.work import Work
+
+CONTEXT = 2048  # longest default row
+
+
+class SftSettings(TrainSettings):
+    """Supervised fine-tuning."""
+
+    tokens: int | None = Field(default=None, ge=1, description="budget instead of epochs")  # type: ignore[assignment]
+    epochs: float = Field(default=2.0, gt=0, description="how often each conversation is seen, if tokens is not set")
+    length: int | None = Field(
+        default=None, ge=16, description="tokens in a row; default 2048, or the model's context if shorter"
+    )
+    conversations: list[str] = Field(default=[], description="JSONL files of conversations in OpenAI's form")
+    code: str | None = Field(default=None, description="a folder of Python code to make conversations of")
+    template: str = Field(default="auto", description="auto: the base's, else chatml; base; chatml; or a .jinja file")
+    too_long: Literal["drop", "cut"] = Field(
+        default="drop", description="what to do with conversations longer than a row"
+    )
+    heldout: float = Field(default=0.05, ge=0, lt=1, description="share of the conversations to measure on")
+    batch: int = Field(default=16, ge=1, description="rows a step, on all devices together")
+    optimiser: OptimiserSettings = OptimiserSettings(lr=1e-4, weight_decay=0.0)
+    lora: LoraSettings | None = Field(
+        default=None, description="train small matrices only; leave out to train all weights"
+    )
+
+    @model_validator(mode="after")
+    def _has_data(self) -> SftSettings:
+        if not self.conversations and not self.code:
+            raise ValueError("nothing to learn from; name `conversations` (JSONL files), or a folder of `code`")
+        if self.shares:
+            raise ValueError("`shares` means nothing here: the corpus is measured on, not learnt from")
+        return self
+
+
+class SftStage(TrainingStage):
+    """Trains on conversations."""
+
+    kind = "sft"
+    settings = SftSettings
+
+    def check(self, settings: SftSettings) -> None:
+        """Refuse files that are not there."""
+        for name in settings.conversations:
+            if not Path(name).expanduser().is_file():
+                raise UserError(f"sft.conversations: {name!r} is not a file (looked in {Path.cwd()})")
+        if settings.code:
+            read_codebase(Path(settings.code).expanduser())
+
+    def inputs(self, settings: SftSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:
+        """Return settings, and the conversations, code and template by content."""
+        files = [*settings.conversations, *([settings.template] if Path(settings.template).is_file() else [])]
+        content = [sha256_file(Path(name).expanduser()) for name in files]
+        content += [read_codebase(Path(settings.code).expanduser()).digest] if settings.code else []
+        found = super().inputs(settings, parent_digest, seed)
+        paths = {"conversations", "code"}
+        return {**found, "settings": {k: v for k, v in found["settings"].items() if k not in paths}, "content": content}
+
+    def train(self, training: Training, world: World, work: Work | None) -> Session:
+        """Train on this rank."""
+        import torch
+
+        from etude.data.chat.template import choose_template
+        from etude.models.load import load_model, load_tokeniser, saved_dtype
+        from etude.models.shape import model_shape
+
+        settings: SftSettings = training.settings
+        assert training.parent is not None
+        tokeniser = load_tokeniser(training.parent)
+        template = choose_template(tokeniser, settings.template)
+        model = load_model(training.parent, torch.device("cpu"), torch.float32)
+        if len(tokeniser) > model.get_input_embeddings().weight.shape[0]:
+            torch.manual_seed(training.seed)
+            model.resize_token_embeddings(len(tokeniser))
+        context = model_shape(training.parent).context
+        length = settings.length or min(CONTEXT, context)
+        if length > context:
+            raise UserError(
+                f"rows of {length} tokens are longer than the model's context of {context}; set length = {context}"
+            )
+        chats, notes = _packed(settings, template, length, training.seed)
+        session = _session(training, world, work, model, chats, length, saved_dtype(training.parent))
+        _save_tokeniser(tokeniser, training.folder / MODEL, world)
+        model.generation_config.eos_token_id = template.end_token  # where generation stops
+        if work is not None:
+            for note in notes:
+                work.reporter.say(f"sft: {note}")
+        finish(training, session, notes=[f"chat template: {template.name}; {template.added} tokens added", *notes])
+        return session
+
+    def data_uses(self, session: Session, job: Job) -> list[DataUse]:  # noqa: ARG002 - as its parent's
+        """Return the files and the code that conversations came from."""
+        settings: Any = session.settings
+        uses = []
+        for name in settings.conversations:
+            path = Path(name).expanduser()
+            uses.append(DataUse(name=path.name, source=f"file {path.absolute()}", revision=None, digest=sha256_file(path),
+                                files=1, bytes=path.stat().st_size, left_out={}))  # fmt: skip
+        if settings.code:
+            folder = Path(settings.code).expanduser()
+            code = read_codebase(folder)
+            uses.append(DataUse(name="code", source=f"folder {folder.absolute()}", revision=git_revision(folder), digest=code.digest,
+                                files=len(code.files), bytes=code.bytes, left_out=dict(code.left_out)))  # fmt: skip
+        return uses
+
+
+def _packed(settings: SftSettings, template: ChatTemplate, length: int, seed: int) -> tuple[Corpus, list[str]]:
+    """Return the conversations in rows, and what became of them, in words."""
+    from etude.data.chat.conversations import read_conversations, split
+    from etude.data.chat.from_code import conversations_from_code
+    from etude.data.chat.rows import pack_chat
+
+    every: list[Conversation] = [
+        each for name in settings.conversations for each in read_conversations(Path(name).expanduser())
+    ]
+    notes = []
+    if settings.code:
+        made, counts = conversations_from_code(read_codebase(Path(settings.code).expanduser()), seed=seed)
+        every += made
+        notes.append(f"made from {settings.code}: {_words(counts)}")
+    train, heldout = split(every, settings.heldout, seed)
+    encoded = {
+        "train": [e for c in train for e in template.encode(c)],
+        "heldout": [e for c in heldout for e in template.encode(c)],
+    }
+    chats, became = pack_chat(
+        encoded,
+        length=length,
+        separator=template.end_token,
+        vocabulary=len(template.tokeniser),
+        too_long=settings.too_long,
+    )
+    notes += [f"{name}: {_words(counts)}" for name, counts in became.items() if counts]
+    return chats, notes
+
+
+def _words(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {what}" for what, count in counts.items())
+
+
+def _session(
+    training: Training, world: World, work: Work | None, model: Any, chats: Corpus, length: int, dtype: Any
+) -> Session:
+    from etude.data.loader import Loader
+    from etude.training.session import Session
+
+    settings: SftSettings = training.settings
+    rows = len(chats.splits["train"]["chat"])
+    chosen = settings.model_copy(update={"tokens": settings.tokens or round(settings.epochs * rows * length)})
+    loader = Loader(chats, seed=training.seed, batch=settings.batch, rank=world.rank, world=world.size)
+    session = Session(
+        model, chosen, loader, length, lambda _: {}, world, work, training.folder,
+        parent_dtype=dtype, lora=settings.lora, seed=training.seed,
+    )  # fmt: skip
+    session.evaluate = partial(_measured, training, chats, session)
+    return session
+
+
+def _measured(training: Training, chats: Corpus, session: Session, nats: Nats) -> dict[str, Bits]:
+    """Measure the answers of held-out conversations, and the corpus, if the run has one, for what was forgotten."""
+    from etude.training.measure import bits, bits_by_domain
+
+    found: dict[str, Bits] = {}
+    rows = session.settings.evaluation_rows
+    if chats.splits.get("heldout"):
+        held = list(chats.heldout("chat", rows=rows))
+        found["chat answers"] = bits(nats, held, _bytes_a_token(training, held), session.micro, session.device)
+    if training.corpus is not None and training.parent is not None:
+        corpus = open_corpus(training, training.parent)
+        length = min(session.length, corpus.length)
+        micro = max(1, session.micro * session.length // length)
+        if corpus.length % length == 0:
+            found |= bits_by_domain(nats, corpus, length=length, rows=rows, micro=micro, device=session.device)
+    return found
+
+
+def _bytes_a_token(training: Training, held: list[Any]) -> float:
+    """Return the bytes of text behind a learnt token."""
+    from etude.models.load import load_tokeniser
+
+    tokeniser = load_tokeniser(training.folder / MODEL)
+    learnt = [batch.tokens[batch.learnt].tolist() for batch in held]
+    size = sum(len(tokeniser.decode(tokens).encode()) for tokens in learnt)
+    return size / sum(map(len, learnt))
+
+
+def _save_tokeniser(tokeniser: Any, folder: Path, world: World) -> None:
+    """Save the tokeniser with its template; the other ranks read it."""
+    if world.leads:
+        tokeniser.save_pretrained(folder)
+    world.tell(None)

@@ -1,0 +1,299 @@
+"""What the stages that train have in common: load, train on all ranks, report, save with the parent's tokeniser and licence.
+
+Under torchrun every rank comes here: rank 0 from the runner, the others from `join_trainings`, which waits to be told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from etude.errors import Interrupted, UserError
+from etude.files import read_json
+from etude.lineage import environment
+from etude.lineage.record import Parent
+from etude.run.folder import MODEL
+from etude.run.stage import Job, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from etude.data.loader import Corpus
+    from etude.lineage.record import DataUse
+    from etude.training.session import Session
+    from etude.training.settings import LoraSettings, TrainSettings
+    from etude.training.world import World
+    from etude.work import Work
+
+WITHOUT_EFFECT = {"micro", "checkpoint_every", "keep", "loader_workers"}  # on the result
+SIDE_FILES = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
+              "chat_template*", "generation_config.json")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a rank must know to take part."""
+
+    kind: str
+    settings: Any
+    folder: Path  # of the work
+    parent: Path | None  # the model to start from
+    corpus: Path | None
+    seed: int
+
+
+class TrainingStage:
+    """One training stage; each kind says what it starts from, what it learns from and how it is measured."""
+
+    version = 1
+    makes_model = True
+    reads_corpus = True
+    kind: str
+    settings: type[Any]
+
+    def check(self, settings: Any) -> None:
+        """Refuse what can be seen to be wrong before anything is done."""
+
+    def inputs(self, settings: Any, parent_digest: str | None, seed: int) -> dict[str, Any]:
+        """Return the settings that decide the result; the runner adds the corpus."""
+        if parent_digest is None:
+            raise UserError(
+                f"{self.kind} needs a model to start from; set `base` in the recipe, or put a stage before it that makes one"
+            )
+        return {"settings": settings.model_dump(mode="json", exclude=WITHOUT_EFFECT), "seed": seed}
+
+    def run(self, settings: Any, job: Job) -> Outcome:
+        """Call the other ranks, if there are any, and train."""
+        from etude.training.world import join
+
+        world = join()
+        parent = job.parent.folder.absolute() if job.parent else None
+        corpus = job.corpus.absolute() if job.corpus else None
+        training = Training(self.kind, settings, job.work.folder.absolute(), parent, corpus, job.seed)
+        world.tell(training)
+        session = self.train(training, world, job.work)
+        return Outcome(
+            parents=_parents(job),
+            lineages=[job.parent.lineage] if job.parent else [],
+            data=self.data_uses(session, job),
+            device=environment.device_name(session.device.type),
+            summary={"steps": session.steps, "tokens": sum(row["tokens"] for row in job.work.metrics.rows("train/"))},
+        )
+
+    def train(self, training: Training, world: World, work: Work | None) -> Session:
+        """Train on this rank."""
+        raise NotImplementedError
+
+    def data_uses(self, session: Session, job: Job) -> list[DataUse]:
+        """Return what was read, with the tokens that went through the model."""
+        return corpus_uses(session, job)
+
+    def show(self, folder: Path, console: Console) -> None:
+        """Print the table of before and after."""
+        from etude.training.report import show_report
+
+        show_report(folder, console)
+
+
+def _parents(job: Job) -> list[Parent]:
+    if job.parent is None:
+        return []
+    record = job.parent.record
+    return [Parent(name=record.stage, role="weights", record=record.id, model_digest=record.model_digest)]
+
+
+def join_trainings() -> None:
+    """Take part in the trainings that rank 0 announces, until it says that there are no more, or the user that we stop."""
+    from etude.run.stages import STAGES
+    from etude.training.world import join
+
+    world = join()
+    with contextlib.suppress(Interrupted):
+        while (training := world.tell(None)) is not None:
+            stage = STAGES[training.kind]
+            assert isinstance(stage, TrainingStage)
+            stage.train(training, world, None)
+
+
+def dismiss_ranks() -> None:
+    """Tell the other ranks, if there are any, that there is nothing more to train."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from etude.training.world import join
+
+        join().tell(None)
+
+
+def open_corpus(training: Training, model: Path) -> Corpus:
+    """Open the run's corpus for a model, or for the tokeniser of one."""
+    from etude.data.loader import Corpus
+
+    if training.corpus is None:
+        raise UserError(f"{training.kind} learns from a corpus, and this recipe has none; describe one in [data]")
+    corpus = Corpus.open(training.corpus)
+    if not same_tokens(training.corpus / "tokeniser", model):
+        raise UserError(
+            f"the corpus in {corpus.folder} was made with another vocabulary than the model's ({corpus.vocabulary} tokens);"
+            ' set data.tokeniser.source = "base"'
+        )
+    if not corpus.splits.get("train"):
+        raise UserError(f"the corpus in {corpus.folder} has nothing to train on: every shard is empty; see its report")
+    return corpus
+
+
+def same_tokens(corpus: Path, model: Path) -> bool:
+    """Return whether every token of a corpus's tokeniser has the same number in a model's, which may know more."""
+    mine, theirs = ((folder / "tokenizer.json") for folder in (corpus, model))
+    if not theirs.is_file() or mine.read_bytes() == theirs.read_bytes():
+        return theirs.is_file()
+    known = _vocabulary(theirs)
+    return all(known.get(token) == number for token, number in _vocabulary(mine).items())
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    content = read_json(path)
+    listed = content["model"]["vocab"]
+    words = listed if isinstance(listed, dict) else {entry[0]: number for number, entry in enumerate(listed)}
+    return words | {entry["content"]: entry["id"] for entry in content["added_tokens"]}
+
+
+def row_length(settings: TrainSettings, corpus: Corpus, context: int) -> int:
+    """Return the length of the rows to train on, after refusing one the model cannot take."""
+    length = settings.length or corpus.length
+    if length > context:
+        raise UserError(
+            f"rows of {length} tokens are longer than the model's context of {context}; set length = {context}, or extend it first"
+        )
+    return length
+
+
+def shares_by_source(corpus: Corpus, wanted: dict[str, float]) -> dict[str, float] | None:
+    """Return shares of tokens by source from shares by domain: inside a domain as the corpus was built. None: all as built."""
+    if not wanted:
+        return None
+    from etude.errors import nearest
+
+    found = {corpus.domains[source] for source in corpus.splits["train"]}
+    if unknown := sorted(set(wanted) - found):
+        raise UserError(
+            f"shares names the domain {unknown[0]!r}, which the corpus has nothing of to train on{nearest(unknown[0], found)}"
+        )
+    if abs(sum(wanted.values()) - 1) > 1e-6 or min(wanted.values()) < 0:
+        raise UserError(f"shares must add up to 1 and not be negative; they add up to {sum(wanted.values()):g}")
+    inside = {
+        domain: [source for source in corpus.splits["train"] if corpus.domains[source] == domain] for domain in wanted
+    }
+    built = {domain: sum(corpus.shares.get(source, 0) for source in sources) for domain, sources in inside.items()}
+    return {
+        source: share * (corpus.shares.get(source, 0) / built[domain] if built[domain] else 1 / len(inside[domain]))
+        for domain, share in wanted.items()
+        for source in inside[domain]
+        if share > 0
+    }
+
+
+def corpus_uses(session: Session, job: Job) -> list[DataUse]:
+    """Return the sources of the corpus that were trained on, with the tokens seen of each."""
+    from etude.lineage.record import load_record
+
+    assert job.corpus is not None
+    shares = session.batches.achieved()["sources"]
+    total = sum(row["tokens"] for row in job.work.metrics.rows("train/"))
+    uses = {use.name: use for use in load_record(job.corpus).data}
+    return [
+        uses[name].model_copy(update={"tokens": round(share * total)}) for name, share in shares.items() if share > 0
+    ]
+
+
+def trained_on_corpus(
+    training: Training, world: World, work: Work | None, model: Any, *, context: int, lora: LoraSettings | None = None,
+    dtype: Any = None, more: Callable[[Path], dict[str, Any]] | None = None,
+) -> Session:  # fmt: skip
+    """Train a model on the corpus, measured on what is held out of it; save it and the report."""
+    from functools import partial
+
+    import torch
+
+    from etude.data.loader import Loader
+    from etude.training.measure import bits_by_domain
+    from etude.training.session import Session
+
+    settings: TrainSettings = training.settings
+    assert training.parent is not None
+    corpus = open_corpus(training, training.parent)
+    length = row_length(settings, corpus, context)
+    if (settings.batch * length) % corpus.length:
+        raise UserError(
+            f"batch × length must be a multiple of the corpus's rows of {corpus.length} tokens; it is {settings.batch * length}"
+        )
+    loader = Loader(
+        corpus, seed=training.seed, batch=settings.batch * length // corpus.length, rank=world.rank, world=world.size,
+        shares=shares_by_source(corpus, settings.shares), workers=settings.loader_workers,
+    )  # fmt: skip
+    session = Session(
+        model, settings, loader, length, lambda _: {}, world, work, training.folder,
+        parent_dtype=dtype or torch.float32, lora=lora, seed=training.seed,
+    )  # fmt: skip
+    session.evaluate = partial(
+        bits_by_domain,
+        corpus=corpus,
+        length=length,
+        rows=settings.evaluation_rows,
+        micro=session.micro,
+        device=session.device,
+    )
+    try:
+        finish(training, session, more)
+    finally:
+        loader.close()
+    return session
+
+
+def finish(
+    training: Training,
+    session: Session,
+    more: Callable[[Path], dict[str, Any]] | None = None,
+    notes: Sequence[str] = (),
+) -> None:
+    """Run a session to its end; save model, side files and report, with `more` results that the saved model is asked for."""
+    found = session.run()
+    model = training.folder / MODEL
+    session.export(model)
+    if session.work is None:
+        return
+    from etude.training.measure import table
+    from etude.training.report import write_report
+    from etude.training.session import CHECKPOINTS
+
+    assert training.parent is not None
+    copy_side_files(training.parent, model)
+    results = {
+        "domains": table(found["before"], found["after"]),
+        "curve": curve(session),
+        "notes": [*notes, *session.notes()],
+        **(more(model) if more else {}),
+    }
+    write_report(training.folder, f"{training.kind}: before and after", results)
+    # Last of all: whatever is interrupted before this goes on from the last checkpoint.
+    shutil.rmtree(training.folder / CHECKPOINTS)
+
+
+def curve(session: Session) -> list[dict[str, Any]]:
+    """Return the measurements in order, each with the tokens trained on so far."""
+    assert session.work is not None
+    each = session.settings.batch * session.length
+    rows = sorted(session.work.metrics.rows("eval/"), key=lambda row: (row["step"], row["key"]))
+    return [{"tokens": row["step"] * each, "bits_per_byte": row["bits_per_byte"]} for row in rows]
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copy the tokeniser and what belongs to it; what the target has already is its own."""
+    for pattern in SIDE_FILES:
+        for file in source.glob(pattern):
+            if not (target / file.name).exists():
+                shutil.copyfile(file, target / file.name)

@@ -1,0 +1,1 @@
+"""Training: one loop; objectives, optimisers, schedules, data and checkpoints are passed into it."""

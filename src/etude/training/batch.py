@@ -1,0 +1,134 @@
+"""What a model is trained on: rows of packed pieces as tensors, with the target and the weight of every position.
+
+Shapes: B rows, T positions. A piece is a document, a part of one, or padding. Position i of a piece predicts its token
+i + 1; the last position of a piece predicts nothing, because the next piece has nothing to do with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from etude.data.loader import Batch
+from etude.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
+
+    Integers = npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Some rows, ready for a model."""
+
+    tokens_BT: torch.Tensor  # int64
+    targets_BT: torch.Tensor  # int64: what each position predicts
+    weights_BT: (
+        torch.Tensor
+    )  # float32: how much that counts; 0 at ends of pieces, in padding, and where nothing is learnt
+    positions_BT: torch.Tensor  # int64: from 0 in each piece
+    bounds: torch.Tensor  # int32: where pieces begin in the flattened rows from `whole` on, then the end
+    whole: int = 0  # this many rows at the front are known to be one piece each
+
+    def to(self, device: torch.device) -> Rows:
+        """Return the rows on a device; the copy to a GPU does not wait."""
+        if device.type == "cpu":
+            return self
+        tensors = (self.tokens_BT, self.targets_BT, self.weights_BT, self.positions_BT, self.bounds)
+        tokens, targets, weights, positions, bounds = (t.pin_memory().to(device, non_blocking=True) for t in tensors)
+        torch._dynamo.maybe_mark_dynamic(bounds, 0)  # noqa: SLF001 - else every number of pieces is compiled anew
+        return Rows(tokens, targets, weights, positions, bounds, self.whole)
+
+
+def cut(batch: Batch, length: int) -> Batch:
+    """Return a batch with rows of `length`: each row becomes several, and a piece that a cut goes through becomes two."""
+    rows, long = batch.tokens.shape
+    if length == long:
+        return batch
+    if long % length:
+        raise UserError(f"rows of {long} tokens cannot be cut into rows of {length}; `length` must divide data.length")
+    parts = long // length
+
+    def reshaped(values: Any) -> Any:
+        return values.reshape(rows * parts, length)
+
+    columns = np.arange(length, dtype=np.int32)
+    since = columns - np.maximum.accumulate(np.where(reshaped(batch.positions) == 0, columns, 0), axis=1)
+    return replace(
+        batch,
+        tokens=reshaped(batch.tokens),
+        documents=reshaped(batch.documents),
+        positions=since,
+        sources=[source for source in batch.sources for _ in range(parts)],
+        learnt=None if batch.learnt is None else reshaped(batch.learnt),
+    )
+
+
+def target_weights(batch: Batch) -> npt.NDArray[np.float32]:
+    """Return [B, T]: 1 where the next token belongs to the same piece and is to be learnt, else 0."""
+    follows = (batch.positions[:, 1:] > 0) & (batch.documents[:, 1:] >= 0)
+    if batch.learnt is not None:
+        follows &= batch.learnt[:, 1:]
+    return np.pad(follows, ((0, 0), (0, 1))).astype(np.float32)
+
+
+def piece_bounds(positions: Integers) -> npt.NDArray[np.int32]:
+    """Return where pieces begin, in the flattened rows, and the end."""
+    return np.append(np.flatnonzero(positions.ravel() == 0), positions.size).astype(np.int32)
+
+
+def rows_of(batch: Batch, whole: int = 0) -> Rows:
+    """Return a batch as tensors, on the CPU; its first `whole` rows are one piece each."""
+    tokens = torch.from_numpy(batch.tokens)
+    return Rows(
+        tokens,
+        tokens.roll(-1, 1),
+        torch.from_numpy(target_weights(batch)),
+        torch.from_numpy(batch.positions.astype(np.int64)),
+        torch.from_numpy(piece_bounds(batch.positions[whole:])),
+        whole,
+    )
+
+
+def micro_batches(batch: Batch, rows: int, *, whole_first: bool = False) -> Iterator[Rows]:
+    """Yield a batch in parts of `rows` rows; the last is filled up with padding, so that a model meets one shape only.
+
+    With `whole_first`, rows that are one piece each come first in their part, and are counted in quarters of it: for these a
+    faster attention may be used, and a compiled model meets five cases only.
+    """
+    for begin in range(0, len(batch.tokens), rows):
+        part = _part(batch, begin, rows)
+        if not whole_first:
+            yield rows_of(part)
+            continue
+        pieces = (part.positions == 0).sum(1)
+        quarter = max(1, rows // 4)
+        yield rows_of(
+            _reordered(part, np.argsort(pieces > 1, kind="stable")), int((pieces == 1).sum()) // quarter * quarter
+        )
+
+
+def _reordered(batch: Batch, order: npt.NDArray[np.intp]) -> Batch:
+    learnt = None if batch.learnt is None else batch.learnt[order]
+    sources = [batch.sources[index] for index in order if index < len(batch.sources)]
+    return Batch(batch.tokens[order], batch.documents[order], batch.positions[order], sources, learnt)
+
+
+def _part(batch: Batch, begin: int, rows: int) -> Batch:
+    here = slice(begin, begin + rows)
+    lacking = begin + rows - len(batch.tokens)
+    tokens, documents, positions = batch.tokens[here], batch.documents[here], batch.positions[here]
+    learnt = None if batch.learnt is None else batch.learnt[here]
+    if lacking > 0:
+        more = ((0, lacking), (0, 0))
+        documents = np.pad(documents, more, constant_values=-1)
+        positions = np.concatenate([positions, np.tile(np.arange(positions.shape[1], dtype=np.int32), (lacking, 1))])
+        tokens = np.pad(tokens, more)
+        learnt = None if learnt is None else np.pad(learnt, more)
+    return Batch(tokens, documents, positions, batch.sources[here], learnt)

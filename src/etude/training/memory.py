@@ -1,0 +1,75 @@
+"""Will it fit? An estimate of the memory a training takes, before it starts.
+
+Weights, gradients and the optimiser's state are counted exactly. What is kept of the forward pass for the backward pass is estimated
+from the model's shape, in the computing dtype: for each position and layer about 10 vectors as wide as the model, 4 as wide as
+its feed-forward part, queries, keys and values; with recomputation one vector a layer. Then the chunk of logits.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from etude.errors import UserError
+from etude.training.cross_entropy import CHUNK
+
+SHARE = 0.85  # of the memory that may be planned for
+STREAMS, FEED_FORWARD = 10, 4
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes."""
+
+    fixed: int  # whatever the rows
+    row: int  # for each row at once
+    available: int
+
+    def rows(self) -> int:
+        """Return how many rows fit at once."""
+        return max(0, int((self.available * SHARE - self.fixed) // self.row))
+
+
+def estimate(model: Any, length: int, device: torch.device, *, recompute: bool, sharded_over: int = 1) -> Estimate:
+    """Estimate what training a model takes on a device."""
+    config = model.config.get_text_config()
+    weights = sum(weight.numel() for weight in model.parameters())
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    half = device.type == "cuda"
+    kept = 2 if half else 4  # bytes of a number kept for the backward pass
+    fixed = weights * kept + trained * (16 + (kept if half else 0)) // sharded_over
+    fixed += 2 * min(CHUNK, 64 * length * config.vocab_size) * (kept + 4)
+    ffn = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    layer = config.hidden_size if recompute else STREAMS * config.hidden_size + FEED_FORWARD * ffn
+    row = length * kept * (config.num_hidden_layers * layer + 4 * config.hidden_size)
+    return Estimate(fixed, row, _available(device))
+
+
+def _available(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:  # what is free and what files take up only as long as nobody needs it
+        return 1024 * int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0])
+    except (OSError, IndexError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def choose_micro(wish: int, rows: int, found: Estimate, *, recompute: bool) -> int:
+    """Return how many rows to work on at once: as wished, or the largest divisor of a rank's rows that fits; refuse what will not."""
+    fits, wish = found.rows(), min(wish, rows)
+    other = "" if recompute else ", or recompute = true"
+    if fits < 1:
+        raise UserError(f"not even one row fits: about {_gb(found.fixed + found.row)} are needed and {_gb(found.available)} are free;"
+                        f" set a shorter `length`{other}, or take a smaller base or LoRA")  # fmt: skip
+    if wish > fits:
+        raise UserError(f"micro = {wish} rows will not fit: about {_gb(found.fixed + wish * found.row)} are needed and"
+                        f" {_gb(found.available)} are free; set micro = {fits}{other}")  # fmt: skip
+    return wish or max(size for size in range(1, rows + 1) if rows % size == 0 and size <= fits)
+
+
+def _gb(amount: int) -> str:
+    return f"{amount / 1e9:.1f} GB"

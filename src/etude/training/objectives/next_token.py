@@ -1,0 +1,73 @@
+"""Predict the next token: pretraining, continued pretraining, long context, and SFT, which differ in weights only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from etude.training import cross_entropy
+from etude.training.attention import packed
+from etude.training.batch import Rows
+from etude.training.objectives import Loss
+
+
+class NextToken:
+    """Σ over positions of weight · −log p(next token).
+
+    Most models are a decoder and a head without bias, so that the loss can be had without all logits at once. Some scale or cap
+    their logits; whether one does is found out by trying, not from a list of names.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.plain_head = _has_plain_head(model)
+
+    def weight(self, rows: Rows) -> float:
+        """Return how many tokens are to be predicted."""
+        return float(rows.weights_BT.sum())
+
+    def loss(self, model: Any, rows: Rows) -> Loss:
+        """Return the loss of some rows, in nats."""
+        weights = rows.weights_BT
+        if self.plain_head:
+            hidden = _hidden(model, rows)
+            total = cross_entropy.weighted_sum(
+                hidden.flatten(0, 1), model.get_output_embeddings().weight, rows.targets_BT.flatten(), weights.flatten()
+            )
+        else:
+            total = (_own_nats(model, rows) * weights).sum()
+        return Loss(total, weights.sum())
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def nats(self, model: Any, rows: Rows) -> torch.Tensor:
+        """Return −log p(next token) of every position, [B, T]; only those with a weight mean something."""
+        if not self.plain_head:
+            return _own_nats(model, rows)
+        hidden = _hidden(model, rows)
+        head = model.get_output_embeddings().weight
+        return cross_entropy.each(hidden.flatten(0, 1), head, rows.targets_BT.flatten()).view_as(rows.tokens_BT)
+
+
+def _hidden(model: Any, rows: Rows) -> torch.Tensor:
+    return model.get_decoder()(**packed(rows)).last_hidden_state
+
+
+def _own_nats(model: Any, rows: Rows) -> torch.Tensor:
+    logits = model(**packed(rows)).logits.float()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows.targets_BT.flatten(), reduction="none").view_as(
+        rows.tokens_BT
+    )
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def _has_plain_head(model: Any) -> bool:
+    """Return whether a model's logits are its decoder's output times the matrix of its head, found out on eight tokens."""
+    head, device = model.get_output_embeddings(), next(model.parameters()).device
+    if getattr(head, "bias", None) is not None:
+        return False
+    ids = torch.arange(1, 9, device=device)[None] % len(head.weight)
+    places = torch.arange(8, device=device)[None]
+    rows = Rows(ids, ids, torch.ones_like(ids), places, torch.tensor([0, 8], dtype=torch.int32, device=device))
+    logits = model(**packed(rows)).logits
+    product = _hidden(model, rows) @ head.weight.T
+    return bool(torch.allclose(logits.float(), product.float(), rtol=1e-2, atol=1e-3 * float(logits.abs().max())))

@@ -1,0 +1,130 @@
+"""Optimisers: AdamW, or Muon for the matrices inside the model and AdamW for the rest.
+
+Bases that can be had are nearly all trained with AdamW, and changing the optimiser costs quality (arXiv 2605.10468), so AdamW
+is the default; Muon is for models trained from scratch. Weight decay is for matrices; embeddings and vectors have none.
+
+Muon is our own because torch's goes through matrices one by one: a small model then waits for kernel launches. Ours stacks
+those of one shape. The update is the same, and a test compares.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from etude.errors import UserError
+from etude.training.world import like
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from etude.training.settings import OptimiserSettings
+
+    Named = Mapping[str, torch.Tensor]
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, then the nearest semi-orthogonal matrix, by five Newton–Schulz steps (Jordan et al., 2024).
+
+    The update is scaled so that its root mean square is 0.2 lr, as AdamW's is about (torch's `match_rms_adamw`).
+    """
+
+    def __init__(self, matrices: Sequence[torch.Tensor], lr: float, weight_decay: float, momentum: float) -> None:
+        shapes = sorted({tuple(matrix.shape) for matrix in matrices})
+        groups = [{"params": [matrix for matrix in matrices if tuple(matrix.shape) == shape]} for shape in shapes]
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: None = None) -> None:  # noqa: ARG002 - torch's signature
+        """Update all matrices, those of one shape together."""
+        for group in self.param_groups:
+            matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
+            if not matrices:
+                continue
+            for matrix in matrices:
+                self.state[matrix].setdefault("velocity", torch.zeros_like(matrix))
+            gradients = [matrix.grad for matrix in matrices]
+            velocities = [self.state[matrix]["velocity"] for matrix in matrices]
+            torch._foreach_lerp_(velocities, gradients, 1 - group["momentum"])
+            ahead = torch._foreach_lerp(gradients, velocities, group["momentum"])  # noqa: SLF001 - Nesterov's look ahead
+            direction = orthogonalise(torch.stack(list(ahead))).to(gradients[0].dtype)
+            scale = 0.2 * math.sqrt(max(direction.shape[-2:])) * group["lr"]
+            torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(matrices, list(direction.unbind()), alpha=-scale)
+
+
+def orthogonalise(stack: torch.Tensor) -> torch.Tensor:
+    """Return nearly the nearest semi-orthogonal matrices to a stack of them [..., rows, columns], in bf16."""
+    tall = stack.shape[-2] > stack.shape[-1]
+    x = (stack.mT if tall else stack).bfloat16().flatten(0, -3)
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):  # x ← 3.4445 x + (−4.775 xxᵀ + 2.0315 (xxᵀ)²) x, rounded as seldom as can be
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445)
+    x = x.unflatten(0, stack.shape[:-2])
+    return x.mT if tall else x
+
+
+class Optimiser:
+    """The optimisers of one model, as one, with state by the names of weights."""
+
+    def __init__(self, weights: Named, settings: OptimiserSettings, *, sharded: bool = False) -> None:
+        self._names = {id(weight): name for name, weight in weights.items()}
+        inner = {name for name, weight in weights.items() if weight.ndim >= 2 and not _is_embedding(name)}
+        matrices = [weights[name] for name in weights if name in inner]
+        others = [weights[name] for name in weights if name not in inner]
+        self._parts: list[torch.optim.Optimizer]
+        if settings.name == "muon":
+            if sharded:
+                raise UserError(
+                    'optimiser.name = "muon" needs whole matrices and cannot be used on several ranks; use "adamw"'
+                )
+            if not matrices:
+                raise UserError('optimiser.name = "muon": this model has no matrices that it could train; use "adamw"')
+            first = Muon(matrices, settings.lr, settings.weight_decay, settings.momentum)
+            self._parts = [first, *([_adamw([(others, 0.0)], settings, settings.other_lr)] if others else [])]
+        else:
+            self._parts = [_adamw([(matrices, settings.weight_decay), (others, 0.0)], settings, None)]
+        self._peaks = [(group, group["lr"]) for part in self._parts for group in part.param_groups]
+
+    def step(self, factor: float) -> None:
+        """Update the weights at a factor of the peak learning rates."""
+        for group, peak in self._peaks:
+            group["lr"] = peak * factor
+        for part in self._parts:
+            part.step()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the state as tensors, by name of the weight and of the value."""
+        return {
+            f"{self._names[id(weight)]}:{key}": torch.as_tensor(value)
+            for part in self._parts
+            for weight, state in part.state.items()
+            for key, value in state.items()
+        }
+
+    def load(self, tensors: Named) -> None:
+        """Take over a state that `tensors` returned."""
+        holders = {self._names[id(weight)]: (part, weight) for part in self._parts
+                   for group in part.param_groups for weight in group["params"]}  # fmt: skip
+        for full, value in tensors.items():
+            name, _, key = full.rpartition(":")
+            part, weight = holders[name]
+            if key != "step":
+                part.state[weight][key] = like(value, weight)
+            else:  # fused kernels count steps on the device, the others on the host
+                part.state[weight][key] = value.to(weight.device) if part.defaults.get("fused") else value
+
+
+def _is_embedding(name: str) -> bool:
+    return "embed" in name or "lm_head" in name or "wte" in name or "wpe" in name
+
+
+def _adamw(
+    groups: list[tuple[list[Any], float]], settings: OptimiserSettings, lr: float | None
+) -> torch.optim.Optimizer:
+    given = [{"params": weights, "weight_decay": decay} for weights, decay in groups if weights]
+    fused = all(weight.is_cuda for weights, _ in groups for weight in weights)
+    return torch.optim.AdamW(given, lr=lr or settings.lr, betas=settings.betas, eps=settings.eps, fused=fused)

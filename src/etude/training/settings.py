@@ -1,0 +1,90 @@
+"""What every training stage can be told; each stage adds its own. Free of torch, so that a recipe is read at once."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from etude.training.guard import GuardSettings
+from etude.training.schedule import ScheduleSettings
+
+
+class OptimiserSettings(BaseModel):
+    """How weights change."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    name: Literal["adamw", "muon"] = Field(
+        default="adamw", description="adamw; or muon for matrices, adamw for the rest"
+    )
+    lr: float = Field(
+        default=3e-4, gt=0, description="peak learning rate (muon: of the matrices; their update has AdamW's size)"
+    )
+    other_lr: float | None = Field(
+        default=None, gt=0, description="muon: peak rate of embeddings and vectors; default lr"
+    )
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.95), strict=False, description="AdamW's memory of gradients and squares"
+    )
+    momentum: float = Field(default=0.95, ge=0, lt=1, description="muon: its memory of gradients")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW's guard against division by zero")
+    weight_decay: float = Field(default=0.1, ge=0, description="of matrices; embeddings and vectors have none")
+    clip: float = Field(default=1.0, gt=0, description="longest gradient; a longer one is scaled down")
+
+
+class LoraSettings(BaseModel):
+    """Train small matrices beside the large ones (peft), and add them in at the end."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    rank: int = Field(default=16, ge=1, description="width of the small matrices")
+    alpha: float = Field(default=32.0, gt=0, description="their product is scaled by alpha / rank")
+    targets: str | list[str] = Field(
+        default="all-linear", description="which layers: all-linear (not the head), or a list of names"
+    )
+
+
+class TrainSettings(BaseModel):
+    """What all training stages have in common."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    tokens: int = Field(ge=1, description="budget: tokens that go through the model, in whole steps, rounded up")
+    length: int | None = Field(
+        default=None, ge=16, description="tokens in a row; a divisor of data.length, which is the default"
+    )
+    batch: int = Field(default=64, ge=1, description="rows a step, on all devices together")
+    micro: int = Field(default=0, ge=0, description="rows a device works on at once; 0: as many as fit by estimate")
+    shares: dict[str, float] = Field(
+        default={}, description="share of tokens by domain, for this stage; default data.shares"
+    )
+    optimiser: OptimiserSettings = OptimiserSettings()
+    schedule: ScheduleSettings = ScheduleSettings()
+    guard: GuardSettings = GuardSettings()
+    attention: Literal["auto", "documents", "sdpa"] = Field(
+        default="auto", description="documents: fast; sdpa: any model; both keep documents apart"
+    )
+    recompute: bool = Field(
+        default=False, description="compute layers again in the backward pass: a third slower, far less memory"
+    )
+    compile: Literal["auto", "on", "off"] = Field(
+        default="auto", description="torch.compile of the layers; auto: on a GPU"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto, cpu or cuda")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="of the saved weights; auto: as the base's"
+    )
+    evaluations: int = Field(
+        default=12, ge=0, description="how often to measure between before and after, mostly early on"
+    )
+    evaluation_rows: int = Field(default=64, ge=1, description="held-out rows measured each time, of each domain")
+    checkpoint_every: int = Field(
+        default=200, ge=1, description="steps between checkpoints; an interrupted run has one more"
+    )
+    keep: int = Field(default=2, ge=1, description="checkpoints kept while training; none remains after it")
+    loader_workers: int = Field(default=1, ge=0, description="threads that read batches ahead; the result is the same")
+
+    def steps(self, length: int) -> int:
+        """Return the number of steps that the budget makes."""
+        return -(-self.tokens // (self.batch * length))

@@ -1,0 +1,88 @@
+"""One process, or several that train together.
+
+`torchrun --nproc-per-node N -m etude run RECIPE` starts N of them. Rank 0 runs the recipe; the others wait to be told which
+training to join (`run/ranks.py`). Weights, gradients and optimiser state are then sharded by FSDP2.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+PATIENCE = datetime.timedelta(days=7)  # ranks wait while rank 0 builds a corpus
+
+
+@dataclass(frozen=True)
+class World:
+    """Which of the processes that train together this one is."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that writes and speaks."""
+        return self.rank == 0
+
+    def sum(self, value: float) -> float:
+        """Return the sum of a value over all ranks."""
+        if self.size == 1:
+            return value
+        total = torch.tensor(value, dtype=torch.float64, device=self.device("auto"))
+        dist.all_reduce(total)
+        return float(total)
+
+    def tell(self, message: Any) -> Any:
+        """Return rank 0's message on every rank."""
+        if self.size == 1:
+            return message
+        box = [message]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def device(self, wish: str) -> torch.device:
+        """Return the device of this rank."""
+        from etude.models.load import choose_device
+
+        device = choose_device(wish)  # type: ignore[arg-type]
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if device.type == "cuda" else device
+
+
+def join() -> World:
+    """Return the world torchrun made, or one process alone."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return World()
+    if not dist.is_initialized():
+        gpu = torch.cuda.is_available()
+        if gpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=PATIENCE)
+    return World(dist.get_rank(), size)
+
+
+def shard(root: torch.nn.Module, layers: Any, dtype: torch.dtype) -> None:
+    """Spread a model over all ranks in place: float32 shards, computation in `dtype`, gradients added in float32."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(root, mp_policy=policy, reshard_after_forward=False)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor that may be sharded; every rank must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(value: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
+    """Return a whole tensor placed and sharded as another one."""
+    if isinstance(pattern, DTensor):
+        return distribute_tensor(value.to(pattern.device), pattern.device_mesh, pattern.placements)
+    return value.to(pattern.device)

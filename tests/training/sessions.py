@@ -1,0 +1,145 @@
+"""A small real training for tests: a tiny model, a corpus of repeated phrases that can be learnt, the whole session."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from etude.data.loader import Corpus, Loader
+from etude.data.packing import pack
+from etude.data.shards import dtype_for, write_shard
+from etude.files import write_json
+from etude.jsonl import MetricsLog
+from etude.progress import Reporter
+from etude.training.batch import rows_of
+from etude.training.measure import Bits
+from etude.training.session import Session
+from etude.training.settings import TrainSettings
+from etude.training.world import World
+from etude.work import Work
+from tests import tiny
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+LENGTH = 32
+HANGS = 100  # seconds after which a process that waits for another is not waited for
+
+
+def write_corpus(folder: Path, seed: int = 0) -> Path:
+    """Write documents made of a few phrases, of 2 to 60 tokens, so that some are cut and some share a row."""
+    rng = np.random.default_rng(seed)
+    phrases = [rng.integers(1, tiny.VOCABULARY, 5) for _ in range(6)]
+    texts = [
+        np.concatenate([phrases[index] for index in rng.integers(0, 6, 12)])[: rng.integers(2, 60)] for _ in range(60)
+    ]
+    packed = pack([len(text) for text in texts], LENGTH)
+    said = write_shard(folder / "shards", "a-train-0", packed, texts.__getitem__, range(60), tiny.VOCABULARY)
+    shards = [{"name": "a-train-0", "source": "a", "domain": "code", "split": "train", **said}]
+    shape = {"length": LENGTH, "dtype": dtype_for(tiny.VOCABULARY), "separator": 0, "vocabulary": tiny.VOCABULARY}
+    write_json(folder / "manifest.json", {**shape, "shards": shards, "shares": {"a": 1.0}})
+    return folder
+
+
+@cache
+def tiny_model(family: str = "llama") -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(tiny.config_of(family))
+
+
+def fresh_model(family: str = "llama") -> Any:
+    """Return a model with the same weights every time."""
+    model = AutoModelForCausalLM.from_config(tiny.config_of(family))
+    model.load_state_dict(tiny_model(family).state_dict())
+    return model
+
+
+def settings(**changes: Any) -> TrainSettings:
+    base: dict[str, Any] = {
+        "tokens": 12 * 8 * LENGTH, "batch": 8, "micro": 8, "evaluations": 0, "checkpoint_every": 4, "loader_workers": 0,
+        "optimiser": {"lr": 3e-3}, "device": "cpu",
+    }  # fmt: skip
+    return TrainSettings.model_validate(base | changes)
+
+
+@contextlib.contextmanager
+def session(
+    corpus: Path, folder: Path, chosen: TrainSettings, world: World | None = None, **more: Any
+) -> Iterator[Session]:
+    """Open a training in a folder; its metrics are written there."""
+    world = world or World()
+    model = more.pop("model", None) or fresh_model(more.pop("family", "llama"))
+    reporter = more.pop("reporter", None) or Reporter(quiet=True)
+    loader = Loader(Corpus.open(corpus), batch=chosen.batch, rank=world.rank, world=world.size)
+    batches = more.pop("wrap", lambda plain: plain)(loader)
+    with contextlib.ExitStack() as stack:
+        work = None
+        if world.leads:
+            metrics = stack.enter_context(MetricsLog(folder / "metrics.jsonl"))
+            metrics.put(f"etude/session/{sum(1 for _ in metrics.rows('etude/session/')) + 1:04d}")
+            work = Work(folder, metrics, reporter, folder / "cache")
+        yield Session(model, chosen, batches, LENGTH, partial(evaluate, corpus), world, work, folder, **more)
+
+
+def evaluate(corpus: Path, nats: Callable[[Any], torch.Tensor]) -> dict[str, Bits]:
+    """Measure a model on four rows that it is also trained on: here only that something is measured matters."""
+    opened = Corpus.open(corpus)
+    rows = rows_of(opened.read([opened.splits["train"]["a"][index] for index in range(4)]))
+    scores = nats(rows) * rows.weights_BT
+    return {"code": Bits(scores.sum(1).double().numpy(), rows.weights_BT.sum(1).double().numpy(), 3.0)}
+
+
+class Wrapped:
+    """Batches with something done to each, or before each."""
+
+    def __init__(self, plain: Loader, change: Callable[[Any], Any]) -> None:
+        self._plain, self._change = plain, change
+        self.state, self.load_state, self.achieved = plain.state, plain.load_state, plain.achieved
+
+    def __next__(self) -> Any:
+        return self._change(next(self._plain))
+
+
+def losses(folder: Path, prefix: str = "train/") -> list[float]:
+    """Return the losses of all steps, exactly as written."""
+    with MetricsLog(folder / "metrics.jsonl") as metrics:
+        return [row["loss"] for row in metrics.rows(prefix)]
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+
+@cache
+def _server() -> Any:
+    """Return processes that start with everything imported and nothing run: torch cannot go on in a plain fork."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.training.sessions"])
+    return context
+
+
+def processes(function: Callable[..., None], *arguments: tuple[Any, ...]) -> list[int]:
+    """Run a function in processes of their own, one for each tuple of arguments, all at once; return their exit codes."""
+    started = [_server().Process(target=function, args=each) for each in arguments]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(HANGS)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+    return [process.exitcode for process in started]
+
+
+def kill_oneself() -> None:
+    """Die as by `kill -9`, at once."""
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,237 @@
+"""The loss against transformers' own, and whatever must not change it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.data.loader import Batch
+from etude.training import cross_entropy
+from etude.training.attention import isolate, packed
+from etude.training.batch import cut, micro_batches, piece_bounds, rows_of, target_weights
+from etude.training.objectives.next_token import NextToken
+from tests import tiny
+from tests.training import sessions
+
+SIZES = [[10, 1, 20, 33], [64], [2, 62], [30, 30]]  # the last row ends with padding
+
+
+def make_batch(sizes: list[list[int]], length: int, seed: int = 0, learnt: bool = False) -> Batch:
+    """Return rows of random pieces, padded as the loader does."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(1, tiny.VOCABULARY, (len(sizes), length))
+    documents, positions = np.full((len(sizes), length), -1, np.int32), np.zeros((len(sizes), length), np.int32)
+    for row, pieces in enumerate(sizes):
+        begin = 0
+        for number, size in enumerate([*pieces, length - sum(pieces)]):
+            documents[row, begin : begin + size] = number if number < len(pieces) else -1
+            positions[row, begin : begin + size] = np.arange(size)
+            begin += size
+        tokens[row, sum(pieces) :] = 0
+    mask = rng.random(tokens.shape) < 0.5 if learnt else None
+    return Batch(tokens, documents, positions, ["a"] * len(sizes), mask)
+
+
+def alone(model: Any, batch: Batch, sizes: list[list[int]]) -> tuple[torch.Tensor, int]:
+    """Return transformers' own loss over the pieces one by one, as a sum, and how many tokens it predicted."""
+    total, count = torch.zeros(()), 0
+    for row, pieces in enumerate(sizes):
+        begin = 0
+        for size in pieces:
+            ids = torch.from_numpy(batch.tokens[row : row + 1, begin : begin + size])
+            labels = ids.clone()
+            if batch.learnt is not None:
+                labels[0][torch.from_numpy(~batch.learnt[row, begin : begin + size])] = -100
+            predicted = int((labels[:, 1:] != -100).sum())
+            if predicted:
+                total = total + model(input_ids=ids, labels=labels, use_cache=False).loss * predicted
+            begin, count = begin + size, count + predicted
+    return total, count
+
+
+@pytest.mark.parametrize("learnt", [False, True])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_packed_loss_and_gradients_are_those_of_transformers_unpacked(family: str, learnt: bool) -> None:
+    batch = make_batch(SIZES, 64, learnt=learnt)
+    model = sessions.fresh_model(family).eval()
+    isolate(model, "auto")
+    loss = NextToken(model).loss(model, rows_of(batch))
+    (loss.sum / loss.weight).backward()
+    ours = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    model.zero_grad()
+    model.set_attn_implementation("sdpa")
+    total, count = alone(model, batch, SIZES)
+    (total / count).backward()
+    assert float(loss.weight) == count
+    assert loss.sum.item() / count == pytest.approx(total.item() / count, rel=1e-6)
+    for name, weight in model.named_parameters():
+        if weight.grad is not None:
+            assert torch.allclose(ours[name], weight.grad, atol=1e-6), name
+
+
+@pytest.mark.parametrize("way", ["documents", "sdpa"])
+def test_documents_in_a_row_do_not_see_each_other(way: Any) -> None:
+    model = sessions.fresh_model().eval()
+    isolate(model, way)
+    batch = make_batch(SIZES, 64)
+    before = model(**packed(rows_of(batch))).logits.detach()
+    batch.tokens[0, 3] = 300  # in the first document of the first row
+    after = model(**packed(rows_of(batch))).logits.detach()
+    assert not torch.equal(before[0, 3:10], after[0, 3:10])  # the document itself has changed
+    assert torch.equal(before[0, :3], after[0, :3])  # not what is before
+    assert torch.equal(before[0, 10:], after[0, 10:])  # nor any other document
+    assert torch.equal(before[1:], after[1:])
+
+
+def test_transformers_default_leaks() -> None:
+    """The control: the same change, with transformers' own defaults, reaches the other documents."""
+    model = sessions.fresh_model().eval()
+    model.set_attn_implementation("sdpa")
+    batch = make_batch(SIZES, 64)
+    positions = torch.from_numpy(batch.positions.astype(np.int64))
+    moved = []
+    for value in (5, 300):
+        batch.tokens[0, 3] = value
+        moved.append(model(input_ids=torch.from_numpy(batch.tokens), position_ids=positions).logits.detach())
+    assert (moved[0][0, 10:] - moved[1][0, 10:]).abs().max() > 1e-3
+
+
+def test_a_head_that_scales_its_logits_is_noticed() -> None:
+    from transformers import AutoModelForCausalLM, GraniteConfig
+
+    common = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    model = AutoModelForCausalLM.from_config(GraniteConfig(**common, logits_scaling=8.0)).eval()
+    isolate(model, "auto")
+    objective = NextToken(model)
+    assert not objective.plain_head
+    assert NextToken(sessions.fresh_model()).plain_head
+    batch = make_batch(SIZES, 64)
+    ours = objective.loss(model, rows_of(batch)).sum.item()
+    model.set_attn_implementation("sdpa")
+    assert ours == pytest.approx(alone(model, batch, SIZES)[0].item(), rel=1e-6)
+
+
+@given(st.integers(1, 40), st.integers(2, 50), st.integers(0, 2**31))
+@settings(max_examples=25)
+def test_chunked_cross_entropy_is_torchs(positions: int, vocabulary: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    hidden = torch.randn(positions, 8, requires_grad=True)
+    head = torch.randn(vocabulary, 8, requires_grad=True)
+    targets, weights = torch.randint(vocabulary, (positions,)), torch.rand(positions)
+    before, cross_entropy.CHUNK = cross_entropy.CHUNK, 64  # so that there are several chunks
+    try:
+        ours = cross_entropy.weighted_sum(hidden, head, targets, weights)
+        each = cross_entropy.each(hidden, head, targets)
+    finally:
+        cross_entropy.CHUNK = before
+    mine = torch.autograd.grad(ours * 3, (hidden, head))
+    expected = torch.nn.functional.cross_entropy(hidden @ head.T, targets, reduction="none")
+    theirs = torch.autograd.grad((expected * weights).sum() * 3, (hidden, head))
+    assert torch.allclose(each, expected, atol=1e-5)
+    assert torch.allclose(ours, (expected * weights).sum(), atol=1e-4)
+    for left, right in zip(mine, theirs, strict=True):
+        assert torch.allclose(left, right, atol=1e-4)
+
+
+PIECES = st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=5), min_size=1, max_size=4)
+
+
+@given(PIECES, st.sampled_from([8, 20, 40]), st.booleans())
+def test_targets_are_the_next_tokens_of_the_same_piece(sizes: list[list[int]], length: int, learnt: bool) -> None:
+    batch = cut(make_batch(sizes, 40, learnt=learnt), length)
+    weights, bounds = target_weights(batch), piece_bounds(batch.positions).tolist()
+    flat = {name: getattr(batch, name).ravel() for name in ("tokens", "documents")}
+    mask = np.ones(flat["tokens"].size, bool) if batch.learnt is None else batch.learnt.ravel()
+    expected = np.zeros(flat["tokens"].size)
+    for begin, end in itertools.pairwise(bounds):
+        assert begin // length == (end - 1) // length  # a piece lies in one row
+        assert len(set(flat["documents"][begin:end])) == 1
+        for place in range(begin, end - 1):
+            expected[place] = flat["documents"][begin] >= 0 and mask[place + 1]
+    assert np.array_equal(weights.ravel(), expected)
+
+
+@given(PIECES, st.integers(1, 5), st.booleans())
+def test_micro_batches_hold_every_row_once(sizes: list[list[int]], rows: int, whole_first: bool) -> None:
+    batch = make_batch(sizes, 40)
+    parts = list(micro_batches(batch, rows, whole_first=whole_first))
+    assert all(part.tokens_BT.shape == (rows, 40) for part in parts)
+    assert sum(float(part.weights_BT.sum()) for part in parts) == target_weights(batch).sum()
+    found = sorted(row.tobytes() for part in parts for row in part.tokens_BT.numpy() if row.any())
+    assert found == sorted(row.tobytes() for row in batch.tokens)
+    for part in parts:
+        assert bool((part.positions_BT[: part.whole] == torch.arange(40)).all())
+        assert part.bounds[-1] == (rows - part.whole) * 40
+
+
+@pytest.mark.parametrize("change", [{"micro": 1}, {"micro": 3}, {"recompute": True}])
+def test_the_split_into_micro_batches_does_not_change_the_loss(tmp_path: Path, change: dict[str, int]) -> None:
+    corpus = sessions.write_corpus(tmp_path / "corpus")
+    found = []
+    for name, chosen in (("plain", {}), ("changed", change)):
+        with sessions.session(corpus, tmp_path / name, sessions.settings(tokens=4 * 8 * 32, **chosen)) as session:
+            session.run()
+        found.append(sessions.losses(tmp_path / name))
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
+
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run on one by hand")
+
+
+@gpu
+@pytest.mark.parametrize("whole_first", [False, True])
+def test_on_a_gpu_documents_do_not_see_each_other(whole_first: bool) -> None:
+    """Variable-length flash attention, and cuDNN for rows that are one piece."""
+    model = sessions.fresh_model("qwen3").eval().to("cuda", torch.bfloat16)
+    isolate(model, "documents")
+    batch = make_batch([[10, 1, 20, 33], [64], [2, 62], [64]], 64)
+
+    def logits() -> torch.Tensor:
+        (rows,) = micro_batches(batch, 4, whole_first=whole_first)
+        assert rows.whole == (2 if whole_first else 0)
+        out = model(**packed(rows.to(torch.device("cuda")))).logits.detach().float()
+        return out[[2, 0, 3, 1]] if whole_first else out  # rows 1 and 3 came first
+
+    before = logits()
+    batch.tokens[0, 3] = 300
+    after = logits()
+    assert not torch.equal(before[0, 3:10], after[0, 3:10])
+    assert torch.equal(before[0, :3], after[0, :3])
+    assert torch.equal(before[0, 10:], after[0, 10:])
+    assert torch.equal(before[1:], after[1:])
+
+
+@gpu
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+def test_on_a_gpu_loss_and_gradients_are_those_of_the_cpu(family: str) -> None:
+    batch = make_batch([[10, 1, 20, 33], [64], [2, 62], [64]], 64)
+    found = []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        model = sessions.fresh_model(family).eval().to(device, dtype)
+        isolate(model, "documents")
+        (rows,) = micro_batches(batch, 4, whole_first=True)
+        if device == "cpu":
+            (rows,) = micro_batches(batch, 4)
+        loss = NextToken(model).loss(model, rows.to(torch.device(device)))
+        (loss.sum / loss.weight).backward()
+        found.append(
+            (loss.sum.item(), {n: w.grad.float().cpu() for n, w in model.named_parameters() if w.grad is not None})
+        )
+    (cpu, exact), (cuda, rough) = found
+    assert cuda == pytest.approx(cpu, rel=2e-3)
+    for name, gradient in exact.items():
+        if ".experts." not in name:  # which expert is chosen may hang on the last bit
+            assert (rough[name] - gradient).norm() < 0.05 * gradient.norm() + 1e-4, name

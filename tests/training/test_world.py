@@ -1,0 +1,146 @@
+"""Two ranks over gloo are one rank, within float error: losses, weights, what is saved and what is taken up again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from etude.errors import Interrupted, UserError
+from etude.files import read_json, write_json
+from etude.jsonl import MetricsLog
+from etude.progress import Reporter
+from etude.training.settings import LoraSettings
+from etude.training.world import World, join
+from tests.training import sessions
+
+STOPPED = 3
+
+
+def train(corpus: Path, folder: Path, changes: dict[str, Any], stop_after: int) -> int:
+    """Train in this process, which may be one of several; return how it ended."""
+    world = join()
+    reporter = Reporter(quiet=True)
+    with sessions.session(corpus, folder, sessions.settings(micro=2, **changes), world, reporter=reporter) as session:
+
+        def check() -> None:
+            if session.loop.done == stop_after:
+                raise Interrupted(signal.SIGTERM)
+
+        if stop_after:
+            reporter.check_stop = check  # of rank 0: the others have no work, and a reporter of their own
+        try:
+            bits = session.run()
+        except Interrupted:
+            return STOPPED
+        session.export(folder / "model")
+        per_byte = {when: each["code"].per_byte for when, each in bits.items()}
+        write_json(folder / f"bits-{world.rank}.json", per_byte)
+    return 0
+
+
+def take_part(rank: int, size: int, port: int, *what: Any) -> None:
+    """Be one rank of several, as torchrun would start it."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    code = train(*what)
+    if size > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    os._exit(code)
+
+
+def run(size: int, corpus: Path, folder: Path, stop_after: int = 0, **changes: Any) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    codes = sessions.processes(
+        take_part, *((rank, size, port, corpus, folder, changes, stop_after) for rank in range(size))
+    )
+    assert codes == [STOPPED if stop_after else 0] * size
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sessions.write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def alone(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training on one rank."""
+    folder = tmp_path_factory.mktemp("alone")
+    run(1, corpus, folder)
+    return folder
+
+
+def assert_close(folder: Path, alone: Path) -> None:
+    """Compare losses of all steps, and how far the weights went."""
+    expected = sessions.losses(alone)
+    assert len(expected) == 12
+    assert sessions.losses(folder) == pytest.approx(expected, rel=1e-5)
+    ours, theirs = (load_file(each / "model" / "model.safetensors") for each in (folder, alone))
+    assert ours.keys() == theirs.keys()
+    start = sessions.tiny_model().state_dict()
+    for name, weight in theirs.items():
+        moved = (weight - start[name]).norm()
+        assert moved > 1e-3
+        assert (ours[name] - weight).norm() < 1e-3 * moved, name
+
+
+def test_two_ranks_are_one(corpus: Path, alone: Path, tmp_path: Path) -> None:
+    run(2, corpus, tmp_path)
+    assert_close(tmp_path, alone)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    bits = [read_json(tmp_path / f"bits-{rank}.json") for rank in range(2)]
+    assert bits[0] == bits[1]  # every rank knows the measurements
+    assert bits[0] == pytest.approx(read_json(alone / "bits-0.json"), rel=1e-5)
+    with MetricsLog(tmp_path / "metrics.jsonl") as two, MetricsLog(alone / "metrics.jsonl") as one:
+        assert two.total("tokens") == one.total("tokens") == 12 * 8 * sessions.LENGTH
+        assert two.total("learnt") == one.total("learnt")
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2)])
+def test_ranks_may_come_and_go_at_a_checkpoint(
+    corpus: Path, alone: Path, tmp_path: Path, first: int, then: int
+) -> None:
+    run(first, corpus, tmp_path, stop_after=6)
+    assert (tmp_path / "checkpoints" / "00000006").is_dir()
+    (tmp_path / "checkpoints" / "00000009.part" / "left").mkdir(parents=True)  # by a kill; every rank comes to clear it
+    run(then, corpus, tmp_path)
+    assert_close(tmp_path, alone)
+    with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
+        assert not list(metrics.rows("again/"))
+
+
+def test_what_several_ranks_cannot_do_is_refused(corpus: Path, tmp_path: Path) -> None:
+    with (
+        pytest.raises(UserError, match="lora cannot be used on several ranks yet"),
+        sessions.session(corpus, tmp_path, sessions.settings(), World(0, 2), lora=LoraSettings()),
+    ):
+        pass
+    with (
+        pytest.raises(UserError, match="a batch of 8 rows cannot be shared by 3 ranks"),
+        sessions.session(corpus, tmp_path, sessions.settings(), World(0, 3)),
+    ):
+        pass
+
+
+def test_one_process_alone_needs_nobody() -> None:
+    world = World()
+    assert world.leads
+    assert world.sum(2.5) == 2.5
+    assert world.tell({"a": 1}) == {"a": 1}
