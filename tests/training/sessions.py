@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from etude.data.loader import Corpus, Loader
 from etude.data.packing import pack
 from etude.data.shards import dtype_for, write_shard
+from etude.errors import Interrupted
 from etude.files import write_json
 from etude.jsonl import MetricsLog
 from etude.progress import Reporter
@@ -119,6 +120,28 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
     return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
 
+def acting_reporter(at: int, act: Any) -> Reporter:
+    """Return a reporter that acts after a step, where a user's wish to stop is noticed."""
+    made, calls = Reporter(quiet=True), iter(range(-2, 1000))  # it is asked twice before the first step
+
+    def check() -> None:
+        if next(calls) == at - 1 >= 0:
+            act()
+
+    made.check_stop = check
+    return made
+
+
+def interrupt() -> None:
+    raise Interrupted(signal.SIGTERM)
+
+
+def same(one: Path, other: Path) -> bool:
+    """Return whether two trainings had the same losses and exported the same weights, bit for bit."""
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (one, other)]
+    return losses(one) == losses(other) and weights[0] == weights[1]
+
+
 @cache
 def _server() -> Any:
     """Return processes that start with everything imported and nothing run: torch cannot go on in a plain fork."""
@@ -129,7 +152,7 @@ def _server() -> Any:
 
 def processes(function: Callable[..., None], *arguments: tuple[Any, ...]) -> list[int]:
     """Run a function in processes of their own, one for each tuple of arguments, all at once; return their exit codes."""
-    started = [_server().Process(target=function, args=each) for each in arguments]
+    started = [_server().Process(target=_in_one_thread, args=(function, *each)) for each in arguments]
     for process in started:
         process.start()
     for process in started:
@@ -138,6 +161,11 @@ def processes(function: Callable[..., None], *arguments: tuple[Any, ...]) -> lis
             process.kill()
             process.join()
     return [process.exitcode for process in started]
+
+
+def _in_one_thread(function: Callable[..., None], *arguments: Any) -> None:
+    torch.set_num_threads(1)
+    function(*arguments)
 
 
 def kill_oneself() -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
@@ -26,37 +25,16 @@ from etude.progress import Reporter
 from etude.training.attention import isolate
 from etude.training.batch import rows_of
 from etude.training.objectives.next_token import NextToken
-from etude.training.optimiser import Optimiser
 from etude.training.session import Session, measuring_steps
-from etude.training.settings import LoraSettings
-from etude.training.weights import MixedWeights, Weights
 from tests import tiny
 from tests.training import sessions
 
 STEPS, TOKENS = 12, 8 * sessions.LENGTH  # of a training with the default settings, and of each of its steps
-ARGUMENTS: dict[str, Any] = {"r": 4, "lora_alpha": 8.0, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-LORA = LoraSettings(rank=4, alpha=8.0)
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sessions.write_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-def reporter(at: int, act: Any) -> Reporter:
-    """Return a reporter that acts after a step, where a user's wish to stop is noticed."""
-    made, calls = Reporter(quiet=True), iter(range(-2, 1000))  # it is asked twice before the first step
-
-    def check() -> None:
-        if next(calls) == at - 1 >= 0:
-            act()
-
-    made.check_stop = check
-    return made
-
-
-def interrupt() -> None:
-    raise Interrupted(signal.SIGTERM)
 
 
 def die_at(batch: int) -> Any:
@@ -75,7 +53,7 @@ def train(corpus: Path, folder: Path, name: str, after_step: int = 0, at_batch: 
     more: dict[str, Any] = {"wrap": die_at(at_batch)} if at_batch else {}
     chosen = sessions.settings(optimiser={"name": name, "lr": 3e-3}, evaluations=4)
     with sessions.session(
-        corpus, folder, chosen, reporter=reporter(after_step, sessions.kill_oneself), **more
+        corpus, folder, chosen, reporter=sessions.acting_reporter(after_step, sessions.kill_oneself), **more
     ) as session:
         session.run()
         session.export(folder / "model")
@@ -132,15 +110,12 @@ def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def same(one: Path, other: Path) -> bool:
-    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (one, other)]
-    return sessions.losses(one) == sessions.losses(other) and weights[0] == weights[1]
-
-
 def stop_after(corpus: Path, folder: Path, steps: int, **more: Any) -> None:
     chosen = sessions.settings(evaluations=4, **more)
     with (
-        sessions.session(corpus, folder, chosen, reporter=reporter(steps, interrupt)) as session,
+        sessions.session(
+            corpus, folder, chosen, reporter=sessions.acting_reporter(steps, sessions.interrupt)
+        ) as session,
         pytest.raises(Interrupted),
     ):
         session.run()
@@ -163,7 +138,7 @@ def test_an_interruption_loses_nothing(corpus: Path, straight: Path, tmp_path: P
     assert (tmp_path / "checkpoints" / f"{steps:08d}").is_dir()
     said, notes = go_on(corpus, tmp_path)
     assert f"going on from the checkpoint of step {steps} of 12" in said
-    assert same(tmp_path, straight)
+    assert sessions.same(tmp_path, straight)
     assert not rows(tmp_path, "again/")
     assert "steps skipped: 0; steps done again after an interruption: 0" in notes
 
@@ -181,7 +156,7 @@ def test_a_damaged_checkpoint_is_passed_over(corpus: Path, straight: Path, tmp_p
     said, notes = go_on(corpus, tmp_path)
     assert "the checkpoint of step 6 is damaged" in said
     assert "going on from the checkpoint of step 4 of 12" in said
-    assert same(tmp_path, straight)
+    assert sessions.same(tmp_path, straight)
     assert [key for key in rows(tmp_path, "again/") if "/train/" in key] == [
         "0002/train/00000005",
         "0002/train/00000006",
@@ -195,12 +170,14 @@ def test_with_all_checkpoints_damaged_it_starts_anew(corpus: Path, straight: Pat
     damage(tmp_path / "checkpoints" / "00000006")
     said, _ = go_on(corpus, tmp_path)
     assert "training starts anew" in said
-    assert same(tmp_path, straight)
+    assert sessions.same(tmp_path, straight)
 
 
 def test_a_split_chosen_by_free_memory_is_kept(corpus: Path, tmp_path: Path) -> None:
     chosen = sessions.settings(micro=0)
-    with sessions.session(corpus, tmp_path, chosen, reporter=reporter(5, interrupt)) as session:
+    with sessions.session(
+        corpus, tmp_path, chosen, reporter=sessions.acting_reporter(5, sessions.interrupt)
+    ) as session:
         assert session.micro == 8
         session.micro = session.loop.micro = 2  # as if there had been less
         with pytest.raises(Interrupted):
@@ -257,114 +234,6 @@ def test_what_is_measured_last_is_what_is_handed_over(corpus: Path, tmp_path: Pa
     isolate(loaded, "auto")
     measured = sessions.evaluate(corpus, partial(NextToken(loaded).nats, loaded))["code"]
     assert np.array_equal(measured.nats, after.nats)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_lora_changes_small_matrices_and_hands_over_their_sum(corpus: Path, tmp_path: Path, dtype: str) -> None:
-    with sessions.session(corpus, tmp_path, sessions.settings(dtype=dtype), lora=LORA, seed=5) as session:
-        before = sessions.weights(session.model)
-        for _ in session.loop.steps(6):
-            pass
-        trained = sessions.weights(session.model)
-        changed = {name for name in before if not torch.equal(before[name], trained[name])}
-        assert changed == {name for name in before if ".lora_" in name}
-        assert len(changed) == 2 * 7 * 2  # a pair for each of seven matrices in two layers
-        session._settle()
-        session.export(tmp_path / "model")
-    peft_model = get_peft_model(sessions.fresh_model(), LoraConfig(**ARGUMENTS))
-    peft_model.base_model.model.load_state_dict(trained, strict=False)
-    merged = peft_model.merge_and_unload().eval()
-    Weights(merged).round_to(getattr(torch, dtype))
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
-    assert not any("lora" in name for name, _ in exported.named_parameters())
-    ids = torch.arange(1, 60)[None]
-    with torch.no_grad():
-        assert torch.equal(exported(ids).logits, merged(ids).logits)
-        assert (exported(ids).logits - sessions.fresh_model()(ids).logits).abs().max() > 0.01
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype == getattr(torch, dtype)
-
-
-def test_lora_goes_on_after_an_interruption(corpus: Path, tmp_path: Path) -> None:
-    for name, steps in (("straight", 0), ("stopped", 6)):
-        if steps:
-            with sessions.session(corpus, tmp_path / name, sessions.settings(), lora=LORA, reporter=reporter(steps, interrupt)) as session:  # fmt: skip
-                assert sum(weight.numel() for weight in session.weights.masters.values()) < 5000  # a small checkpoint
-                with pytest.raises(Interrupted):
-                    session.run()
-        with sessions.session(corpus, tmp_path / name, sessions.settings(), lora=LORA) as session:
-            after = session.run()["after"]["code"]
-            session.export(tmp_path / name / "model")
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name / "model").eval()
-        isolate(loaded, "auto")
-        found = sessions.evaluate(corpus, partial(NextToken(loaded).nats, loaded))["code"]
-        assert np.array_equal(found.nats, after.nats)
-    assert same(tmp_path / "straight", tmp_path / "stopped")
-
-
-def compute_in_bf16(session: Session) -> None:
-    """Make a session on a CPU what it is on a GPU."""
-    session.weights = session.loop.weights = MixedWeights(session.model)
-    session.optimiser = session.loop.optimiser = Optimiser(session.weights.masters, session.settings.optimiser)
-
-
-@pytest.mark.parametrize(("dtype", "adapter"), [("float32", None), ("float32", LORA), ("bfloat16", LORA)])
-def test_with_masters_it_goes_on_and_hands_over_all_their_precision(
-    corpus: Path, tmp_path: Path, dtype: str, adapter: LoraSettings | None
-) -> None:
-    chosen = sessions.settings(dtype=dtype, tokens=4 * TOKENS)
-    for name, stops in (("straight", [0]), ("stopped", [2, 0])):
-        for stop in stops:
-            with sessions.session(
-                corpus, tmp_path / name, chosen, lora=adapter, reporter=reporter(stop, interrupt)
-            ) as session:
-                compute_in_bf16(session)
-                if stop:
-                    with pytest.raises(Interrupted):
-                        session.run()
-                    continue
-                after = session.run()["after"]["code"]
-                session.export(tmp_path / name / "model")
-    assert same(tmp_path / "straight", tmp_path / "stopped")
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "straight" / "model").eval()
-    assert exported.dtype == getattr(torch, dtype)
-    for name, weight in exported.named_parameters():
-        if "_proj" in name:
-            assert torch.equal(weight.float(), weight.bfloat16().float()) == (dtype == "bfloat16"), name
-    isolate(exported, "auto")
-    MixedWeights(exported)  # computes as the session did
-    found = sessions.evaluate(corpus, partial(NextToken(exported).nats, exported))["code"]
-    assert np.array_equal(found.nats, after.nats)
-
-
-def on_cpu(corpus: Path, device: torch.device, nats: Any) -> Any:
-    return sessions.evaluate(corpus, lambda given: nats(given.to(device)).cpu())
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("adapter", [None, LORA])
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_on_a_gpu_an_interrupted_training_goes_on(
-    corpus: Path, tmp_path: Path, name: str, adapter: LoraSettings | None
-) -> None:
-    chosen = sessions.settings(device="cuda", compile="off", optimiser={"name": name, "lr": 3e-3})
-    for folder, stops in ((tmp_path / "straight", [0]), (tmp_path / "stopped", [6, 0])):
-        for stop in stops:
-            with sessions.session(corpus, folder, chosen, lora=adapter, reporter=reporter(stop, interrupt)) as session:
-                session.evaluate = partial(on_cpu, corpus, session.device)
-                if stop:
-                    with pytest.raises(Interrupted):
-                        session.run()
-                    continue
-                session.run()
-                session.export(folder / "model")
-        AutoModelForCausalLM.from_pretrained(folder / "model")
-    assert sessions.losses(tmp_path / "stopped") == pytest.approx(sessions.losses(tmp_path / "straight"), rel=1e-3)
-
-
-def test_lora_names_that_fit_nothing_are_refused(corpus: Path, tmp_path: Path) -> None:
-    wrong = LoraSettings(targets=["no_such_layer"])
-    with pytest.raises(UserError, match=r"^lora.targets \['no_such_layer'\] does not fit this model: "):
-        opened(corpus, tmp_path, lora=wrong)
 
 
 def opened(corpus: Path, folder: Path, **more: Any) -> Session:

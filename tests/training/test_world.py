@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -56,7 +55,6 @@ def take_part(rank: int, size: int, port: int, *what: Any) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    torch.set_num_threads(1)
     code = train(*what)
     if size > 1:
         dist.barrier()
