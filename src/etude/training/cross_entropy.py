@@ -38,14 +38,22 @@ def _losses_and_slopes(
     return (losses_N * weights_N).sum(), slopes_NV.to(head_VD.dtype)
 
 
+def _losses_and_slopes_in_place(
+    hidden_ND: torch.Tensor, head_VD: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same without a compiler: each operation is a pass over the logits, so as few of them as possible."""
+    logits_NV = (hidden_ND @ head_VD.T).float()
+    log_sum_N = logits_NV.logsumexp(-1)
+    places = torch.arange(len(targets_N), device=targets_N.device)
+    total = ((log_sum_N - logits_NV[places, targets_N]) * weights_N).sum()
+    slopes_NV = logits_NV.sub_(log_sum_N[:, None]).exp_()
+    slopes_NV[places, targets_N] -= 1
+    return total, slopes_NV.mul_(weights_N[:, None]).to(head_VD.dtype)
+
+
 @cache
 def _compiled(function: Callable[..., Any]) -> Any:
     return torch.compile(function, fullgraph=True, dynamic=False)
-
-
-def _best(function: Callable[..., Any], on: torch.Tensor) -> Callable[..., Any]:
-    """Return the function compiled for a GPU, where it saves passes over the logits; on a CPU compiling costs more."""
-    return _compiled(function) if on.is_cuda else function
 
 
 class _WeightedSum(torch.autograd.Function):
@@ -53,7 +61,7 @@ class _WeightedSum(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_ND: torch.Tensor, head_VD: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor
     ) -> torch.Tensor:
-        step = _best(_losses_and_slopes, hidden_ND)
+        step = _compiled(_losses_and_slopes) if hidden_ND.is_cuda else _losses_and_slopes_in_place
         total = torch.zeros((), device=hidden_ND.device)
         by_hidden = torch.empty_like(hidden_ND)
         by_head = torch.zeros_like(head_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -91,6 +99,6 @@ def weighted_sum(
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def each(hidden_ND: torch.Tensor, head_VD: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
     """Return −log p(target) of every position, in nats, float32."""
-    step = _best(_losses, hidden_ND)
+    step = _compiled(_losses) if hidden_ND.is_cuda else _losses
     parts = _chunks(len(hidden_ND), len(head_VD))
     return torch.cat([step(hidden_ND[here], head_VD, targets_N[here]) for here in parts])

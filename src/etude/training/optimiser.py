@@ -126,5 +126,4 @@ def _adamw(
     groups: list[tuple[list[Any], float]], settings: OptimiserSettings, lr: float | None
 ) -> torch.optim.Optimizer:
     given = [{"params": weights, "weight_decay": decay} for weights, decay in groups if weights]
-    fused = all(weight.is_cuda for weights, _ in groups for weight in weights)
-    return torch.optim.AdamW(given, lr=lr or settings.lr, betas=settings.betas, eps=settings.eps, fused=fused)
+    return torch.optim.AdamW(given, lr=lr or settings.lr, betas=settings.betas, eps=settings.eps, fused=True)

@@ -22,6 +22,7 @@ from etude.lineage.compute import training_flops
 from etude.models.shape import shape_of
 from etude.progress import Reporter
 from etude.training import lora, memory
+from etude.training.allocator import keep_freed_memory
 from etude.training.attention import isolate
 from etude.training.checkpoint import Checkpoints, full_disk_told
 from etude.training.guard import Guard
@@ -74,6 +75,8 @@ class Session:
     def __post_init__(self) -> None:
         settings, model = self.settings, self.model
         self.device = self.world.device(settings.device)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.steps = settings.steps(self.length)
         self._refuse_bad_weights()
         self._shape: ComputeShape = shape_of(model.config).compute
