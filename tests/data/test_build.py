@@ -304,6 +304,27 @@ def test_a_repository_held_out_in_one_domain_is_held_out_in_all(tmp_path: Path, 
     assert not (held[0] | held[1]) & (seen[0] | seen[1])
 
 
+def test_a_source_can_be_held_out_whole(tmp_path: Path, quiet: Reporter) -> None:
+    for repository in ("apple", "birch", "cedar"):
+        folder = tmp_path / ("exam" if repository == "apple" else "all") / repository
+        folder.mkdir(parents=True)
+        (folder / "LICENSE").write_text(MIT)
+        (folder / "core.py").write_text(code(repository))
+    sources: list[dict[str, Any]] = [
+        {"name": "exam", "hold_out": "all", "folder": str(tmp_path / "exam")},
+        {"name": "code", "folder": str(tmp_path / "all")},
+    ]
+    made = build(tmp_path / "corpus", quiet, source=sources, heldout=0.0, **UNSCRUBBED)
+    assert all(row["heldout"] for row in made.documents("exam"))
+    assert not any(row["heldout"] for row in made.documents("code"))
+    (tmp_path / "more" / "apple").mkdir(parents=True)
+    (tmp_path / "more" / "apple" / "LICENSE").write_text(MIT)
+    (tmp_path / "more" / "apple" / "other.py").write_text(code("another"))
+    sources.append({"name": "again", "hold_out": False, "folder": str(tmp_path / "more")})
+    with pytest.raises(UserError, match="is in a source with hold_out = false and in one with"):
+        build(tmp_path / "both", quiet, source=sources, heldout=0.0, **UNSCRUBBED)
+
+
 def test_a_commit_that_adds_a_task_is_contaminated(tmp_path: Path, quiet: Reporter) -> None:
     root = tmp_path / "repo"
     root.mkdir()

@@ -23,7 +23,10 @@ import etude.data.replay
 import etude.data.report_plot
 import etude.inference.generation
 import etude.models.load
-import etude.models.shape  # noqa: F401 - loaded before the fork, so that every child starts at once
+import etude.models.shape
+import etude.training.measure
+import etude.training.report
+import etude.training.session  # noqa: F401 - loaded before the fork, so that every child starts at once
 from etude.cli.main import main
 from etude.lineage.record import load_record
 from etude.run.runner import stage_settings
@@ -68,12 +71,16 @@ def child(recipe: Path, folder: Path, name: str, end_at: int | None, by: int, co
 
 def digests(run: Path) -> dict[str, str]:
     """Return the digests that must not depend on what happened on the way."""
-    base, compare = load_record(run / "base"), load_record(run / "compare")
-    corpus = load_record(run / "data")
-    files = {"base": sorted(base.outputs), "compare": sorted(compare.outputs), "data": sorted(corpus.outputs)}
-    manifest = corpus.outputs["manifest.json"].sha256
-    results = compare.outputs["results.json"].sha256
-    return {"weights": base.model_digest, "corpus": manifest, "results": results, "files": json.dumps(files)}
+    records = {name: load_record(run / name) for name in ("base", "data", "cpt", "compare")}
+    rows = [json.loads(line) for line in (run / "cpt" / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "weights": records["base"].model_digest,
+        "corpus": records["data"].outputs["manifest.json"].sha256,
+        "trained": records["cpt"].model_digest,
+        "losses": json.dumps([row["loss"] for row in rows if row["key"].startswith("train/")]),
+        "results": records["compare"].outputs["results.json"].sha256,
+        "files": json.dumps({name: sorted(record.outputs) for name, record in records.items()}),
+    }
 
 
 def ended_and_run_again(

@@ -133,7 +133,9 @@ class Build:
 
     def _held(self, unit: UnitJob, repositories: Repositories) -> frozenset[str] | float:
         """Return what decides which documents of a unit are held out."""
-        return self.data.heldout * unit.source.hold_out if unit.loose else repositories.heldout
+        if not unit.loose:
+            return repositories.heldout
+        return 1.0 if unit.source.hold_out == "all" else self.data.heldout * bool(unit.source.hold_out)
 
     def _encoder(self) -> tuple[Encoder, int]:
         encoder = Encoder(self.work.folder / TOKENISER / "tokenizer.json")
@@ -199,6 +201,7 @@ class Build:
     def _say_held_out(self) -> None:
         """Say where whole repositories could not give the share that was asked for."""
         say, wanted = self.work.reporter.say, self.data.heldout
+        whole = {source.name for source in self.data.source if source.hold_out == "all"}
         for domain in dict.fromkeys(entry.domain for entry in self.entries):
             mine = [entry for entry in self.entries if entry.domain == domain]
             held, total = (sum(e.tokens["heldout"] for e in mine), sum(sum(e.tokens.values()) for e in mine))
@@ -210,7 +213,7 @@ class Build:
                 listed = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
                 say(f"data: {held / total:.1%} of {domain!r} is held out: {listed or 'single rows'}")
         for entry in self.entries:
-            if not entry.tokens["train"]:
+            if not entry.tokens["train"] and entry.name not in whole:
                 say(f"data: the source {entry.name!r} is held out whole; nothing of it will be trained on")
 
     def _account(self, units: Sequence[UnitJob], samples: Samples, vocabulary: int, separator: int) -> None:

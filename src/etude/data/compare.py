@@ -18,6 +18,7 @@ from etude.data.document import Drop
 from etude.data.filters.duplicates import EXACT, NEAR, find_duplicates
 from etude.data.heldout import choose_heldout
 from etude.data.units import DOCUMENTS, HASHES, KEYS, SIGNATURES
+from etude.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,7 +108,15 @@ def hold_out(units: Sequence[UnitJob], data: DataSettings, seed: int) -> Reposit
             if stays:
                 sizes.setdefault(unit.source.domain, Counter())[name] += size
                 repositories[unit.source.name].add(name)
-    needed = {name for source in data.source if not source.hold_out for name in repositories[source.name]}
-    chosen = choose_heldout(sizes, data.heldout, seed) - needed
+    wishes = {wish: {name for source in data.source if source.hold_out == wish for name in repositories[source.name]}
+              for wish in (False, "all")}  # fmt: skip
+    if both := sorted(wishes[False] & wishes["all"]):
+        raise UserError(
+            f'{both[0]} is in a source with hold_out = false and in one with hold_out = "all"; take it out of one'
+        )
+    rest = {
+        domain: Counter({k: v for k, v in each.items() if k not in wishes["all"]}) for domain, each in sizes.items()
+    }
+    chosen = choose_heldout(rest, data.heldout, seed) - wishes[False] | wishes["all"]
     counts = {name: len(found) + rows[name] for name, found in repositories.items()}
     return Repositories(frozenset(chosen), counts, {name: sorted(chosen & repositories[name]) for name in counts})

@@ -34,7 +34,9 @@ class SourceSettings(Settings):
     )
     domain: str = Field("code", pattern=r"^[a-z0-9][a-z0-9_-]*$", description="code, docs, commits, general, …")
     weight: float = Field(1.0, gt=0, description="how often a token is seen, against one of a source with weight 1")
-    hold_out: bool = Field(default=True, description="whether its repositories may be held out, or all is trained on")
+    hold_out: bool | Literal["all"] = Field(
+        default=True, description="whether its repositories may be held out; false: all is trained on; all: nothing is"
+    )
     licences: Literal["permissive", "copyleft", "any"] | list[str] = Field(
         "permissive", description="what may stay: permissive; also copyleft; any; or a list of SPDX ids"
     )
