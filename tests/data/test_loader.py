@@ -303,7 +303,9 @@ def test_a_folder_without_a_corpus_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"length": "x"}', '"\xff"'])
 def test_a_manifest_that_is_none_is_said(tmp_path: Path, text: str) -> None:
     (tmp_path / "manifest.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(UserError, match=one_line("manifest.json is no manifest", "build the corpus again")):
+    with pytest.raises(
+        UserError, match=one_line("manifest.json is no manifest", "delete the corpus's folder and build it again")
+    ):
         Corpus.open(tmp_path)
 
 

@@ -140,7 +140,7 @@ def test_damage_is_named(tmp_path: Path, part: str, damage: Callable[[Path], obj
     with pytest.raises(UserError, match=said) as raised:
         Shard.open(tmp_path, "s")
     assert f"s.{part}.npy" in str(raised.value)
-    assert str(raised.value).endswith("build the corpus again")
+    assert str(raised.value).endswith("delete the corpus's folder and build it again")
     assert "\n" not in str(raised.value)
 
 

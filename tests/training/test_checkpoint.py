@@ -215,3 +215,11 @@ def test_a_full_disk_ends_a_training_which_goes_on_later(tmp_path: Path, small_d
     with sessions.session(corpus, tmp_path / "straight", chosen) as straight:
         straight.run()
     assert sessions.losses(small_disk / "run") == sessions.losses(tmp_path / "straight")
+
+
+def test_a_damaged_one_from_further_on_does_not_push_out_new_ones(tmp_path: Path) -> None:
+    write(tmp_path, 12, keep=1)
+    flip_a_bit(tmp_path / "00000012" / TENSORS, -1)
+    write(tmp_path, 4, keep=1)
+    assert names(tmp_path) == ["00000004"]
+    assert latest(tmp_path) == (4, [])

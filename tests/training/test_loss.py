@@ -11,8 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, Gemma2Config, RecurrentGemmaConfig
 
 from etude.data.loader import Batch
+from etude.errors import UserError
 from etude.training import cross_entropy
 from etude.training.attention import isolate, packed
 from etude.training.batch import cut, micro_batches, piece_bounds, rows_of, target_weights
@@ -101,6 +103,36 @@ def test_transformers_default_leaks() -> None:
         batch.tokens[0, 3] = value
         moved.append(model(input_ids=torch.from_numpy(batch.tokens), position_ids=positions).logits.detach())
     assert (moved[0][0, 10:] - moved[1][0, 10:]).abs().max() > 1e-3
+
+
+def family(config: Any) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.1)
+    return model
+
+
+def test_a_model_that_carries_memory_from_document_to_document_is_refused() -> None:
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "pad_token_id": 0}
+    recurrent = family(RecurrentGemmaConfig(**shape, num_hidden_layers=3))
+    with pytest.raises(UserError, match="RecurrentGemmaForCausalLM cannot keep the documents of a row apart"):
+        isolate(recurrent, "auto")
+    assert isolate(family(Gemma2Config(**shape, num_hidden_layers=2, head_dim=8)), "auto") == "eager"  # it has no sdpa
+
+
+def test_the_gradient_of_a_bf16_model_is_scaled_exactly() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(6, 8, dtype=torch.bfloat16, requires_grad=True)
+    head, targets, weights = torch.randn(5, 8, dtype=torch.bfloat16), torch.tensor([0, 1, 2, 3, 4, 0]), torch.ones(6)
+    found = []
+    for scale in (1.0, 1 / 1021):  # which bf16 would round
+        hidden.grad = None
+        (cross_entropy.weighted_sum(hidden, head, targets, weights) * scale).backward()
+        assert hidden.grad is not None
+        found.append(hidden.grad.float())
+    assert torch.equal(found[1], (found[0] / 1021).bfloat16().float())
 
 
 def test_a_head_that_scales_its_logits_is_noticed() -> None:

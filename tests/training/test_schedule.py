@@ -36,11 +36,11 @@ def curve(steps: int, **settings: Any) -> list[float]:
             [0.5, 1, 0.75, 0.5, 0.5, 0.5, 0.5, 0.5, 0.3, 0.1],
         ),
         ({"kind": "infinite", "warmup": 0.0, "cool": 0.5, "decay": 0.5, "constant": 0.4}, [0.7, 0.4, 0.2, 0]),
-        # Runs so short that a part rounds to nothing, or to everything: they still end at the floor.
+        # Runs so short that a part rounds to nothing, or to everything: they still end at the floor, but for a single step.
         ({"kind": "wsd", "warmup": 0.0, "decay": 0.1}, [1, 0]),
         ({"kind": "linear", "warmup": 0.9}, [1, 0]),
         ({"kind": "infinite", "warmup": 0.4, "cool": 0.5, "decay": 0.1}, [1, 0]),
-        ({"kind": "cosine", "warmup": 0.0}, [0]),
+        ({"kind": "cosine", "warmup": 0.0}, [1]),  # or it would not train at all
     ],
 )
 def test_exact_numbers(settings: dict[str, Any], expected: list[float]) -> None:
@@ -84,9 +84,9 @@ def test_the_constant_part_is_constant(settings: ScheduleSettings, steps: int) -
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kind": "linear", "decay": 0.2}, "`decay` means nothing for the schedule 'linear'"),
-        ({"kind": "cosine", "constant": 0.5}, "`constant` means nothing for the schedule 'cosine'"),
-        ({"kind": "wsd", "cool": 0.1}, "`cool` means nothing for the schedule 'wsd'"),
+        ({"kind": "linear", "decay": 0.3}, "`decay` means nothing for the schedule 'linear'"),
+        ({"kind": "cosine", "constant": 0.4}, "`constant` means nothing for the schedule 'cosine'"),
+        ({"kind": "wsd", "cool": 0.2}, "`cool` means nothing for the schedule 'wsd'"),
         ({"kind": "wsd", "warmup": 0.6, "decay": 0.5}, "take 1.10 of the run, more than all of it"),
         ({"kind": "infinite", "warmup": 0.5, "cool": 0.4}, "take 1.10 of the run, more than all of it"),
         ({"kind": "infinite", "floor": 0.6}, "`floor` 0.6 is above `constant` 0.5, so the last fall would rise"),

@@ -92,7 +92,9 @@ class Corpus:
         except FileNotFoundError:
             raise UserError(f"{folder} holds no corpus (no manifest.json); make one with `etude data build`") from None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{path} is no manifest of a corpus ({error!r}); build the corpus again") from None
+            raise UserError(
+                f"{path} is no manifest of a corpus ({error!r}); delete the corpus's folder and build it again"
+            ) from None
         splits = {split: {name: Series(name, shards) for name, shards in each.items()} for split, each in found.items()}
         return cls(folder, **shape, shares=shares, domains=domains, splits=splits, digest=digest_of([shape, entries]))
 
@@ -104,7 +106,7 @@ class Corpus:
             row = shard.row(inside)
             if row.tokens.max() >= self.vocabulary:
                 raise UserError(f"a shard of {source!r} in {self.folder} is damaged: it has tokens that are not in the"
-                                f" vocabulary of {self.vocabulary}; build the corpus again")  # fmt: skip
+                                f" vocabulary of {self.vocabulary}; delete the corpus's folder and build it again")  # fmt: skip
             tokens[index, : len(row.tokens)] = row.tokens
             begins.append(np.append(row.starts, len(row.tokens)) + index * self.length)
             numbers.append(np.append(np.arange(len(row.starts)), -1))
@@ -132,7 +134,9 @@ def _open(folder: Path, entry: Mapping[str, Any], length: int, dtype: str) -> Sh
     shard = Shard.open(folder, entry["name"])
     found = (len(shard), len(shard.tokens), shard.tokens.dtype.name)
     if found != (entry["rows"], entry["tokens"], dtype) or np.diff(shard.rows).max(initial=0) > length:
-        raise UserError(f"{folder / entry['name']} is not the shard its manifest describes; build the corpus again")
+        raise UserError(
+            f"{folder / entry['name']} is not the shard its manifest describes; delete the corpus's folder and build it again"
+        )
     return shard
 
 

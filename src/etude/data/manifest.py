@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from etude.errors import UserError
-from etude.files import digest_of, read_json, write_json
+from etude.files import digest_of, read_json, sha256_file, write_json
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from etude.progress import Reporter
 
 MANIFEST = "manifest.json"
 TOOLS = ("fastokens", "identify", "kingfisher-bin", "licenseclassifier", "numpy", "pyarrow", "rensa", "tokenizers",
@@ -104,7 +106,25 @@ def load_manifest(folder: Path) -> Manifest:
         raise UserError(f"{folder} is not a corpus: it has no {MANIFEST}; {advice}") from None
     except ValueError as error:  # pydantic's errors too
         why = str(error).splitlines()[0]
-        raise UserError(f"{folder / MANIFEST} cannot be read: {why}; build the corpus again") from None
+        raise UserError(
+            f"{folder / MANIFEST} cannot be read: {why}; delete the corpus's folder and build it again"
+        ) from None
+
+
+def check_shards(folder: Path, reporter: Reporter) -> None:
+    """Refuse a corpus whose shards are not, byte for byte, those that were built: damaged ones would be trained on in silence."""
+    listed = [
+        (folder / "shards" / name, digest)
+        for shard in load_manifest(folder).shards
+        for name, digest in shard.files.items()
+    ]
+    with reporter.task(
+        "checking the corpus", sum(path.stat().st_size for path, _ in listed if path.exists()), "B"
+    ) as task:
+        for path, digest in listed:
+            if not path.exists() or sha256_file(path, task.advance) != digest:
+                what = "is not what was built" if path.exists() else "is missing"
+                raise UserError(f"{path} {what}; delete the corpus's folder and build it again")
 
 
 def tools() -> dict[str, str]:

@@ -119,14 +119,14 @@ class Shard:
 
 
 def _damaged(path: Path, what: str) -> UserError:
-    return UserError(f"{path} is damaged: {what}; build the corpus again")
+    return UserError(f"{path} is damaged: {what}; delete the corpus's folder and build it again")
 
 
 def _mapped(path: Path, kinds: tuple[str, ...]) -> npt.NDArray[Any]:
     try:
         mapped = np.load(path, mmap_mode="r")
     except FileNotFoundError:
-        raise UserError(f"{path} is missing; build the corpus again") from None
+        raise UserError(f"{path} is missing; delete the corpus's folder and build it again") from None
     except (ValueError, EOFError) as error:
         raise _damaged(path, one_line(error)) from None
     if not isinstance(mapped, np.memmap) or mapped.ndim != 1 or mapped.dtype.str not in kinds:

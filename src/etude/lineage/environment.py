@@ -15,7 +15,7 @@ from pydantic import BaseModel
 import etude
 
 RECORDED_PACKAGES = (
-    "fastokens", "gguf", "huggingface-hub", "identify", "kingfisher-bin", "licenseclassifier", "numpy", "pyarrow", "rensa",
+    "fastokens", "gguf", "huggingface-hub", "identify", "kingfisher-bin", "licenseclassifier", "numpy", "peft", "pyarrow", "rensa",
     "safetensors", "tokenizers", "torch", "transformers", "xxhash",
 )  # fmt: skip
 

@@ -138,8 +138,9 @@ def _explain(error: ErrorDetails, model: type[BaseModel], path: list[str], layer
     where = _where(layers, place)
     if error["type"] == "extra_forbidden":
         return f"{where}unknown key {name!r}{nearest(place[-1], _fields(model, error['loc'][:-1]))}"
-    if error["type"] == "missing":
-        about = _fields(model, error["loc"][:-1])[place[-1]].description or ""
+    field = _fields(model, error["loc"][:-1]).get(place[-1])
+    if error["type"] == "missing" and field:
+        about = field.description or ""
         in_list = any(isinstance(part, int) for part in error["loc"])  # which --set cannot reach
         return (
             f"{where}{name!r} is missing: {about}; set it in the recipe{'' if in_list else f' or with --set {name}=…'}"

@@ -9,8 +9,8 @@ registry of attention functions.
           fast on an H200 but knows no pieces (its variable-length form, in torch 2.11, gives wrong gradients)
     CPU   one call of torch's attention a piece
 
-For models whose attention does more than this (sinks, capped scores, values of another width than keys) there is `sdpa`:
-transformers' own, with a block-diagonal mask made from the positions.
+For models whose attention does more than this (sinks, capped scores, values of another width than keys) there is transformers'
+own, `sdpa` or else `eager`, with a block-diagonal mask made from the positions. Whether it works is tried, not believed.
 
 Shapes: B rows, T positions, H heads, K key/value heads, D width of a head.
 """
@@ -20,16 +20,14 @@ from __future__ import annotations
 import inspect
 import itertools
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from etude.errors import UserError
-
-if TYPE_CHECKING:
-    from etude.training.batch import Rows
+from etude.training.batch import Rows
 
 NAME = "etude_documents"
 AttentionWish = Literal["auto", "documents", "sdpa"]
@@ -136,16 +134,47 @@ AttentionMaskInterface.register(NAME, _no_mask)
 
 def isolate(model: Any, wish: AttentionWish) -> str:
     """Make a model attend inside documents only; return which way was taken."""
-    reason = _not_plain(model.config.get_text_config())
+    config = model.config.get_text_config()
+    reason = _not_plain(config)
     if wish == "documents" and reason:
         raise UserError(f'attention = "documents" cannot serve this model: {reason}; use "sdpa" or "auto"')
-    chosen = "sdpa" if wish == "sdpa" or reason else NAME
-    model.set_attn_implementation(chosen)
-    if model.config.get_text_config()._attn_implementation != chosen:  # noqa: SLF001 - there is no other way to ask
-        raise UserError(
-            f"{type(model).__name__} cannot take another attention ({chosen}), so its documents cannot be kept apart"
-        )
-    return "documents" if chosen == NAME else chosen
+    odd_scores = getattr(config, "attn_logit_softcapping", None) or config.model_type == "gpt_oss"
+    ours = [] if reason or wish == "sdpa" else [NAME]
+    theirs = ["eager"] if odd_scores else ["sdpa", "eager"]  # sdpa would leave caps and sinks out, and say nothing
+    for chosen in [*ours, *([] if wish == "documents" else theirs)]:
+        if _takes(model, chosen) and _keeps_apart(model):
+            return "documents" if chosen == NAME else chosen
+    raise UserError(
+        f"{type(model).__name__} cannot keep the documents of a row apart (attention = {wish!r}); take another base"
+    )
+
+
+def _takes(model: Any, attention: str) -> bool:
+    """Set a model's attention; return whether it took it, as some refuse and others say nothing."""
+    try:
+        model.set_attn_implementation(attention)
+    except ValueError:
+        return False
+    return bool(model.config.get_text_config()._attn_implementation == attention)  # noqa: SLF001 - there is no other way to ask
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def _keeps_apart(model: Any) -> bool:
+    """Try it: other tokens in the first piece of each row must leave the logits of the second alone.
+
+    Layers with a memory of their own (state space, convolution) carry it from piece to piece, whatever attention does.
+    """
+    device, some = next(model.parameters()).device, torch.arange(32).view(2, 16)
+    tokens, places, bounds = 1 + some % 7, some % 8, torch.arange(0, 33, 8, dtype=torch.int32)
+    seen = []
+    for changed in (tokens, torch.cat([tokens[:, :8] % 7 + 1, tokens[:, 8:]], 1)):
+        rows = Rows(*(each.to(device) for each in (changed, changed, torch.ones(2, 16), places, bounds)))
+        try:
+            seen.append(model(**packed(rows)).logits[:, 8:].float())
+        except (TypeError, ValueError):  # it takes no such arguments, or knows that it cannot
+            return False
+    rounding = 1e-4 if model.dtype == torch.float32 else 3e-2
+    return bool((seen[0] - seen[1]).abs().max() <= rounding * seen[0].abs().max())
 
 
 def _not_plain(config: Any) -> str | None:

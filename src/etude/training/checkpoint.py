@@ -70,8 +70,9 @@ class Checkpoints:
         write_json(work / STATE, {"step": step, "sha256": sha256_file(work / TENSORS), **state})
         shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
         publish_folder(work, final)
-        for old in self._steps()[: -self._keep]:
-            shutil.rmtree(self.folder / f"{old:08d}")
+        steps = self._steps()  # one after this was damaged and passed over: it must not count as the newest
+        for other in set(steps) - set([each for each in steps if each <= step][-self._keep :]):
+            shutil.rmtree(self.folder / f"{other:08d}")
 
     def _steps(self) -> list[int]:
         return sorted(int(path.name) for path in self.folder.glob("[0-9]" * 8) if path.is_dir())

@@ -79,7 +79,7 @@ class _WeightedSum(torch.autograd.Function):
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         by_hidden, by_head = ctx.saved_tensors
         head = None if by_head is None else (by_head * scale).to(ctx.dtype)
-        return by_hidden * scale.to(by_hidden.dtype), head, None, None
+        return by_hidden * scale, head, None, None  # a scalar does not change the dtype, and keeps its precision
 
 
 def _chunks(positions: int, vocabulary: int) -> list[slice]:

@@ -1,4 +1,4 @@
-"""Skip a step that would do harm: a loss or a gradient that is not a number, or far from what it was of late.
+"""Skip a step that would do harm: a loss or a gradient that is not a number, or a loss far from what it was of late.
 
 After OLMo's SkipStepAdamW: a value counts as an outlier if it is more than `sigmas` standard deviations above the mean of the last
 `window` accepted ones. Skipped values do not enter the memory, so one spike cannot excuse the next; but after `patience`
@@ -22,9 +22,7 @@ class GuardSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    sigmas: float = Field(
-        default=6.0, gt=0, description="a loss or gradient this many deviations above the mean is an outlier"
-    )
+    sigmas: float = Field(default=6.0, gt=0, description="a loss this many deviations above the mean is an outlier")
     window: int = Field(
         default=128, ge=8, description="accepted steps that mean and deviation are taken over; fewer: no outliers"
     )

@@ -19,11 +19,12 @@ HEADINGS = ("held-out text", "before", "after", "change", "95 %", "tokens scored
 
 
 def write_report(folder: Path, title: str, results: dict[str, Any]) -> None:
-    """Write `results` (domains, curve, notes) as JSON, as a page and as a picture."""
-    write_json(folder / RESULTS, results)
-    write_text(folder / "report.md", _page(title, results))
-    if len(results["curve"]) > 1 and results["domains"]:
+    """Write `results` (domains, curve, notes) as a page, as a picture and, last of all, as JSON: with it, all is there."""
+    drawn = len(results["curve"]) > 1 and bool(results["domains"])
+    if drawn:
         _draw(folder / PICTURE, title, results)
+    write_text(folder / "report.md", _page(title, results, drawn=drawn))
+    write_json(folder / RESULTS, results)
 
 
 def show_report(folder: Path, console: Console) -> None:
@@ -53,7 +54,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _page(title: str, results: dict[str, Any]) -> str:
+def _page(title: str, results: dict[str, Any], *, drawn: bool) -> str:
     lines = [f"# {title}", "", "Bits per byte on held-out text, lower is better.", "",
              "| " + " | ".join(HEADINGS) + " |", "|---|" + "---:|" * (len(HEADINGS) - 1)]  # fmt: skip
     lines += ["| " + " | ".join(_cells(row)) + " |" for row in results["domains"]]
@@ -61,8 +62,7 @@ def _page(title: str, results: dict[str, Any]) -> str:
         "",
         *(f"- {note}" for note in [*results.get("lines", []), *results["notes"]]),
         "",
-        f"![the way from before to after]({PICTURE})",
-        "",
+        *([f"![the way from before to after]({PICTURE})", ""] if drawn else []),
     ]
     return "\n".join(lines)
 

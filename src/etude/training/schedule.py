@@ -6,7 +6,8 @@
     infinite   warm-up, half a cosine down to `constant` over `cool` of the run, constant, then a line to `floor` over the last
                `decay`. A run can be prolonged from its constant part without warming up again
 
-Steps count from 0. Warm-up reaches the peak at its last step; the last step of a run is the first at `floor`.
+Steps count from 0. Warm-up reaches the peak at its last step; the last step of a run is the first at `floor`. A run of one
+step has it at the peak.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class ScheduleSettings(BaseModel):
     @model_validator(mode="after")
     def _parts_fit(self) -> ScheduleSettings:
         own = {"wsd": {"decay"}, "infinite": {"decay", "cool", "constant"}}.get(self.kind, set())
-        if idle := sorted((self.model_fields_set & {"decay", "cool", "constant"}) - own):
+        fields = type(self).model_fields  # a resolved recipe writes all of them out
+        if idle := sorted(
+            name for name in {"decay", "cool", "constant"} - own if getattr(self, name) != fields[name].default
+        ):
             raise ValueError(f"`{idle[0]}` means nothing for the schedule {self.kind!r}")
         used = self.warmup + sum(getattr(self, name) for name in own & {"decay", "cool"})
         if used > 1 + 1e-9:
@@ -48,6 +52,8 @@ class ScheduleSettings(BaseModel):
 
 def factor(settings: ScheduleSettings, step: int, steps: int) -> float:
     """Return the factor on the peak learning rate at `step` of `steps`."""
+    if steps == 1:
+        return 1.0  # at `floor`, which is often 0, it would be no training at all
     rising = min(round(settings.warmup * steps), steps - 1)
     if step < rising:
         return (step + 1) / rising

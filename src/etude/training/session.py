@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from transformers import GenerationConfig
 
 from etude.errors import Interrupted, UserError
 from etude.files import read_json, whole_file, write_json
@@ -78,15 +79,17 @@ class Session:
         if self.device.type == "cpu":
             keep_freed_memory()
         self.steps = settings.steps(self.length)
-        self._refuse_bad_weights()
+        refuse_damaged(model)
         self._shape: ComputeShape = shape_of(model.config).compute
         sharded = self.world.size > 1
         if self.lora and sharded:
             raise UserError("lora cannot be used on several ranks yet; train on one, or without it")
         self._held = lora.add(model, self.lora, self.seed) if self.lora else None
-        model.to(self.device)
-        self.attention = isolate(model, settings.attention)
         layers = _layers(model.eval())  # dropout stays off
+        # Both try the model out: in float32 on the CPU, for a GPU's attention takes no float32, and shards cannot be tried.
+        self.attention = isolate(model, settings.attention)
+        objective = NextToken(model)
+        model.to(self.device)
         if settings.recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             for layer in layers:
@@ -94,14 +97,17 @@ class Session:
         found = memory.estimate(
             model, self.length, self.device, recompute=settings.recompute, sharded_over=self.world.size
         )
-        micro = memory.choose_micro(settings.micro, self._rows_here(), found, recompute=settings.recompute)
+        micro = memory.choose_micro(settings.micro, self._rows_here, found, recompute=settings.recompute)
         self.micro = self.world.tell(micro)  # ranks that differed would wait for each other for ever
         gpu = self.device.type == "cuda"
         self.weights = MixedWeights(model) if gpu and not sharded else Weights(model)
-        objective = NextToken(model)
         forward = Forward(model, objective)
         self.compiled = settings.compile == "on" or (settings.compile == "auto" and gpu)
+        if self.compiled and not gpu:
+            raise UserError('compile = "on" is for a GPU; on a CPU set compile = "auto" or "off"')
         if self.compiled:
+            # Five shares of whole rows, training and measuring, layers with and without a window: 8, torch's limit, is too few.
+            torch._dynamo.config.recompile_limit = 64  # noqa: SLF001
             for layer in layers:
                 layer.compile(fullgraph=True)  # a graph break would raise
         if sharded:
@@ -109,24 +115,15 @@ class Session:
             self.weights = Weights(model)  # the sharded ones
         self.optimiser = Optimiser(self.weights.masters, settings.optimiser, sharded=sharded)
         self.guard = Guard(settings.guard)
+        self._number = sum(1 for _ in self.work.metrics.rows("etude/session/")) if self.work else 0
         self.loop = Loop(
             forward, self.weights, self.optimiser, objective, self.batches,
             lambda step: factor(settings.schedule, step, self.steps),
             self.guard, settings.optimiser.clip, self.length, self.micro, self.device, self.world,
         )  # fmt: skip
 
-    def _refuse_bad_weights(self) -> None:
-        for name, weight in self.model.named_parameters():
-            if not torch.isfinite(weight).all():
-                raise UserError(
-                    f"the weights to start from are damaged: {name} holds values that are not finite; fetch the base again"
-                )
-
+    @property
     def _rows_here(self) -> int:
-        if self.settings.batch % self.world.size:
-            raise UserError(
-                f"batch = {self.settings.batch} rows cannot be shared by {self.world.size} ranks; make it a multiple"
-            )
         return self.settings.batch // self.world.size
 
     def run(self) -> dict[str, dict[str, Bits]]:
@@ -134,8 +131,8 @@ class Session:
         checkpoints = Checkpoints(self.folder / CHECKPOINTS, self.settings.keep, self._say)
         try:
             self._resume(checkpoints)
-            before = self._before()
             try:
+                before = self._before()
                 self._train(checkpoints)
             except Interrupted:
                 if self.loop.done:
@@ -219,11 +216,9 @@ class Session:
 
     def _write_compile(self, step: Step) -> None:
         """Write what compiling cost, after the first step of a session on compiled layers."""
-        if self.work is None:
-            return
-        counters = torch._dynamo.utils.counters  # noqa: SLF001 - torch has no public way to ask
-        key = f"compile/{sum(1 for _ in self.work.metrics.rows('etude/session/')):04d}"
-        if self.compiled and key not in self.work.metrics:
+        key = f"compile/{self._number:04d}"
+        if self.work and self.compiled and key not in self.work.metrics:
+            counters = torch._dynamo.utils.counters  # noqa: SLF001 - torch has no public way to ask
             hits, misses = (counters["inductor"][f"fxgraph_cache_{what}"] for what in ("hit", "miss"))
             breaks = sum(counters["graph_break"].values())
             self.work.metrics.put(
@@ -238,8 +233,7 @@ class Session:
         """Write a row; what was done before and is done again was spent again."""
         if self.work is not None:
             metrics = self.work.metrics
-            session = sum(1 for _ in metrics.rows("etude/session/"))
-            metrics.put(f"again/{session:04d}/{key}" if key in metrics else key, **values)
+            metrics.put(f"again/{self._number:04d}/{key}" if key in metrics else key, **values)
 
     def _say(self, line: str) -> None:
         if self.work is not None:
@@ -308,7 +302,7 @@ class Session:
         self.loop.position = state["batches"]
         self.guard.load_state(state["guard"])
         self.loop.done = state["done"]
-        if not self.settings.micro and self._rows_here() % state["micro"] == 0:
+        if not self.settings.micro and self._rows_here % state["micro"] == 0:
             self.micro = self.loop.micro = state["micro"]  # with another split, sums would be rounded otherwise
         self._say(f"going on from the checkpoint of step {self.loop.done} of {self.steps}")
 
@@ -346,10 +340,23 @@ class Session:
         if self.world.leads:
             weights = dict(self.model.named_parameters(remove_duplicate=False))  # a tied one is saved once
             state |= {name: value.cpu() for name, value in self.model.state_dict().items() if name not in weights}
+            # transformers refuses to save a generation config with idle settings, though it has loaded it from the base.
+            generation, self.model.generation_config = self.model.generation_config, GenerationConfig()
             with full_disk_told(folder):
                 self.model.save_pretrained(folder, state_dict=state)
+                generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+            self.model.generation_config = generation
             config = folder / "config.json"  # transformers writes the dtype that the model computes in
             write_json(config, {**read_json(config), "dtype": str(self.saved_dtype).removeprefix("torch.")})
+
+
+def refuse_damaged(model: Any) -> None:
+    """Refuse weights that are not numbers."""
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight).all():
+            raise UserError(
+                f"the weights to start from are damaged: {name} holds values that are not finite; fetch the base again"
+            )
 
 
 def measuring_steps(steps: int, count: int) -> set[int]:

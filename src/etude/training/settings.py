@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from etude.training.guard import GuardSettings
 from etude.training.schedule import ScheduleSettings
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimiserSettings(BaseModel):
@@ -24,13 +26,21 @@ class OptimiserSettings(BaseModel):
     other_lr: float | None = Field(
         default=None, gt=0, description="muon: peak rate of embeddings and vectors; default lr"
     )
-    betas: tuple[float, float] = Field(
+    betas: tuple[Beta, Beta] = Field(
         default=(0.9, 0.95), strict=False, description="AdamW's memory of gradients and squares"
     )
     momentum: float = Field(default=0.95, ge=0, lt=1, description="muon: its memory of gradients")
     eps: float = Field(default=1e-8, gt=0, description="AdamW's guard against division by zero")
     weight_decay: float = Field(default=0.1, ge=0, description="of matrices; embeddings and vectors have none")
     clip: float = Field(default=1.0, gt=0, description="longest gradient; a longer one is scaled down")
+
+    @model_validator(mode="after")
+    def _each_number_has_its_use(self) -> OptimiserSettings:
+        fields = type(self).model_fields  # a resolved recipe writes all of them out
+        idle = [name for name in ("momentum", "other_lr") if getattr(self, name) != fields[name].default]
+        if self.name == "adamw" and idle:
+            raise ValueError(f"`{idle[0]}` means nothing for the optimiser 'adamw'")
+        return self
 
 
 class LoraSettings(BaseModel):
@@ -63,7 +73,7 @@ class TrainSettings(BaseModel):
     schedule: ScheduleSettings = ScheduleSettings()
     guard: GuardSettings = GuardSettings()
     attention: Literal["auto", "documents", "sdpa"] = Field(
-        default="auto", description="documents: fast; sdpa: any model; both keep documents apart"
+        default="auto", description="documents: fast; sdpa: transformers' own; both keep documents apart"
     )
     recompute: bool = Field(
         default=False, description="compute layers again in the backward pass: a third slower, far less memory"
@@ -84,6 +94,31 @@ class TrainSettings(BaseModel):
     )
     keep: int = Field(default=2, ge=1, description="checkpoints kept while training; none remains after it")
     loader_workers: int = Field(default=1, ge=0, description="threads that read batches ahead; the result is the same")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_own_defaults(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """A table that sets one number of the optimiser leaves the others as this stage has them, unless it takes another kind."""
+        for name, kind in (("optimiser", "name"), ("schedule", "kind")):
+            own, table = cls.model_fields[name].default, given.get(name)
+            if isinstance(table, dict) and table.get(kind, getattr(own, kind)) == getattr(own, kind):
+                given = {**given, name: {**own.model_dump(exclude_unset=True), **table}}
+        return given
+
+    @model_validator(mode="before")
+    @classmethod
+    def _on_top_of_the_stage(cls, given: Any) -> Any:
+        """Let a table that a recipe sets in part keep the stage's own defaults for the rest, unless it chooses another kind."""
+        if not isinstance(given, dict):
+            return given
+        merged = dict(given)
+        for name, value in given.items():
+            default = cls.model_fields[name].default if name in cls.model_fields else None
+            if isinstance(value, dict) and isinstance(default, BaseModel):
+                own = default.model_dump(exclude_unset=True)
+                if all(value.get(choice, own.get(choice)) == own.get(choice) for choice in ("name", "kind")):
+                    merged[name] = {**own, **value}
+        return merged
 
     def steps(self, length: int) -> int:
         """Return the number of steps that the budget makes."""

@@ -1,7 +1,7 @@
 """One process, or several that train together.
 
 `torchrun --nproc-per-node N -m etude run RECIPE` starts N of them. Rank 0 runs the recipe; the others wait to be told which
-training to join (`run/ranks.py`). Weights, gradients and optimiser state are then sharded by FSDP2.
+training to join (`run/stages/training.py`). Weights, gradients and optimiser state are then sharded by FSDP2.
 """
 
 from __future__ import annotations

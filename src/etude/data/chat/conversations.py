@@ -96,7 +96,9 @@ def _conversation(line: bytes, origin: str) -> Conversation:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if "[" not in str(part))  # without the names of types
-        raise UserError(f"{origin}: {place} {first['msg'].removeprefix('Value error, ')}") from None
+        raise UserError(
+            f"{origin}: {f'{place} ' if place else ''}{first['msg'].removeprefix('Value error, ')}"
+        ) from None
     messages = [{**each.model_dump(exclude_none=True), "content": each.content or ""} for each in row.messages]
     return Conversation(messages, row.tools or [], origin)
 

@@ -10,7 +10,6 @@ from etude.run.stages.training import Training, TrainingStage, trained_on_corpus
 from etude.training.settings import LoraSettings, OptimiserSettings, TrainSettings
 
 if TYPE_CHECKING:
-    from etude.training.session import Session
     from etude.training.world import World
     from etude.work import Work
 
@@ -30,7 +29,7 @@ class CptStage(TrainingStage):
     kind = "cpt"
     settings = CptSettings
 
-    def train(self, training: Training, world: World, work: Work | None) -> Session:
+    def train(self, training: Training, world: World, work: Work | None) -> None:
         """Train on this rank."""
         import torch
 
@@ -40,7 +39,7 @@ class CptStage(TrainingStage):
         assert training.parent is not None
         shape = model_shape(training.parent)
         model = load_model(training.parent, torch.device("cpu"), torch.float32)
-        return trained_on_corpus(
+        trained_on_corpus(
             training, world, work, model,
             context=shape.context, lora=training.settings.lora, dtype=saved_dtype(training.parent),
         )  # fmt: skip

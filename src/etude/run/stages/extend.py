@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from etude.data.loader import Corpus
-    from etude.training.session import Session
     from etude.training.world import World
     from etude.work import Work
 
@@ -31,7 +30,9 @@ class ExtendSettings(TrainSettings):
     rope: RopeSettings = RopeSettings()
     optimiser: OptimiserSettings = OptimiserSettings(lr=1e-4)
     retrieval_items: int = Field(default=50, ge=0, description="planted constants to ask for, at each length; 0: none")
-    retrieval_keys: int = Field(default=4, ge=1, description="constants planted in each item; chance is one in so many")
+    retrieval_keys: int = Field(
+        default=4, ge=1, le=512, description="constants planted in each item; chance is one in so many"
+    )
     retrieval_lengths: list[int] = Field(
         default=[], description="lengths to ask at; default half the new context, all of it and twice"
     )
@@ -46,12 +47,13 @@ class ExtendStage(TrainingStage):
     kind = "extend"
     settings = ExtendSettings
 
-    def train(self, training: Training, world: World, work: Work | None) -> Session:
+    def train(self, training: Training, world: World, work: Work | None) -> None:
         """Train on this rank."""
         import torch
         from transformers import AutoConfig
 
         from etude.models.load import load_model, saved_dtype
+        from etude.training.session import refuse_damaged
 
         settings: ExtendSettings = training.settings
         assert training.parent is not None
@@ -61,9 +63,10 @@ class ExtendStage(TrainingStage):
                 f"the corpus has rows of {corpus.length} tokens: too short for {settings.length}; raise data.length"
             )
         longer = stretch(AutoConfig.from_pretrained(training.parent), settings.length, settings.rope)
+        model = load_model(training.parent, torch.device("cpu"), torch.float32, config=longer)
+        refuse_damaged(model)
         if world.leads and not (training.folder / BASE).exists():
             write_json(training.folder / BASE, measured(training.parent, corpus, settings, training.seed))
-        model = load_model(training.parent, torch.device("cpu"), torch.float32, config=longer)
 
         def more(saved: Path) -> dict[str, Any]:
             long = {
@@ -72,7 +75,7 @@ class ExtendStage(TrainingStage):
             }
             return {"long": long, "lines": long_lines(long)}
 
-        return trained_on_corpus(
+        trained_on_corpus(
             training, world, work, model, context=settings.length, dtype=saved_dtype(training.parent), more=more
         )
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from etude.errors import UserError
+from etude.files import sha256_file
 from etude.run.folder import MODEL
 from etude.run.stages.training import Training, TrainingStage, trained_on_corpus
 from etude.training.schedule import ScheduleSettings
@@ -20,7 +21,6 @@ from etude.training.settings import OptimiserSettings, TrainSettings
 
 if TYPE_CHECKING:
     from etude.run.stage import Job, Outcome
-    from etude.training.session import Session
     from etude.training.world import World
     from etude.work import Work
 
@@ -34,7 +34,7 @@ class ShapeSettings(BaseModel):
     layers: int = Field(default=6, ge=1, description="how many")
     heads: int = Field(default=4, ge=1, description="of attention")
     kv_heads: int = Field(default=2, ge=1, description="heads that keys and values are shared over; divides heads")
-    head_width: int = Field(default=64, ge=8, description="of one head")
+    head_width: int = Field(default=64, ge=8, multiple_of=2, description="of one head")
     feed_forward: int = Field(default=576, ge=16, description="width of the feed-forward part")
     context: int = Field(default=2048, ge=16, description="longest sequence it promises to handle")
     rope_theta: float = Field(default=10_000.0, gt=0, description="base of the rotary positions")
@@ -75,7 +75,9 @@ class PretrainStage(TrainingStage):
             raise UserError(
                 "pretrain starts from random weights, but this recipe has a base; leave `base` out, or use `cpt`"
             )
-        return super().inputs(settings, "none", seed)
+        found = super().inputs(settings, "none", seed)
+        licence = sha256_file(Path(settings.licence).expanduser()) if settings.licence else None
+        return {**found, "settings": {**found["settings"], "licence": licence}}
 
     def run(self, settings: PretrainSettings, job: Job) -> Outcome:
         """Train, and give the model its licence."""
@@ -85,7 +87,7 @@ class PretrainStage(TrainingStage):
             return replace(outcome, licence_folder=job.work.folder / MODEL)
         return outcome
 
-    def train(self, training: Training, world: World, work: Work | None) -> Session:
+    def train(self, training: Training, world: World, work: Work | None) -> None:
         """Train on this rank; all ranks draw the same weights."""
         import torch
         from transformers import LlamaForCausalLM
@@ -98,7 +100,7 @@ class PretrainStage(TrainingStage):
         torch.manual_seed(training.seed)
         model = LlamaForCausalLM(_config(settings.model, corpus.vocabulary, corpus.separator))
         training = replace(training, parent=tokeniser)
-        return trained_on_corpus(training, world, work, model, context=settings.model.context, dtype=torch.bfloat16)
+        trained_on_corpus(training, world, work, model, context=settings.model.context, dtype=torch.bfloat16)
 
 
 def _config(shape: ShapeSettings, vocabulary: int, separator: int) -> Any:

@@ -19,7 +19,7 @@ from etude.training.settings import LoraSettings, OptimiserSettings, TrainSettin
 if TYPE_CHECKING:
     from etude.data.chat.conversations import Conversation
     from etude.data.chat.template import ChatTemplate
-    from etude.data.loader import Corpus
+    from etude.data.loader import Corpus, Loader
     from etude.run.stage import Job
     from etude.training.measure import Bits, Nats
     from etude.training.session import Session
@@ -66,10 +66,17 @@ class SftStage(TrainingStage):
     settings = SftSettings
 
     def check(self, settings: SftSettings) -> None:
-        """Refuse files that are not there."""
+        """Refuse files that are not there, or not what they should be: stages before this one may take days."""
+        from etude.data.chat.conversations import read_conversations
+
         for name in settings.conversations:
             if not Path(name).expanduser().is_file():
                 raise UserError(f"sft.conversations: {name!r} is not a file (looked in {Path.cwd()})")
+            read_conversations(Path(name).expanduser())
+        if settings.template not in {"auto", "base", "chatml"} and not Path(settings.template).is_file():
+            raise UserError(
+                f'sft.template {settings.template!r} is not "auto", "base", "chatml" or a file (looked in {Path.cwd()})'
+            )
         if settings.code:
             read_codebase(Path(settings.code).expanduser())
 
@@ -82,7 +89,7 @@ class SftStage(TrainingStage):
         paths = {"conversations", "code"}
         return {**found, "settings": {k: v for k, v in found["settings"].items() if k not in paths}, "content": content}
 
-    def train(self, training: Training, world: World, work: Work | None) -> Session:
+    def train(self, training: Training, world: World, work: Work | None) -> None:
         """Train on this rank."""
         import torch
 
@@ -94,6 +101,11 @@ class SftStage(TrainingStage):
         assert training.parent is not None
         tokeniser = load_tokeniser(training.parent)
         template = choose_template(tokeniser, settings.template)
+        if template.added and settings.lora:
+            raise UserError(
+                f"chat template {template.name!r} adds {template.added} tokens, whose embeddings lora would never train;"
+                " leave lora out, or use a template whose tokens the base knows"
+            )
         model = load_model(training.parent, torch.device("cpu"), torch.float32)
         if len(tokeniser) > model.get_input_embeddings().weight.shape[0]:
             torch.manual_seed(training.seed)
@@ -105,18 +117,17 @@ class SftStage(TrainingStage):
                 f"rows of {length} tokens are longer than the model's context of {context}; set length = {context}"
             )
         chats, notes = _packed(settings, template, length, training.seed)
-        session = _session(training, world, work, model, chats, length, saved_dtype(training.parent))
+        session, loader = _session(training, world, work, model, chats, length, saved_dtype(training.parent))
         _save_tokeniser(tokeniser, training.folder / MODEL, world)
         model.generation_config.eos_token_id = template.end_token  # where generation stops
         if work is not None:
             for note in notes:
                 work.reporter.say(f"sft: {note}")
-        finish(training, session, notes=[f"chat template: {template.name}; {template.added} tokens added", *notes])
-        return session
+        notes = [f"chat template: {template.name}; {template.added} tokens added", *notes]
+        finish(training, session, loader, notes=notes)
 
-    def data_uses(self, session: Session, job: Job) -> list[DataUse]:  # noqa: ARG002 - as its parent's
+    def data_uses(self, settings: SftSettings, job: Job, seen: dict[str, float]) -> list[DataUse]:  # noqa: ARG002 - as its parent's
         """Return the files and the code that conversations came from."""
-        settings: Any = session.settings
         uses = []
         for name in settings.conversations:
             path = Path(name).expanduser()
@@ -166,20 +177,27 @@ def _words(counts: dict[str, int]) -> str:
 
 def _session(
     training: Training, world: World, work: Work | None, model: Any, chats: Corpus, length: int, dtype: Any
-) -> Session:
+) -> tuple[Session, Loader]:
     from etude.data.loader import Loader
     from etude.training.session import Session
 
     settings: SftSettings = training.settings
     rows = len(chats.splits["train"]["chat"])
-    chosen = settings.model_copy(update={"tokens": settings.tokens or round(settings.epochs * rows * length)})
-    loader = Loader(chats, seed=training.seed, batch=settings.batch, rank=world.rank, world=world.size)
+    chosen = settings.model_copy(update={"tokens": settings.tokens or max(1, round(settings.epochs * rows * length))})
+    loader = Loader(
+        chats,
+        seed=training.seed,
+        batch=settings.batch,
+        rank=world.rank,
+        world=world.size,
+        workers=settings.loader_workers,
+    )
     session = Session(
         model, chosen, loader, length, lambda _: {}, world, work, training.folder,
         parent_dtype=dtype, lora=settings.lora, seed=training.seed,
     )  # fmt: skip
     session.evaluate = partial(_measured, training, chats, session)
-    return session
+    return session, loader
 
 
 def _measured(training: Training, chats: Corpus, session: Session, nats: Nats) -> dict[str, Bits]:
@@ -193,10 +211,10 @@ def _measured(training: Training, chats: Corpus, session: Session, nats: Nats) -
         found["chat answers"] = bits(nats, held, _bytes_a_token(training, held), session.micro, session.device)
     if training.corpus is not None and training.parent is not None:
         corpus = open_corpus(training, training.parent)
-        length = min(session.length, corpus.length)
+        # The longest rows that the corpus's can be cut into, up to those trained on.
+        length = next(size for size in range(min(session.length, corpus.length), 0, -1) if corpus.length % size == 0)
         micro = max(1, session.micro * session.length // length)
-        if corpus.length % length == 0:
-            found |= bits_by_domain(nats, corpus, length=length, rows=rows, micro=micro, device=session.device)
+        found |= bits_by_domain(nats, corpus, length=length, rows=rows, micro=micro, device=session.device)
     return found
 
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import Interrupted, UserError
-from etude.files import read_json
+from etude.files import fsync_tree, read_json
 from etude.lineage import environment
-from etude.lineage.record import Parent
+from etude.lineage.record import Parent, load_record
+from etude.models.checkpoint import weight_files
 from etude.run.folder import MODEL
 from etude.run.stage import Job, Outcome
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from etude.data.loader import Corpus
+    from etude.data.loader import Corpus, Loader
     from etude.lineage.record import DataUse
     from etude.training.session import Session
     from etude.training.settings import LoraSettings, TrainSettings
@@ -70,35 +71,57 @@ class TrainingStage:
 
     def run(self, settings: Any, job: Job) -> Outcome:
         """Call the other ranks, if there are any, and train."""
+        from etude.data.manifest import check_shards
+        from etude.training.report import RESULTS
+        from etude.training.session import CHECKPOINTS
         from etude.training.world import join
 
-        world = join()
+        world, folder = join(), job.work.folder.absolute()
         parent = job.parent.folder.absolute() if job.parent else None
         corpus = job.corpus.absolute() if job.corpus else None
-        training = Training(self.kind, settings, job.work.folder.absolute(), parent, corpus, job.seed)
-        world.tell(training)
-        session = self.train(training, world, job.work)
+        training = Training(self.kind, settings, folder, parent, corpus, job.seed)
+        if not _is_trained(folder):  # else it was interrupted after its end, and is not done again
+            if corpus is not None:
+                check_shards(corpus, job.work.reporter)
+            world.tell(training)
+            self.train(training, world, job.work)
+        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+        results, trained = read_json(folder / RESULTS), list(job.work.metrics.rows("train/"))
         return Outcome(
             parents=_parents(job),
             lineages=[job.parent.lineage] if job.parent else [],
-            data=self.data_uses(session, job),
-            device=environment.device_name(session.device.type),
-            summary={"steps": session.steps, "tokens": sum(row["tokens"] for row in job.work.metrics.rows("train/"))},
+            data=self.data_uses(settings, job, results["seen"]),
+            device=results["device"],
+            summary={"steps": len(trained), "tokens": sum(row["tokens"] for row in trained)},
         )
 
-    def train(self, training: Training, world: World, work: Work | None) -> Session:
+    def train(self, training: Training, world: World, work: Work | None) -> None:
         """Train on this rank."""
         raise NotImplementedError
 
-    def data_uses(self, session: Session, job: Job) -> list[DataUse]:
-        """Return what was read, with the tokens that went through the model."""
-        return corpus_uses(session, job)
+    def data_uses(self, settings: Any, job: Job, seen: dict[str, float]) -> list[DataUse]:  # noqa: ARG002 - for those that do
+        """Return the sources of the corpus that were trained on, with the tokens that went through the model of each."""
+        assert job.corpus is not None
+        total = sum(row["tokens"] for row in job.work.metrics.rows("train/"))
+        uses = {use.name: use for use in load_record(job.corpus).data}
+        return [
+            uses[name].model_copy(update={"tokens": round(share * total)}) for name, share in seen.items() if share > 0
+        ]
 
     def show(self, folder: Path, console: Console) -> None:
         """Print the table of before and after."""
         from etude.training.report import show_report
 
         show_report(folder, console)
+
+
+def _is_trained(folder: Path) -> bool:
+    """Return whether a training came to its end here: its results are written last, and its model is whole."""
+    from etude.training.report import RESULTS
+
+    with contextlib.suppress(UserError):
+        return (folder / RESULTS).exists() and bool(weight_files(folder / MODEL))
+    return False
 
 
 def _parents(job: Job) -> list[Parent]:
@@ -197,26 +220,11 @@ def shares_by_source(corpus: Corpus, wanted: dict[str, float]) -> dict[str, floa
     }
 
 
-def corpus_uses(session: Session, job: Job) -> list[DataUse]:
-    """Return the sources of the corpus that were trained on, with the tokens seen of each."""
-    from etude.lineage.record import load_record
-
-    assert job.corpus is not None
-    shares = session.batches.achieved()["sources"]
-    total = sum(row["tokens"] for row in job.work.metrics.rows("train/"))
-    uses = {use.name: use for use in load_record(job.corpus).data}
-    return [
-        uses[name].model_copy(update={"tokens": round(share * total)}) for name, share in shares.items() if share > 0
-    ]
-
-
 def trained_on_corpus(
     training: Training, world: World, work: Work | None, model: Any, *, context: int, lora: LoraSettings | None = None,
     dtype: Any = None, more: Callable[[Path], dict[str, Any]] | None = None,
-) -> Session:  # fmt: skip
+) -> None:  # fmt: skip
     """Train a model on the corpus, measured on what is held out of it; save it and the report."""
-    from functools import partial
-
     import torch
 
     from etude.data.loader import Loader
@@ -227,9 +235,14 @@ def trained_on_corpus(
     assert training.parent is not None
     corpus = open_corpus(training, training.parent)
     length = row_length(settings, corpus, context)
-    if (settings.batch * length) % corpus.length:
+    if (settings.batch * length) % (corpus.length * world.size):
+        ranks = f" times {world.size} ranks" if world.size > 1 else ""
         raise UserError(
-            f"batch × length must be a multiple of the corpus's rows of {corpus.length} tokens; it is {settings.batch * length}"
+            f"batch × length must be a multiple of the corpus's rows of {corpus.length} tokens{ranks}; it is {settings.batch * length}"
+        )
+    if corpus.vocabulary > (known := model.get_input_embeddings().weight.shape[0]):
+        raise UserError(
+            f"the base knows {known} tokens, its tokeniser {corpus.vocabulary}; take a base whose files belong together"
         )
     loader = Loader(
         corpus, seed=training.seed, batch=settings.batch * length // corpus.length, rank=world.rank, world=world.size,
@@ -239,48 +252,45 @@ def trained_on_corpus(
         model, settings, loader, length, lambda _: {}, world, work, training.folder,
         parent_dtype=dtype or torch.float32, lora=lora, seed=training.seed,
     )  # fmt: skip
-    session.evaluate = partial(
-        bits_by_domain,
-        corpus=corpus,
-        length=length,
-        rows=settings.evaluation_rows,
-        micro=session.micro,
-        device=session.device,
+    session.evaluate = lambda nats: bits_by_domain(
+        nats, corpus, length=length, rows=settings.evaluation_rows, micro=session.micro, device=session.device
     )
-    try:
-        finish(training, session, more)
-    finally:
-        loader.close()
-    return session
+    finish(training, session, loader, more)
 
 
 def finish(
     training: Training,
     session: Session,
+    loader: Loader,
     more: Callable[[Path], dict[str, Any]] | None = None,
     notes: Sequence[str] = (),
 ) -> None:
     """Run a session to its end; save model, side files and report, with `more` results that the saved model is asked for."""
-    found = session.run()
+    try:
+        found = session.run()
+    finally:
+        loader.close()
     model = training.folder / MODEL
     session.export(model)
     if session.work is None:
         return
     from etude.training.measure import table
     from etude.training.report import write_report
-    from etude.training.session import CHECKPOINTS
 
     assert training.parent is not None
     copy_side_files(training.parent, model)
+    fsync_tree(model)  # before the results, which say that it is there
+    if not found["before"]:
+        session.work.reporter.say(f"{training.kind}: nothing is held out, so nothing was measured; raise data.heldout")
     results = {
+        "device": environment.device_name(session.device.type),
+        "seen": loader.achieved()["sources"],
         "domains": table(found["before"], found["after"]),
         "curve": curve(session),
         "notes": [*notes, *session.notes()],
         **(more(model) if more else {}),
     }
     write_report(training.folder, f"{training.kind}: before and after", results)
-    # Last of all: whatever is interrupted before this goes on from the last checkpoint.
-    shutil.rmtree(training.folder / CHECKPOINTS)
 
 
 def curve(session: Session) -> list[dict[str, Any]]:
