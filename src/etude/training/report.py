@@ -30,7 +30,7 @@ def write_report(folder: Path, title: str, results: dict[str, Any]) -> None:
 def show_report(folder: Path, console: Console) -> None:
     """Print the table and where the rest is."""
     results = read_json(folder / RESULTS)
-    table = Table(title="bits per byte, lower is better", title_justify="left")
+    table = Table(title=f"{folder.name}: bits per byte, lower is better", title_justify="left")
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right")
     for row in results["domains"]:
