@@ -105,21 +105,6 @@ class TrainSettings(BaseModel):
                 given = {**given, name: {**own.model_dump(exclude_unset=True), **table}}
         return given
 
-    @model_validator(mode="before")
-    @classmethod
-    def _on_top_of_the_stage(cls, given: Any) -> Any:
-        """Let a table that a recipe sets in part keep the stage's own defaults for the rest, unless it chooses another kind."""
-        if not isinstance(given, dict):
-            return given
-        merged = dict(given)
-        for name, value in given.items():
-            default = cls.model_fields[name].default if name in cls.model_fields else None
-            if isinstance(value, dict) and isinstance(default, BaseModel):
-                own = default.model_dump(exclude_unset=True)
-                if all(value.get(choice, own.get(choice)) == own.get(choice) for choice in ("name", "kind")):
-                    merged[name] = {**own, **value}
-        return merged
-
     def steps(self, length: int) -> int:
         """Return the number of steps that the budget makes."""
         return -(-self.tokens // (self.batch * length))

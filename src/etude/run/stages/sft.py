@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from etude.data.loader import Corpus, Loader
     from etude.run.stage import Job
     from etude.training.measure import Bits, Nats
-    from etude.training.session import Session
+    from etude.training.session import Evaluate, Session
     from etude.training.world import World
     from etude.work import Work
 
@@ -56,6 +55,8 @@ class SftSettings(TrainSettings):
             raise ValueError("nothing to learn from; name `conversations` (JSONL files), or a folder of `code`")
         if self.shares:
             raise ValueError("`shares` means nothing here: the corpus is measured on, not learnt from")
+        if self.tokens and self.epochs != SftSettings.model_fields["epochs"].default:
+            raise ValueError("`epochs` means nothing beside `tokens`; leave one of them out")
         return self
 
 
@@ -118,8 +119,11 @@ class SftStage(TrainingStage):
             )
         chats, notes = _packed(settings, template, length, training.seed)
         session, loader = _session(training, world, work, model, chats, length, saved_dtype(training.parent))
-        _save_tokeniser(tokeniser, training.folder / MODEL, world)
+        if world.leads:
+            tokeniser.save_pretrained(training.folder / MODEL)
         model.generation_config.eos_token_id = template.end_token  # where generation stops
+        corpus = open_corpus(training, training.parent) if training.corpus else None
+        session.evaluate = _measurement(session, chats, tokeniser, corpus)
         if work is not None:
             for note in notes:
                 work.reporter.say(f"sft: {note}")
@@ -196,40 +200,26 @@ def _session(
         model, chosen, loader, length, lambda _: {}, world, work, training.folder,
         parent_dtype=dtype, lora=settings.lora, seed=training.seed,
     )  # fmt: skip
-    session.evaluate = partial(_measured, training, chats, session)
     return session, loader
 
 
-def _measured(training: Training, chats: Corpus, session: Session, nats: Nats) -> dict[str, Bits]:
-    """Measure the answers of held-out conversations, and the corpus, if the run has one, for what was forgotten."""
+def _measurement(session: Session, chats: Corpus, tokeniser: Any, corpus: Corpus | None) -> Evaluate:
+    """Return what measures the answers of held-out conversations, and the run's corpus for what was forgotten."""
     from etude.training.measure import bits, bits_by_domain
 
-    found: dict[str, Bits] = {}
-    rows = session.settings.evaluation_rows
-    if chats.splits.get("heldout"):
-        held = list(chats.heldout("chat", rows=rows))
-        found["chat answers"] = bits(nats, held, _bytes_a_token(training, held), session.micro, session.device)
-    if training.corpus is not None and training.parent is not None:
-        corpus = open_corpus(training, training.parent)
+    rows, device = session.settings.evaluation_rows, session.device
+    held = list(chats.heldout("chat", rows=rows)) if chats.splits.get("heldout") else []
+    learnt = [batch.tokens[batch.learnt].tolist() for batch in held]
+    size = sum(len(tokeniser.decode(tokens).encode()) for tokens in learnt)
+    ratio = size / max(1, sum(map(len, learnt)))  # bytes of text behind a learnt token
+
+    def measure(nats: Nats) -> dict[str, Bits]:
+        found = {"chat answers": bits(nats, held, ratio, session.micro, device)} if held else {}
+        if corpus is None:
+            return found
         # The longest rows that the corpus's can be cut into, up to those trained on.
         length = next(size for size in range(min(session.length, corpus.length), 0, -1) if corpus.length % size == 0)
         micro = max(1, session.micro * session.length // length)
-        found |= bits_by_domain(nats, corpus, length=length, rows=rows, micro=micro, device=session.device)
-    return found
+        return found | bits_by_domain(nats, corpus, length=length, rows=rows, micro=micro, device=device)
 
-
-def _bytes_a_token(training: Training, held: list[Any]) -> float:
-    """Return the bytes of text behind a learnt token."""
-    from etude.models.load import load_tokeniser
-
-    tokeniser = load_tokeniser(training.folder / MODEL)
-    learnt = [batch.tokens[batch.learnt].tolist() for batch in held]
-    size = sum(len(tokeniser.decode(tokens).encode()) for tokens in learnt)
-    return size / sum(map(len, learnt))
-
-
-def _save_tokeniser(tokeniser: Any, folder: Path, world: World) -> None:
-    """Save the tokeniser with its template; the other ranks read it."""
-    if world.leads:
-        tokeniser.save_pretrained(folder)
-    world.tell(None)
+    return measure
