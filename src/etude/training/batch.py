@@ -16,7 +16,7 @@ from etude.data.loader import Batch
 from etude.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import numpy.typing as npt
 
@@ -40,10 +40,18 @@ class Rows:
         """Return the rows on a device; the copy to a GPU does not wait."""
         if device.type == "cpu":
             return self
-        tensors = (self.tokens_BT, self.targets_BT, self.weights_BT, self.positions_BT, self.bounds)
-        tokens, targets, weights, positions, bounds = (t.pin_memory().to(device, non_blocking=True) for t in tensors)
-        torch._dynamo.maybe_mark_dynamic(bounds, 0)  # noqa: SLF001 - else every number of pieces is compiled anew
+        moved = self.each(lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
+        torch._dynamo.maybe_mark_dynamic(moved.bounds, 0)  # noqa: SLF001 - else every number of pieces is compiled anew
+        return moved
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Rows:
+        """Return rows with every tensor changed."""
+        tokens, targets, weights, positions, bounds = (change(each) for each in self.tensors())
         return Rows(tokens, targets, weights, positions, bounds, self.whole)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return all tensors, in the order of the fields."""
+        return self.tokens_BT, self.targets_BT, self.weights_BT, self.positions_BT, self.bounds
 
 
 def cut(batch: Batch, length: int) -> Batch:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from etude.training.guard import Guard
     from etude.training.objectives import Objective
     from etude.training.optimiser import Optimiser
+    from etude.training.replay import Replay
     from etude.training.weights import Weights
 
 
@@ -103,6 +104,7 @@ class Loop:
     micro: int  # rows at once
     device: torch.device
     world: World
+    replay: Replay | None = None  # how a small model on a GPU does not wait for its host
     done: int = 0  # steps
     position: dict[str, Any] = field(default_factory=dict)  # of the batches after the last step: `batches` is one ahead
     _ahead: Fetched | None = None
@@ -128,7 +130,8 @@ class Loop:
         skipped = self.guard.objection(self.done + 1, **values)
         factor = self.factor(self.done)
         if not skipped:
-            self.optimiser.step(factor)
+            self.optimiser.set_rate(factor)
+            (self.replay.step if self.replay else self.optimiser.update)()
         self.weights.publish()
         self.done, self.position = self.done + 1, batch.position
         own = {name: self.world.sum(float(value)) / weight for name, value in metrics.items()}
@@ -148,17 +151,21 @@ class Loop:
         )
 
     def _backward(self, parts: list[Rows], weight: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        total = torch.zeros((), device=self.device)
+        # FSDP takes the mean over ranks; the sum is meant.
+        scale = torch.full((), self.world.size / weight, device=self.device)
         sums: dict[str, torch.Tensor] = {}
         for part in parts:
-            loss, metrics = self.forward(part)
-            # FSDP takes the mean over ranks; the sum is meant.
-            (loss * (self.world.size / weight)).backward()
-            self.weights.collect()
-            total += loss.detach()
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, 0) + value.detach()
-        return total, sums
+            found = self.replay.rows(part, scale) if self.replay else self.learn(part, scale)
+            for name, value in found.items():
+                sums[name] = sums.get(name, 0) + value
+        return sums.pop("loss"), sums
+
+    def learn(self, part: Rows, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Add the gradient of some rows to what is there; return their loss and metrics, as sums."""
+        loss, metrics = self.forward(part)
+        (loss * scale).backward()
+        self.weights.collect()
+        return {"loss": loss.detach(), **{name: value.detach() for name, value in metrics.items()}}
 
     def _clipped(self) -> float:
         """Scale the gradient down if it is too long, and return how long it was."""

@@ -50,9 +50,9 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_lerp_(velocities, gradients, 1 - group["momentum"])
             ahead = torch._foreach_lerp(gradients, velocities, group["momentum"])  # noqa: SLF001 - Nesterov's look ahead
             direction = orthogonalise(torch.stack(list(ahead))).to(gradients[0].dtype)
-            scale = 0.2 * math.sqrt(max(direction.shape[-2:])) * group["lr"]
+            direction.mul_(group["lr"] * -0.2 * math.sqrt(max(direction.shape[-2:])))
             torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(matrices, list(direction.unbind()), alpha=-scale)
+            torch._foreach_add_(matrices, list(direction.unbind()))
 
 
 def orthogonalise(stack: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,9 @@ def orthogonalise(stack: torch.Tensor) -> torch.Tensor:
 class Optimiser:
     """The optimisers of one model, as one, with state by the names of weights."""
 
-    def __init__(self, weights: Named, settings: OptimiserSettings, *, sharded: bool = False) -> None:
+    def __init__(
+        self, weights: Named, settings: OptimiserSettings, *, sharded: bool = False, replayed: bool = False
+    ) -> None:
         self._names = {id(weight): name for name, weight in weights.items()}
         inner = {name for name, weight in weights.items() if weight.ndim >= 2 and not _is_embedding(name)}
         matrices = [weights[name] for name in weights if name in inner]
@@ -88,13 +90,28 @@ class Optimiser:
         else:
             self._parts = [_adamw([(matrices, settings.weight_decay), (others, 0.0)], settings, None)]
         self._peaks = [(group, group["lr"]) for part in self._parts for group in part.param_groups]
+        if replayed:  # a graph has numbers built in, and reads tensors
+            for group, peak in self._peaks:
+                group["lr"] = torch.tensor(peak, device=group["params"][0].device)
+                group["capturable"] = True
+
+    def set_rate(self, factor: float) -> None:
+        """Set the learning rates to a factor of their peaks."""
+        for group, peak in self._peaks:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(peak * factor)
+            else:
+                group["lr"] = peak * factor
+
+    def update(self) -> None:
+        """Update the weights."""
+        for part in self._parts:
+            part.step()
 
     def step(self, factor: float) -> None:
         """Update the weights at a factor of the peak learning rates."""
-        for group, peak in self._peaks:
-            group["lr"] = peak * factor
-        for part in self._parts:
-            part.step()
+        self.set_rate(factor)
+        self.update()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the state as tensors, by name of the weight and of the value."""

@@ -31,6 +31,7 @@ from etude.training.loop import Forward, Loop
 from etude.training.measure import Bits
 from etude.training.objectives.next_token import NextToken
 from etude.training.optimiser import Optimiser
+from etude.training.replay import SMALL, Replay
 from etude.training.schedule import factor
 from etude.training.weights import MixedWeights, Weights
 from etude.training.world import like, shard, whole
@@ -113,7 +114,9 @@ class Session:
         if sharded:
             shard(forward, layers, torch.bfloat16 if gpu else torch.float32)
             self.weights = Weights(model)  # the sharded ones
-        self.optimiser = Optimiser(self.weights.masters, settings.optimiser, sharded=sharded)
+        small = sum(weight.numel() for weight in model.parameters()) <= SMALL
+        replayed = self.compiled and small and not sharded and not settings.recompute
+        self.optimiser = Optimiser(self.weights.masters, settings.optimiser, sharded=sharded, replayed=replayed)
         self.guard = Guard(settings.guard)
         self._number = sum(1 for _ in self.work.metrics.rows("etude/session/")) if self.work else 0
         self.loop = Loop(
@@ -121,6 +124,8 @@ class Session:
             lambda step: factor(settings.schedule, step, self.steps),
             self.guard, settings.optimiser.clip, self.length, self.micro, self.device, self.world,
         )  # fmt: skip
+        if replayed:
+            self.loop.replay = Replay(self.loop.learn, self.optimiser.update)
 
     @property
     def _rows_here(self) -> int:
