@@ -28,7 +28,6 @@ from etude.run.stages.training import shares_by_source
 from etude.training.guard import Guard, GuardSettings
 from etude.training.measure import bits_by_domain
 from etude.training.optimiser import Optimiser
-from etude.training.replay import Replay
 from etude.training.schedule import ScheduleSettings, factor
 from etude.training.session import Session
 from etude.training.settings import OptimiserSettings, TrainSettings
@@ -70,10 +69,9 @@ class Lab:
             else OptimiserSettings(lr=peak)
         )
         schedule = ScheduleSettings(kind="cosine") if kind == "cosine" else ScheduleSettings(kind="wsd", decay=0.6)
-        replayed = loop.replay is not None
-        loop.optimiser = Optimiser(session.weights.masters, chosen, replayed=replayed)
-        if replayed:
-            loop.replay = Replay(loop.learn, loop.optimiser.update)
+        loop.optimiser = Optimiser(session.weights.masters, chosen, replayed=loop.replay is not None)
+        if loop.replay:
+            loop.replay.take(loop.optimiser.update)
         loop.guard = Guard(GuardSettings())
         loop.factor = lambda step: factor(schedule, step, steps)
         loop.batches = Loader(

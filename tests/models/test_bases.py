@@ -193,7 +193,7 @@ def test_sprout_is_the_model_its_lineage_and_the_registry_describe() -> None:
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
     counted = sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-    assert counted == known_bases()["sprout"].parameters == record.summary["parameters"]
+    assert counted == known_bases()["sprout"].parameters
     assert json.loads((base.folder / "config.json").read_text("utf-8"))["tie_word_embeddings"] is True
     assert known_bases()["sprout"].pretraining_tokens == record.compute.tokens
     assert base.identity() == {

@@ -1,8 +1,8 @@
 """The record of a stage: what it was made from, how, with how much compute, and what came out.
 
-A record is written by the program that did the work, not typed by a person (one exception: sprout 0's). It refers to its
-parents by record id and by the digest of their weights. Next to `record.json` in the stage's folder, the model folder itself carries
-`lineage.json`: this record and all its ancestors'. So a model folder that is copied elsewhere still knows its tree.
+A record is written by the program that did the work, not typed by a person. It refers to its parents by record id and by the
+digest of their weights. Next to `record.json` in the stage's folder, the model folder itself carries `lineage.json`: this record
+and all its ancestors'. So a model folder that is copied elsewhere still knows its tree.
 The fields are explained in docs/records.md.
 """
 

@@ -10,13 +10,15 @@ which stay, and the number of pieces is filled up with empty ones to a power of 
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from etude.training.batch import Rows
 
@@ -47,9 +49,12 @@ class Graph:
             torch.cuda.current_stream().wait_stream(stream)
             return self._result
         if self._graph is None:
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, pool=pool, stream=stream):
+            graph = torch.cuda.CUDAGraph()
+            # A collected tensor or graph would give memory back meanwhile, and a thread that saves a checkpoint copies: both
+            # end a recording that minds everything in the process.
+            with _no_collection(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 self._result = self._function()
+            self._graph = graph
         self._graph.replay()
         return self._result
 
@@ -65,6 +70,11 @@ class Replay:
     def __post_init__(self) -> None:
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
+        self.take(self.update)
+
+    def take(self, update: Callable[[], None]) -> None:
+        """Step by another optimiser from now on."""
+        self.update = update
         self._update = Graph(self._update_alone)
 
     def _update_alone(self) -> Tensors:
@@ -88,6 +98,17 @@ class Replay:
     def step(self) -> None:
         """Do what `update` does."""
         self._update(self._stream, self._pool)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def with_empty_pieces(rows: Rows) -> Rows:
