@@ -19,12 +19,13 @@ from etude.run.runner import stage_settings
 from etude.run.stages import STAGES
 from etude.run.stages.cpt import CptSettings
 from etude.run.stages.extend import ExtendSettings
+from etude.run.stages.mtp import MtpSettings
 from etude.run.stages.pretrain import PretrainSettings, ShapeSettings
 from etude.run.stages.sft import SftSettings
 from etude.run.stages.training import TrainingStage
 from etude.training.guard import GuardSettings
 from etude.training.schedule import ScheduleSettings
-from etude.training.settings import LoraSettings, OptimiserSettings, TrainSettings
+from etude.training.settings import JointMtpSettings, LoraSettings, OptimiserSettings, TrainSettings
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -42,6 +43,8 @@ TRAINING: dict[type[BaseModel], str] = {  # where docs/training.md has the table
     ExtendSettings: "`[extend]`",
     RopeSettings: "`[extend.rope]`",
     SftSettings: "`[sft]`",
+    MtpSettings: "`[mtp]`",
+    JointMtpSettings: "`[STAGE.mtp]`",
 }
 
 
@@ -72,7 +75,7 @@ def test_the_tables_of_training_have_every_setting_and_its_default(model: type[B
 @pytest.mark.parametrize(
     ("model", "field"),
     [(PretrainSettings, "optimiser"), (PretrainSettings, "schedule"), (CptSettings, "optimiser"),
-     (ExtendSettings, "optimiser"), (SftSettings, "optimiser")],
+     (ExtendSettings, "optimiser"), (SftSettings, "optimiser"), (MtpSettings, "optimiser")],
 )  # fmt: skip
 def test_what_a_stage_changes_in_a_table_is_told(model: type[BaseModel], field: str) -> None:
     default = model.model_fields[field].default

@@ -20,7 +20,7 @@ SMALL = ["--set", "window=64", "--set", "stride=32", "--set", "state_tasks=2", "
          "--set", "speed_prompt=8", "--set", "speed_steps=2", "--set", "speed_batch=2"]  # fmt: skip
 
 
-@pytest.mark.parametrize("command", [["run"], ["compare"], ["status"], ["bases"], ["lineage", "show"]])
+@pytest.mark.parametrize("command", [["run"], ["compare"], ["serve"], ["status"], ["bases"], ["lineage", "show"]])
 def test_every_command_has_help_with_an_example(etude: Etude, command: list[str]) -> None:
     said = etude(*command, "--help")
     assert said.code == 0
@@ -29,7 +29,7 @@ def test_every_command_has_help_with_an_example(etude: Etude, command: list[str]
 
 def test_there_is_no_command_without_a_test_of_its_help() -> None:
     names = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-    assert names == {"run", "compare", "status", "bases"}
+    assert names == {"run", "compare", "serve", "status", "bases"}
 
 
 def test_version(etude: Etude) -> None:
@@ -111,11 +111,11 @@ def test_the_tree_of_a_finished_run(etude: Etude, tmp_path: Path, code_tree: Pat
     assert said.out.splitlines()[-1] == f"done: {run}; its record: {run}/compare/record.json"
     shown = etude("lineage", "show", run, "--verify").out
     assert "└─ base (base, weights)" in shown
-    assert "   └─ sprout (pretrain, weights)" in shown
-    assert "1,307,181,056 tokens" in shown
+    assert "   └─ pretrain (pretrain, weights)" in shown
+    assert "1,300,037,632 tokens" in shown
     assert shown.endswith("the weights agree with the record\n")
     tree = json.loads(etude("lineage", "show", run / "base/model", "--json").out)
-    assert {record["stage"] for record in tree["records"].values()} == {"base", "sprout"}
+    assert {record["stage"] for record in tree["records"].values()} == {"base", "pretrain"}
     assert tree["records"][tree["head"]]["licences"][0]["licence"] == "Apache-2.0"
     assert json.loads(etude("status", run, "--json").out)["stages"][1]["state"] == "done"
     assert f"{run}: done" in etude("status", run, "--watch").out

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 import etude
-from etude.cli import run, show
+from etude.cli import mtp, run, serve, show
 from etude.errors import UserError, storage_error
 
 app = typer.Typer(
@@ -25,15 +25,20 @@ lineage_app = typer.Typer(help="What a model was made from.", no_args_is_help=Tr
 app.add_typer(lineage_app, name="lineage")
 data_app = typer.Typer(help="The corpus of a recipe: build it, look at it.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+mtp_app = typer.Typer(help="Heads that predict several tokens ahead.", no_args_is_help=True)
+app.add_typer(mtp_app, name="mtp")
 
 app.command(epilog="Example: etude run recipes/quickstart.toml --set compare.max_bytes=200000")(run.run)
 app.command(epilog="Example: etude compare smollm2-135m sprout --on ~/my-project")(run.compare)
+app.command(epilog="Example: etude serve runs/quickstart")(serve.serve)
 app.command(epilog="Example: etude status runs/quickstart --watch")(show.status)
 app.command(epilog="Example: etude bases smollm2-135m")(show.bases)
 building = "Example: etude data build recipes/quickstart.toml --set data.length=4096"
 data_app.command("build", epilog=building)(run.build_corpus)
 data_app.command("report", epilog="Example: etude data report runs/quickstart")(show.corpus_report)
 lineage_app.command("show", epilog="Example: etude lineage show runs/quickstart/base/model --verify")(show.lineage_show)
+exporting = "Example: etude mtp export runs/quickstart/mtp/model draft --layout mimo"
+mtp_app.command("export", epilog=exporting)(mtp.export)
 
 
 def main() -> NoReturn:

@@ -46,7 +46,7 @@ def shape_of(config: Any) -> ModelShape:
     text = config.get_text_config()
     embedding = model.get_input_embeddings().weight
     tied = bool(text.tie_word_embeddings)
-    share = _routed_share(text)
+    share = routed_share(text)
     total, active = 0, 0.0
     for name, parameter in model.named_parameters():
         if tied and name == "lm_head.weight":
@@ -63,7 +63,7 @@ def shape_of(config: Any) -> ModelShape:
     )
 
 
-def _routed_share(text: Any) -> float:
+def routed_share(text: Any) -> float:
     """Return the share of routed experts a token passes through; 1 for a dense model."""
     names = ("num_experts", "n_routed_experts", "num_local_experts")
     experts = next((getattr(text, name) for name in names if getattr(text, name, None)), None)

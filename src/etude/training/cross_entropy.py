@@ -5,7 +5,9 @@ exist for `CHUNK` of them at a time. The weight of every position is known befor
 pass, while the logits are there: nothing is computed twice, and the backward pass only scales it.
 torch has such a function from 2.13 on; we also run on 2.11.
 
-Shapes: N positions, D width, V vocabulary.
+`distilled_sum` is the same for heads that learn another distribution whole instead of one token (multi-token prediction).
+
+Shapes: N positions, D width, V vocabulary, K depths of prediction.
 """
 
 from __future__ import annotations
@@ -102,3 +104,58 @@ def each(hidden_ND: torch.Tensor, head_VD: torch.Tensor, targets_N: torch.Tensor
     step = _compiled(_losses) if hidden_ND.is_cuda else _losses
     parts = _chunks(len(hidden_ND), len(head_VD))
     return torch.cat([step(hidden_ND[here], head_VD, targets_N[here]) for here in parts])
+
+
+def _divergences_and_slopes(
+    draft_ND: torch.Tensor, head_VD: torch.Tensor, log_target_NV: torch.Tensor, weights_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return Σ weight · KL(target ‖ draft) and its gradient by the draft's logits, in the dtype of the head."""
+    log_draft_NV = (draft_ND @ head_VD.T).float().log_softmax(-1)
+    target_NV = log_target_NV.exp()
+    total = ((target_NV * (log_target_NV - log_draft_NV)).sum(-1) * weights_N).sum()
+    return total, ((log_draft_NV.exp() - target_NV) * weights_N[:, None]).to(head_VD.dtype)
+
+
+class _DistilledSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, drafts_KND: torch.Tensor, target_ND: torch.Tensor, head_VD: torch.Tensor, weights_KN: torch.Tensor
+    ) -> torch.Tensor:
+        step = _compiled(_divergences_and_slopes) if drafts_KND.is_cuda else _divergences_and_slopes
+        total = torch.zeros((), device=drafts_KND.device)
+        by_drafts = torch.empty_like(drafts_KND)
+        by_head = torch.zeros_like(head_VD, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        for here in _chunks(len(target_ND), len(head_VD)):
+            log_target_NV = (target_ND[here] @ head_VD.T).float().log_softmax(-1)
+            for depth, draft_ND in enumerate(drafts_KND[:, here]):
+                part, slopes_NV = step(draft_ND, head_VD, log_target_NV, weights_KN[depth, here])
+                total += part
+                by_drafts[depth, here] = slopes_NV @ head_VD
+                if by_head is not None:
+                    by_head += slopes_NV.T @ draft_ND
+        ctx.save_for_backward(by_drafts, by_head)
+        ctx.dtype = head_VD.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor | None, None]:
+        by_drafts, by_head = ctx.saved_tensors
+        return by_drafts * scale, None, None if by_head is None else (by_head * scale).to(ctx.dtype), None
+
+
+def distilled_sum(
+    drafts_KND: torch.Tensor, target_ND: torch.Tensor, head_VD: torch.Tensor, weights_KN: torch.Tensor
+) -> torch.Tensor:
+    """Return Σ weight · KL(p ‖ q), in nats, float32: p is what the head makes of the target, which learns nothing, q of the draft."""
+    return _DistilledSum.apply(drafts_KND, target_ND, head_VD, weights_KN)
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def accepted(drafts_KND: torch.Tensor, target_ND: torch.Tensor, head_VD: torch.Tensor) -> torch.Tensor:
+    """Return Σ min(p, q) of every depth and position, [K, N]: the chance that a token drafted by q stands where p decides."""
+    found = drafts_KND.new_empty(drafts_KND.shape[:2], dtype=torch.float32)
+    for here in _chunks(len(target_ND), len(head_VD)):
+        target_NV = (target_ND[here] @ head_VD.T).float().softmax(-1)
+        for depth, draft_ND in enumerate(drafts_KND[:, here]):
+            found[depth, here] = torch.minimum((draft_ND @ head_VD.T).float().softmax(-1), target_NV).sum(-1)
+    return found

@@ -7,6 +7,7 @@ always the same ones, so two measurements are compared row by row.
 
 from __future__ import annotations
 
+import io
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from etude.data.manifest import load_manifest
+from etude.errors import UserError
+from etude.files import whole_file
 from etude.training.batch import cut, micro_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
 
     import numpy.typing as npt
     import torch
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
     from etude.training.batch import Rows
 
     Nats = Callable[[Rows], torch.Tensor]  # −log p of the targets, [B, T]
+    Accepted = Callable[[Rows], torch.Tensor]  # acceptance summed by depth, and the weights, [2, K]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,11 +74,16 @@ def bits_by_domain(
 ) -> dict[str, Bits]:
     """Measure a model on at most `rows` held-out rows of each domain, evenly spread over it."""
     ratio = bytes_per_token(corpus)
-    found = {}
+    return {
+        domain: bits(nats, batches, ratio[domain], micro, device)
+        for domain, batches in _heldout_rows(corpus, length, rows, micro)
+    }
+
+
+def _heldout_rows(corpus: Corpus, length: int, rows: int, micro: int) -> Iterator[tuple[str, Iterator[Batch]]]:
     for domain in heldout_domains(corpus):
         batches = corpus.heldout(domain, batch=max(1, micro * length // corpus.length), rows=rows)
-        found[domain] = bits(nats, (cut(batch, length) for batch in batches), ratio[domain], micro, device)
-    return found
+        yield domain, (cut(batch, length) for batch in batches)
 
 
 def bits(nats: Nats, batches: Iterable[Batch], bytes_a_token: float, micro: int, device: torch.device) -> Bits:
@@ -90,6 +100,27 @@ def bits(nats: Nats, batches: Iterable[Batch], bytes_a_token: float, micro: int,
     return Bits(np.concatenate(sums)[scored], tokens[scored], bytes_a_token)
 
 
+def acceptance(accepted: Accepted, batches: Iterable[Batch], micro: int, device: torch.device) -> list[float]:
+    """Return the expected acceptance at each depth of MTP heads, over some batches; none where nothing could be scored."""
+    parts = [
+        accepted(part.to(device)).double().cpu().numpy() for batch in batches for part in micro_batches(batch, micro)
+    ]
+    sums, weights = np.sum(parts, axis=0)
+    if not np.isfinite(sums).all():
+        raise UserError(
+            "the acceptance of MTP heads is not a finite number: the model's outputs are not; lower the learning rate"
+        )
+    return [float(total / weight) for total, weight in zip(sums, weights, strict=True) if weight]
+
+
+def acceptance_by_domain(
+    accepted: Accepted, corpus: Corpus, *, length: int, rows: int, micro: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Measure MTP heads on the same rows that `bits_by_domain` takes."""
+    return {domain: acceptance(accepted, batches, micro, device)
+            for domain, batches in _heldout_rows(corpus, length, rows, micro)}  # fmt: skip
+
+
 def table(before: Mapping[str, Bits], after: Mapping[str, Bits]) -> list[dict[str, Any]]:
     """Return one row a domain: before, after, the change and its uncertainty."""
     rows = []
@@ -98,3 +129,26 @@ def table(before: Mapping[str, Bits], after: Mapping[str, Bits]) -> list[dict[st
         rows.append({"domain": domain, "before": first.per_byte, "after": after[domain].per_byte, "change": change,
                      "margin": None if math.isnan(margin) else margin, "tokens": int(first.tokens.sum())})  # fmt: skip
     return rows
+
+
+def save_bits(path: Path, bits: Mapping[str, Bits]) -> None:
+    """Write figures, row by row."""
+    arrays = {
+        f"{domain}/{name}": np.asarray(value) for domain, each in bits.items() for name, value in vars(each).items()
+    }
+    buffer = io.BytesIO()
+    np.savez(buffer, allow_pickle=False, **arrays)
+    with whole_file(path) as beside:
+        beside.write_bytes(buffer.getvalue())
+
+
+def load_bits(path: Path) -> dict[str, Bits]:
+    """Read what `save_bits` wrote."""
+    with np.load(path) as arrays:
+        domains = sorted({name.rpartition("/")[0] for name in arrays})
+        return {
+            domain: Bits(
+                arrays[f"{domain}/nats"], arrays[f"{domain}/tokens"], float(arrays[f"{domain}/bytes_per_token"])
+            )
+            for domain in domains
+        }

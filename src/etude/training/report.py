@@ -9,6 +9,7 @@ from rich.table import Table
 from etude.files import read_json, whole_file, write_json, write_text
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from rich.console import Console
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 RESULTS = "results.json"
 PICTURE = "forgetting.png"
 HEADINGS = ("held-out text", "before", "after", "change", "95 %", "tokens scored")
+ACCEPTANCE = ("held-out text", "depth", "before", "after")
 
 
 def write_report(folder: Path, title: str, results: dict[str, Any]) -> None:
@@ -30,16 +32,27 @@ def write_report(folder: Path, title: str, results: dict[str, Any]) -> None:
 def show_report(folder: Path, console: Console) -> None:
     """Print the table and where the rest is."""
     results = read_json(folder / RESULTS)
-    table = Table(title=f"{folder.name}: bits per byte, lower is better", title_justify="left")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right")
-    for row in results["domains"]:
-        table.add_row(*_cells(row))
-    console.print(table)
+    for title, headings, rows in _tables(results):
+        table = Table(title=f"{folder.name}: {title}", title_justify="left")
+        for heading in headings:
+            table.add_column(heading, justify="left" if heading == headings[0] else "right")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
     for note in [*results.get("lines", []), *results["notes"]]:
         console.print(f"- {note}", style="dim", highlight=False, markup=False, soft_wrap=True)
     picture = f", picture: {folder / PICTURE}" if (folder / PICTURE).exists() else ""
     console.print(f"report: {folder / 'report.md'}{picture}", highlight=False, soft_wrap=True)
+
+
+def _tables(results: dict[str, Any]) -> Iterator[tuple[str, tuple[str, ...], list[list[str]]]]:
+    """Yield title, headings and cells of each table; the first is always there unless there is only the other."""
+    accepted = results.get("acceptance", [])
+    if results["domains"] or not accepted:
+        yield "bits per byte, lower is better", HEADINGS, [_cells(row) for row in results["domains"]]
+    if accepted:
+        cells = [[row["domain"], str(row["depth"]), f"{row['before']:.3f}", f"{row['after']:.3f}"] for row in accepted]
+        yield "expected acceptance Σ min(p, q) by depth, higher is better", ACCEPTANCE, cells
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -55,11 +68,16 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _page(title: str, results: dict[str, Any], *, drawn: bool) -> str:
-    lines = [f"# {title}", "", "Bits per byte on held-out text, lower is better.", "",
-             "| " + " | ".join(HEADINGS) + " |", "|---|" + "---:|" * (len(HEADINGS) - 1)]  # fmt: skip
-    lines += ["| " + " | ".join(_cells(row)) + " |" for row in results["domains"]]
+    lines = [f"# {title}", ""]
+    for what, headings, rows in _tables(results):
+        lines += [
+            f"On held-out text: {what}.",
+            "",
+            "| " + " | ".join(headings) + " |",
+            "|---|" + "---:|" * (len(headings) - 1),
+        ]
+        lines += ["| " + " | ".join(row) + " |" for row in rows] + [""]
     lines += [
-        "",
         *(f"- {note}" for note in [*results.get("lines", []), *results["notes"]]),
         "",
         *([f"![the way from before to after]({PICTURE})", ""] if drawn else []),

@@ -8,27 +8,25 @@ as `again/…`, because it was spent.
 from __future__ import annotations
 
 import contextlib
-import io
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig
 
 from etude.errors import Interrupted, UserError
-from etude.files import read_json, whole_file, write_json
-from etude.lineage.compute import training_flops
+from etude.models.mtp import HEADS
 from etude.models.shape import shape_of
 from etude.progress import Reporter
 from etude.training import lora, memory
 from etude.training.allocator import keep_freed_memory
 from etude.training.attention import isolate
-from etude.training.checkpoint import Checkpoints, full_disk_told
+from etude.training.checkpoint import Checkpoints
+from etude.training.export import export
 from etude.training.guard import Guard
 from etude.training.loop import Forward, Loop
-from etude.training.measure import Bits
+from etude.training.measure import load_bits, save_bits
 from etude.training.objectives.next_token import NextToken
 from etude.training.optimiser import Optimiser
 from etude.training.replay import SMALL, Replay
@@ -43,7 +41,8 @@ if TYPE_CHECKING:
     from etude.lineage.compute import ComputeShape
     from etude.progress import Task
     from etude.training.loop import Batches, Step
-    from etude.training.measure import Nats
+    from etude.training.measure import Bits, Nats
+    from etude.training.objectives import Objective
     from etude.training.settings import LoraSettings, TrainSettings
     from etude.training.world import World
     from etude.work import Work
@@ -69,6 +68,8 @@ class Session:
     parent_dtype: torch.dtype = torch.float32  # of the weights as the parent has them
     lora: LoraSettings | None = None
     seed: int = 0
+    objective: Callable[[Any], Objective] = NextToken  # made of the model once its attention is set
+    also: Callable[[], dict[str, Any]] = dict  # what else is measured, for the metrics
     device: torch.device = field(init=False)
     loop: Loop = field(init=False)
     weights: Weights = field(init=False)
@@ -89,7 +90,7 @@ class Session:
         layers = _layers(model.eval())  # dropout stays off
         # Both try the model out: in float32 on the CPU, for a GPU's attention takes no float32, and shards cannot be tried.
         self.attention = isolate(model, settings.attention)
-        objective = NextToken(model)
+        objective = self.objective(model)
         model.to(self.device)
         if settings.recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -208,7 +209,8 @@ class Session:
     def _write(self, step: Step) -> None:
         if self.work is None:
             return
-        flops = sum(training_flops(self._shape, size) * count for size, count in step.pieces.items()) * self.world.size
+        each = self.loop.objective.flops
+        flops = sum(each(self._shape, size) * count for size, count in step.pieces.items()) * self.world.size
         more = {"skipped": step.skipped} if step.skipped else {}
         if step.skipped:
             self._say(f"step {step.number} was skipped: {step.skipped}")
@@ -249,16 +251,20 @@ class Session:
         with torch.no_grad():
             return self.loop.forward(rows, "nats")
 
+    def accepted(self, rows: Any) -> torch.Tensor:
+        """Return the acceptance of MTP heads by depth, as they are now."""
+        return self.loop.forward(rows, "accepted")
+
     def _measured(self, step: int, when: str) -> dict[str, Bits]:
         began = time.perf_counter()
-        bits = self.evaluate(self.nats)
+        bits, more = self.evaluate(self.nats), self.also()
         key = f"eval/{step:08d}" if when != "after" else "eval/after"
         seconds = round((time.perf_counter() - began) * self.world.size, 4)
         values = {domain: each.per_byte for domain, each in bits.items()}
         if broken := [domain for domain, value in values.items() if not np.isfinite(value)]:
             raise UserError(f"measured after step {step}, {broken[0]!r} has no finite bits per byte: the model's outputs are not"
                             " numbers; take another base, or lower the learning rate")  # fmt: skip
-        self._put(key, step=step, bits_per_byte=values, device_seconds=seconds)
+        self._put(key, step=step, bits_per_byte=values, device_seconds=seconds, **more)
         return bits
 
     def _before(self) -> dict[str, Bits]:
@@ -268,9 +274,9 @@ class Session:
             assert self.loop.done == 0, f"{path} is missing"
             bits = self._measured(0, "before")
             if self.world.leads:
-                _save_bits(path, bits)
+                save_bits(path, bits)
             return bits
-        return _load_bits(path)
+        return load_bits(path)
 
     def _save(self, checkpoints: Checkpoints) -> None:
         """Save the whole state; every rank must take part, rank 0 writes."""
@@ -338,21 +344,17 @@ class Session:
         """The dtype of the weights to be saved."""
         return getattr(torch, self.settings.dtype) if self.settings.dtype != "auto" else self.parent_dtype
 
+    @property
+    def heads_only(self) -> bool:
+        """Whether nothing is trained but MTP heads."""
+        return all(name.startswith(HEADS) for name in self.weights.masters)
+
     def export(self, folder: Path) -> None:
-        """Save the model as a Hugging Face folder; every rank must take part."""
+        """Save the model, or only the MTP heads if only they were trained; every rank must take part."""
         exact = {**dict(self.model.named_parameters()), **self.weights.masters}
         state = {name: whole(weight).to(self.saved_dtype).cpu() for name, weight in exact.items()}
         if self.world.leads:
-            weights = dict(self.model.named_parameters(remove_duplicate=False))  # a tied one is saved once
-            state |= {name: value.cpu() for name, value in self.model.state_dict().items() if name not in weights}
-            # transformers refuses to save a generation config with idle settings, though it has loaded it from the base.
-            generation, self.model.generation_config = self.model.generation_config, GenerationConfig()
-            with full_disk_told(folder):
-                self.model.save_pretrained(folder, state_dict=state)
-                generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
-            self.model.generation_config = generation
-            config = folder / "config.json"  # transformers writes the dtype that the model computes in
-            write_json(config, {**read_json(config), "dtype": str(self.saved_dtype).removeprefix("torch.")})
+            export(self.model, state, self.saved_dtype, folder, trunk=not self.heads_only)
 
 
 def refuse_damaged(model: Any) -> None:
@@ -375,26 +377,6 @@ def measuring_steps(steps: int, count: int) -> set[int]:
 
 
 def _layers(model: Any) -> list[torch.nn.Module]:
-    """Return the decoder's layers: what is compiled, and sharded, one by one."""
-    return list(next(part for part in model.get_decoder().children() if isinstance(part, torch.nn.ModuleList)))
-
-
-def _save_bits(path: Path, bits: dict[str, Bits]) -> None:
-    arrays = {
-        f"{domain}/{name}": np.asarray(value) for domain, each in bits.items() for name, value in vars(each).items()
-    }
-    buffer = io.BytesIO()
-    np.savez(buffer, allow_pickle=False, **arrays)
-    with whole_file(path) as beside:
-        beside.write_bytes(buffer.getvalue())
-
-
-def _load_bits(path: Path) -> dict[str, Bits]:
-    with np.load(path) as arrays:
-        domains = sorted({name.rpartition("/")[0] for name in arrays})
-        return {
-            domain: Bits(
-                arrays[f"{domain}/nats"], arrays[f"{domain}/tokens"], float(arrays[f"{domain}/bytes_per_token"])
-            )
-            for domain in domains
-        }
+    """Return the layers of the decoder, and of MTP heads: what is compiled, and sharded, one by one."""
+    own = next(part for part in model.get_decoder().children() if isinstance(part, torch.nn.ModuleList))
+    return [*own, *(layer.mtp_block for layer in (model.mtp.layers if hasattr(model, "mtp") else []))]

@@ -55,6 +55,16 @@ class LoraSettings(BaseModel):
     )
 
 
+class JointMtpSettings(BaseModel):
+    """Train the parent's MTP heads along with it, by self-distillation."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    weight: float = Field(default=0.1, gt=0, description="of the heads' loss beside that of the next token")
+    beta: float = Field(default=0.6, gt=0, le=1, description="weight of each depth relative to the one before it")
+    detach: bool = Field(default=True, description="the heads' loss does not change the trunk; false: it does")
+
+
 class TrainSettings(BaseModel):
     """What all training stages have in common."""
 

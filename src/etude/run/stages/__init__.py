@@ -10,6 +10,7 @@ from etude.run.stages.compare import CompareStage
 from etude.run.stages.cpt import CptStage
 from etude.run.stages.data import DataStage
 from etude.run.stages.extend import ExtendStage
+from etude.run.stages.mtp import MtpStage
 from etude.run.stages.pretrain import PretrainStage
 from etude.run.stages.sft import SftStage
 
@@ -24,6 +25,7 @@ STAGES: dict[str, Stage] = {
     "cpt": CptStage(),
     "extend": ExtendStage(),
     "sft": SftStage(),
+    "mtp": MtpStage(),
     "compare": CompareStage(),
 }
 

@@ -9,8 +9,8 @@ from pydantic import Field
 from etude.errors import UserError
 from etude.files import read_json, write_json
 from etude.models.context import RopeSettings, stretch
-from etude.run.stages.training import Training, TrainingStage, open_corpus, trained_on_corpus
-from etude.training.settings import OptimiserSettings, TrainSettings
+from etude.run.stages.training import Training, TrainingStage, joint_objective, open_corpus, trained_on_corpus
+from etude.training.settings import JointMtpSettings, OptimiserSettings, TrainSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,6 +29,9 @@ class ExtendSettings(TrainSettings):
     length: int = Field(ge=16, description="the new context; a divisor of data.length")
     rope: RopeSettings = RopeSettings()
     optimiser: OptimiserSettings = OptimiserSettings(lr=1e-4)
+    mtp: JointMtpSettings | None = Field(
+        default=None, description="train the parent's MTP heads along; leave out not to"
+    )
     retrieval_items: int = Field(default=50, ge=0, description="planted constants to ask for, at each length; 0: none")
     retrieval_keys: int = Field(
         default=4, ge=1, le=512, description="constants planted in each item; chance is one in so many"
@@ -76,8 +79,9 @@ class ExtendStage(TrainingStage):
             return {"long": long, "lines": long_lines(long)}
 
         trained_on_corpus(
-            training, world, work, model, context=settings.length, dtype=saved_dtype(training.parent), more=more
-        )
+            training, world, work, model, context=settings.length, dtype=saved_dtype(training.parent), more=more,
+            objective=joint_objective(training, model),
+        )  # fmt: skip
 
 
 def measured(model_folder: Path, corpus: Corpus, settings: ExtendSettings, seed: int) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from etude.errors import UserError
 from etude.files import sha256_file
 from etude.lineage.record import DataUse
 from etude.run.folder import MODEL
-from etude.run.stages.training import Training, TrainingStage, finish, open_corpus
-from etude.training.settings import LoraSettings, OptimiserSettings, TrainSettings
+from etude.run.stages.training import Training, TrainingStage, finish, joint_objective, open_corpus
+from etude.training.settings import JointMtpSettings, LoraSettings, OptimiserSettings, TrainSettings
 
 if TYPE_CHECKING:
     from etude.data.chat.conversations import Conversation
@@ -48,9 +48,14 @@ class SftSettings(TrainSettings):
     lora: LoraSettings | None = Field(
         default=None, description="train small matrices only; leave out to train all weights"
     )
+    mtp: JointMtpSettings | None = Field(
+        default=None, description="train the parent's MTP heads along; leave out not to"
+    )
 
     @model_validator(mode="after")
     def _has_data(self) -> SftSettings:
+        if self.mtp and self.lora:
+            raise ValueError("`mtp` trains heads along with all weights, `lora` none of them; leave one of the two out")
         if not self.conversations and not self.code:
             raise ValueError("nothing to learn from; name `conversations` (JSONL files), or a folder of `code`")
         if self.shares:
@@ -183,6 +188,8 @@ def _session(
     training: Training, world: World, work: Work | None, model: Any, chats: Corpus, length: int, dtype: Any
 ) -> tuple[Session, Loader]:
     from etude.data.loader import Loader
+    from etude.training.measure import acceptance
+    from etude.training.objectives.next_token import NextToken
     from etude.training.session import Session
 
     settings: SftSettings = training.settings
@@ -198,8 +205,13 @@ def _session(
     )
     session = Session(
         model, chosen, loader, length, lambda _: {}, world, work, training.folder,
-        parent_dtype=dtype, lora=settings.lora, seed=training.seed,
+        parent_dtype=dtype, lora=settings.lora, seed=training.seed, objective=joint_objective(training, model) or NextToken,
     )  # fmt: skip
+    if settings.mtp and chats.splits.get("heldout"):
+        held = list(chats.heldout("chat", rows=settings.evaluation_rows))
+        session.also = lambda: {
+            "acceptance": {"chat answers": acceptance(session.accepted, held, session.micro, session.device)}
+        }
     return session, loader
 
 

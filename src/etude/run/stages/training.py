@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import Interrupted, UserError
-from etude.files import fsync_tree, read_json
+from etude.files import fsync_tree, link_or_copy, read_json
 from etude.lineage import environment
 from etude.lineage.record import Parent, load_record
-from etude.models.checkpoint import weight_files
+from etude.models.checkpoint import INDEX, weight_files
 from etude.run.folder import MODEL
 from etude.run.stage import Job, Outcome
 
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
     from etude.data.loader import Corpus, Loader
     from etude.lineage.record import DataUse
+    from etude.training.objectives import Objective
     from etude.training.session import Session
-    from etude.training.settings import LoraSettings, TrainSettings
+    from etude.training.settings import JointMtpSettings, LoraSettings, TrainSettings
     from etude.training.world import World
     from etude.work import Work
 
@@ -67,7 +68,10 @@ class TrainingStage:
             raise UserError(
                 f"{self.kind} needs a model to start from; set `base` in the recipe, or put a stage before it that makes one"
             )
-        return {"settings": settings.model_dump(mode="json", exclude=WITHOUT_EFFECT), "seed": seed}
+        found = settings.model_dump(mode="json", exclude=WITHOUT_EFFECT)
+        if found.get("mtp", ...) is None:
+            del found["mtp"]  # a setting that came later: what was finished before it is still what it was
+        return {"settings": found, "seed": seed}
 
     def run(self, settings: Any, job: Job) -> Outcome:
         """Call the other ranks, if there are any, and train."""
@@ -220,15 +224,17 @@ def shares_by_source(corpus: Corpus, wanted: dict[str, float]) -> dict[str, floa
     }
 
 
-def trained_on_corpus(
+def trained_on_corpus(  # noqa: PLR0913 - each kind of stage gives some of them
     training: Training, world: World, work: Work | None, model: Any, *, context: int, lora: LoraSettings | None = None,
-    dtype: Any = None, more: Callable[[Path], dict[str, Any]] | None = None,
+    dtype: Any = None, more: Callable[[Path], dict[str, Any]] | None = None, objective: Callable[[Any], Objective] | None = None,
+    notes: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Train a model on the corpus, measured on what is held out of it; save it and the report."""
     import torch
 
     from etude.data.loader import Loader
-    from etude.training.measure import bits_by_domain
+    from etude.training.measure import acceptance_by_domain, bits_by_domain
+    from etude.training.objectives.next_token import NextToken
     from etude.training.session import Session
 
     settings: TrainSettings = training.settings
@@ -250,12 +256,35 @@ def trained_on_corpus(
     )  # fmt: skip
     session = Session(
         model, settings, loader, length, lambda _: {}, world, work, training.folder,
-        parent_dtype=dtype or torch.float32, lora=lora, seed=training.seed,
+        parent_dtype=dtype or torch.float32, lora=lora, seed=training.seed, objective=objective or NextToken,
     )  # fmt: skip
-    session.evaluate = lambda nats: bits_by_domain(
-        nats, corpus, length=length, rows=settings.evaluation_rows, micro=session.micro, device=session.device
-    )
-    finish(training, session, loader, more)
+    on: dict[str, Any] = {
+        "length": length, "rows": settings.evaluation_rows, "micro": session.micro, "device": session.device
+    }  # fmt: skip
+    if not session.heads_only:  # else the trunk stays what it is
+        session.evaluate = lambda nats: bits_by_domain(nats, corpus, **on)
+    if objective:
+        session.also = lambda: {"acceptance": acceptance_by_domain(session.accepted, corpus, **on)}
+    finish(training, session, loader, more, notes)
+
+
+def joint_objective(training: Training, model: Any) -> Callable[[Any], Objective] | None:
+    """Return what trains the parent's MTP heads along with a model, now its own, if the settings wish for it."""
+    from functools import partial
+
+    from etude.models.mtp import load_heads
+    from etude.training.objectives.mtp import MultiToken
+
+    joint: JointMtpSettings | None = training.settings.mtp
+    if joint is None:
+        return None
+    assert training.parent is not None
+    model.mtp = load_heads(training.parent, model)
+    if model.mtp is None:
+        raise UserError(
+            f"{training.kind}.mtp: the model to start from has no MTP heads; put an `mtp` stage before this one"
+        )
+    return partial(MultiToken, beta=joint.beta, joint=joint)
 
 
 def finish(
@@ -271,22 +300,34 @@ def finish(
     finally:
         loader.close()
     model = training.folder / MODEL
+    if session.heads_only and session.world.leads:
+        assert training.parent is not None
+        place_weights(training.parent, model)
     session.export(model)
     if session.work is None:
         return
+    from etude.models.mtp import keep_apart
     from etude.training.measure import table
     from etude.training.report import write_report
 
     assert training.parent is not None
     copy_side_files(training.parent, model)
+    if carry_heads(training.parent, model):
+        notes = [
+            *notes,
+            "the parent's MTP heads came along untrained: they know the parent; train them again",
+        ]
+    keep_apart(model)
     fsync_tree(model)  # before the results, which say that it is there
-    if not found["before"]:
+    measured = curve(session)
+    if not found["before"] and not any(point.get("acceptance") for point in measured):
         session.work.reporter.say(f"{training.kind}: nothing is held out, so nothing was measured; raise data.heldout")
     results = {
         "device": environment.device_name(session.device.type),
         "seen": loader.achieved()["sources"],
         "domains": table(found["before"], found["after"]),
-        "curve": curve(session),
+        "acceptance": acceptance_table(measured),
+        "curve": measured,
         "notes": [*notes, *session.notes()],
         **(more(model) if more else {}),
     }
@@ -298,7 +339,39 @@ def curve(session: Session) -> list[dict[str, Any]]:
     assert session.work is not None
     each = session.settings.batch * session.length
     rows = sorted(session.work.metrics.rows("eval/"), key=lambda row: (row["step"], row["key"]))
-    return [{"tokens": row["step"] * each, "bits_per_byte": row["bits_per_byte"]} for row in rows]
+    kinds = ("bits_per_byte", "acceptance")
+    return [{"tokens": row["step"] * each, **{kind: row[kind] for kind in kinds if kind in row}} for row in rows]
+
+
+def acceptance_table(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row a domain and depth of MTP heads: acceptance before and after."""
+    if not measured or "acceptance" not in measured[0]:
+        return []
+    first, last = measured[0]["acceptance"], measured[-1]["acceptance"]
+    return [{"domain": domain, "depth": depth, "before": before, "after": after}
+            for domain, each in first.items()
+            for depth, (before, after) in enumerate(zip(each, last[domain], strict=True), 1)]  # fmt: skip
+
+
+def place_weights(source: Path, target: Path) -> None:
+    """Place a model's config and weights as they are: what a run has published is linked, what is the user's pointed at."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in [source / "config.json", *weight_files(source), *source.glob(INDEX)]:
+        if file.is_symlink():
+            (target / file.name).unlink(missing_ok=True)
+            (target / file.name).symlink_to(file.readlink())
+        else:
+            link_or_copy(file, target / file.name)
+
+
+def carry_heads(source: Path, target: Path) -> bool:
+    """Copy MTP heads that a child does not have of its own; return whether there were any."""
+    from etude.models.mtp import FILE
+
+    if not (source / FILE).is_file() or (target / FILE).exists():
+        return False
+    shutil.copyfile(source / FILE, target / FILE)
+    return True
 
 
 def copy_side_files(source: Path, target: Path) -> None:

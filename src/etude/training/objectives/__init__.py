@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from etude.lineage.compute import ComputeShape
     from etude.training.batch import Rows
 
 
@@ -29,6 +30,10 @@ class Objective(Protocol):
 
     def weight(self, rows: Rows) -> float:
         """Return the weight of some rows before anything is computed."""
+        ...
+
+    def flops(self, shape: ComputeShape, length: int) -> int:
+        """Return the model FLOPs of a forward and a backward pass over one piece."""
         ...
 
     def loss(self, model: Any, rows: Rows) -> Loss:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from etude.lineage.compute import training_flops
 from etude.training import cross_entropy
 from etude.training.attention import packed
 from etude.training.batch import Rows
 from etude.training.objectives import Loss
+
+if TYPE_CHECKING:
+    from etude.lineage.compute import ComputeShape
 
 
 class NextToken:
@@ -26,11 +30,15 @@ class NextToken:
         """Return how many tokens are to be predicted."""
         return float(rows.weights_BT.sum())
 
+    def flops(self, shape: ComputeShape, length: int) -> int:
+        """Return the FLOPs of a step over one piece."""
+        return training_flops(shape, length)
+
     def loss(self, model: Any, rows: Rows) -> Loss:
         """Return the loss of some rows, in nats."""
         weights = rows.weights_BT
         if self.plain_head:
-            hidden = _hidden(model, rows)
+            hidden = last_hidden(model, rows)
             total = cross_entropy.weighted_sum(
                 hidden.flatten(0, 1), model.get_output_embeddings().weight, rows.targets_BT.flatten(), weights.flatten()
             )
@@ -43,12 +51,13 @@ class NextToken:
         """Return −log p(next token) of every position, [B, T]; only those with a weight mean something."""
         if not self.plain_head:
             return _own_nats(model, rows)
-        hidden = _hidden(model, rows)
+        hidden = last_hidden(model, rows)
         head = model.get_output_embeddings().weight
         return cross_entropy.each(hidden.flatten(0, 1), head, rows.targets_BT.flatten()).view_as(rows.tokens_BT)
 
 
-def _hidden(model: Any, rows: Rows) -> torch.Tensor:
+def last_hidden(model: Any, rows: Rows) -> torch.Tensor:
+    """Return what a model's output head is given, [B, T, D]."""
     return model.get_decoder()(**packed(rows)).last_hidden_state
 
 
@@ -69,5 +78,5 @@ def _has_plain_head(model: Any) -> bool:
     places = torch.arange(8, device=device)[None]
     rows = Rows(ids, ids, torch.ones_like(ids), places, torch.tensor([0, 8], dtype=torch.int32, device=device))
     logits = model(**packed(rows)).logits
-    product = _hidden(model, rows) @ head.weight.T
+    product = last_hidden(model, rows) @ head.weight.T
     return bool(torch.allclose(logits.float(), product.float(), rtol=1e-2, atol=1e-3 * float(logits.abs().max())))

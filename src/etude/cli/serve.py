@@ -1,0 +1,66 @@
+"""`etude serve`: a model, answered for over HTTP as OpenAI's clients ask."""
+
+from __future__ import annotations
+
+from pathlib import Path  # noqa: TC003 - as below
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from etude.cli.options import CacheFolder  # noqa: TC001 - typer reads annotations at run time
+from etude.progress import Reporter
+
+if TYPE_CHECKING:
+    from etude.lineage.record import Origin
+
+
+def serve(  # noqa: PLR0913, PLR0917 - an argument for every option
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A run's folder, a model's folder, or a base.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; default: its folder's name.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token that clients must send.")] = None,
+    allow_open: Annotated[bool, typer.Option("--allow-open", help="Serve whoever reaches the address.")] = False,
+    max_queue: Annotated[int, typer.Option(min=1, help="Requests at once, running and waiting.")] = 256,
+    max_request_bytes: Annotated[int, typer.Option(min=1, help="Size of one request.")] = 4 << 20,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for one request.")] = 600.0,
+    context: Annotated[int | None, typer.Option(min=2, help="Tokens at most; default: the model's.")] = None,
+    drain: Annotated[int, typer.Option(min=0, help="Seconds for running requests to end after SIGTERM.")] = 30,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    cache: CacheFolder = None,
+) -> None:
+    """Serve a model: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics."""
+    from etude.serve.limits import Limits
+    from etude.serve.run import bind, gate_for, read_token, server_of
+
+    bounds = {"max_queue": max_queue, "max_request_bytes": max_request_bytes, "timeout": timeout, "drain": drain}
+    limits = Limits.model_validate(bounds | {"context": context})
+    gate = gate_for(host, read_token(token_file) if token_file else None, allow_open=allow_open)
+    reporter = Reporter()
+    with bind(host, port) as address:
+        from etude.inference.local import LocalPolicy
+        from etude.models.load import load_tokeniser
+        from etude.serve.app import build_app
+        from etude.serve.card import card_of
+
+        called, folder, origin = _locate(model, cache, reporter)
+        card = card_of(name or called, folder, origin)
+        policy = LocalPolicy.open(folder, name=card.id, device=device, context=context, say=reporter.say)
+        app = build_app(policy, load_tokeniser(folder), card, limits, gate)
+        for duty in card.display:
+            reporter.say(f"licence {duty['licence']}: {duty['duty']}")
+        reporter.say(f"serving {card.id} at http://{host}:{address.getsockname()[1]}/v1; Ctrl-C ends it")
+        server_of(app, limits).run(sockets=[address])
+
+
+def _locate(word: str, cache: Path | None, reporter: Reporter) -> tuple[str, Path, Origin | None]:
+    """Return what to call the model, its folder, and where it came from if it was not made here."""
+    from etude.lineage.tree import find_model
+    from etude.models.bases import resolve
+    from etude.models.fetch import default_cache, fetch
+
+    base = resolve(word)
+    if base.place == "folder" and not (base.folder / "config.json").is_file():
+        return base.name, find_model(base.folder), None  # a run's, or a stage's
+    fetched = fetch(base, cache.absolute() if cache is not None else default_cache(), reporter)
+    return base.name, fetched.folder, fetched.origin

@@ -1,0 +1,180 @@
+"""Attention over the cache, registered with transformers, so that any model's own code calls it.
+
+A pass has the new tokens of many requests, one after the other in a single row. Their keys and values go into the cache first; then
+each token attends to what its own request has there, up to itself. No more of the cache is read than is filled.
+
+Shapes: G requests with T new tokens each, N = all new tokens, H heads, K key/value heads, R = H / K, L positions, D width of a head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from etude.inference.cache import LayerShape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from etude.inference.cache import Cache, Plan
+
+NAME = "etude_cache"
+
+
+@dataclass
+class Pass:
+    """What attention needs to know while a model runs."""
+
+    cache: Cache
+    plan: Plan
+    layer: int  # that attends next: layers come in order, and a compiler would compile one for each number it is told
+    masks: dict[int, torch.Tensor | None] = field(default_factory=dict)  # by window; the same for all layers
+
+
+_now = threading.local()  # the pass of this thread: a model's code hands over tensors and settings, no objects of ours
+
+
+@contextlib.contextmanager
+def probing() -> Iterator[list[LayerShape]]:
+    """Run a model inside this to learn what its layers keep; nothing is attended to."""
+    _now.it = []
+    try:
+        yield _now.it
+    finally:
+        _now.it = None
+
+
+@contextlib.contextmanager
+def passing(cache: Cache, plan: Plan, first_layer: int = 0) -> Iterator[None]:
+    """Run a model inside this, or from some layer on."""
+    _now.it = Pass(cache, plan, first_layer)
+    try:
+        yield
+    finally:
+        _now.it = None
+
+
+def cached_attention(
+    query_1HND: torch.Tensor, key_1KND: torch.Tensor, value_1KND: torch.Tensor, scaling: float, window: int
+) -> torch.Tensor:
+    """Return [1, N, H, D]; `window` 0: none."""
+    now: Pass | list[LayerShape] = _now.it
+    if isinstance(now, list):
+        now.append(LayerShape(key_1KND.shape[1], key_1KND.shape[3], value_1KND.shape[3], scaling, window))
+        return query_1HND.new_zeros(1, query_1HND.shape[2], query_1HND.shape[1], value_1KND.shape[3])
+    query_HND, key_KND, value_KND = query_1HND[0], key_1KND[0], value_1KND[0]
+    layer, now.layer = now.layer, now.layer + 1
+    if query_HND.is_cuda:
+        from etude.inference.kernels import attend_pages, write_pages
+
+        write_pages(now.cache, layer, now.plan, key_KND, value_KND)
+        return attend_pages(query_HND, now.cache, layer, now.plan, scaling, window)[None]
+    now.cache.write(layer, now.plan, key_KND, value_KND)
+    return (_together if now.plan.each else _one_by_one)(query_HND, layer, now, scaling, window)[None]
+
+
+@torch.library.custom_op("etude::cached_attention", mutates_args=())  # type: ignore[untyped-decorator]
+def _opaque(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int) -> torch.Tensor:
+    # To a compiler, one operation. That it changes the cache need not be known: nothing else touches it in between.
+    return cached_attention(query, key, value, scaling, window).contiguous()
+
+
+@_opaque.register_fake  # type: ignore[untyped-decorator]
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int) -> torch.Tensor:
+    del key, scaling, window
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def _attention(
+    _module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+    *, scaling: float, sliding_window: int | None = None, **_: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    assert attention_mask is None
+    return attend(query, key, value, scaling, sliding_window or 0), None
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int) -> torch.Tensor:
+    """Attend over the cache of the pass under way: [1, H, N, D] and twice [1, K, N, D] to [1, N, H, D]."""
+    way = _opaque if torch.compiler.is_compiling() else cached_attention
+    return way(query, key, value, scaling, window)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def _filled(cache: torch.Tensor, pages: list[int], length: int) -> torch.Tensor:
+    """Return what one request has in the cache, [1, K, L, D]: a view if it is in one page."""
+    if len(pages) == 1:
+        return cache[pages[0], :, :length][None]
+    used = pages[: -(-length // cache.shape[2])]
+    return cache[used].transpose(0, 1).flatten(1, 2)[None, :, :length]
+
+
+def _one_by_one(query_HND: torch.Tensor, layer: int, now: Pass, scaling: float, window: int) -> torch.Tensor:
+    plan, cache = now.plan, now.cache
+    assert plan.counts is not None
+    assert plan.lengths is not None
+    assert plan.pages is not None
+    done = []
+    for part, pages, length in zip(query_HND.split(plan.counts, 1), plan.pages, plan.lengths, strict=True):
+        key, value = _filled(cache.keys[layer], pages, length), _filled(cache.values[layer], pages, length)
+        new = part.shape[1]
+        mask = None
+        if new < length or window:
+            ahead = torch.arange(length)[None] - torch.arange(length - new, length)[:, None]
+            mask = (ahead <= 0) & (ahead > -window if window else True)
+        out = F.scaled_dot_product_attention(
+            part[None], key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+        )
+        done.append(out[0].transpose(0, 1))
+    return torch.cat(done)
+
+
+def _together(query_HND: torch.Tensor, layer: int, now: Pass, scaling: float, window: int) -> torch.Tensor:
+    plan = now.plan
+    assert plan.lengths is not None
+    assert plan.pages is not None
+    requests, each, longest = len(plan.pages), plan.each, max(plan.lengths)
+    keys, values = now.cache.keys[layer], now.cache.values[layer]
+    heads = keys.shape[1]
+    if window not in now.masks:
+        now.masks[window] = _mask(plan, longest, query_HND.shape[0] // heads, window)
+    query_GKRTD = query_HND.unflatten(1, (requests, each)).unflatten(0, (heads, -1)).permute(2, 0, 1, 3, 4)
+    out = F.scaled_dot_product_attention(
+        query_GKRTD.flatten(2, 3), _stacked(keys, plan.pages, longest), _stacked(values, plan.pages, longest),
+        attn_mask=now.masks[window], scale=scaling,
+    )  # fmt: skip
+    return out.unflatten(2, (-1, each)).permute(0, 3, 1, 2, 4).reshape(requests * each, -1, values.shape[3])
+
+
+def _stacked(cache: torch.Tensor, pages: list[list[int]], longest: int) -> torch.Tensor:
+    """Return what all requests have in the cache, [G, K, L, D]: a view if they have neighbouring pages, one each."""
+    if all(len(each) == 1 for each in pages):
+        first = pages[0][0]
+        if all(each[0] == first + index for index, each in enumerate(pages)):
+            return cache[first : first + len(pages), :, :longest]
+        return cache[[each[0] for each in pages], :, :longest]
+    used = -(-longest // cache.shape[2])
+    table = torch.tensor([(each + [0] * used)[:used] for each in pages])
+    return cache[table].transpose(1, 2).flatten(2, 3)[:, :, :longest]
+
+
+def _mask(plan: Plan, longest: int, groups: int, window: int) -> torch.Tensor | None:
+    """Return which positions each token sees, [G, 1, R·T, L]; None if that is all of them."""
+    assert plan.lengths is not None
+    if plan.each == 1 and not window and min(plan.lengths) == longest:
+        return None
+    ahead = torch.arange(longest) - plan.position_N.view(-1, plan.each, 1)
+    seen = (ahead <= 0) & (ahead > -window) if window else ahead <= 0
+    return seen.repeat(1, groups, 1)[:, None]

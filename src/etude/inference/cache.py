@@ -1,0 +1,103 @@
+"""Keys and values of all requests in pages, and where a forward pass reads and writes them.
+
+Shapes: P pages, K key/value heads, S positions a page, D width of a head; N tokens of a pass, G requests in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer keeps of a position, and how it attends."""
+
+    heads: int
+    key_width: int
+    value_width: int
+    scaling: float = 1.0  # of its scores
+    window: int = 0  # positions it looks back; 0: all
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of one position."""
+        return int(self.heads * (self.key_width + self.value_width) * dtype.itemsize)
+
+
+class Cache:
+    """The tensors, one for keys and one for values a layer: [P, K, S, D]. Page 0 is for what nobody reads."""
+
+    def __init__(
+        self, layers: Sequence[LayerShape], pages: int, size: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.size = size
+        self.keys = [
+            torch.zeros(pages + 1, each.heads, size, each.key_width, device=device, dtype=dtype) for each in layers
+        ]
+        self.values = [
+            torch.zeros(pages + 1, each.heads, size, each.value_width, device=device, dtype=dtype) for each in layers
+        ]
+
+    def write(self, layer: int, plan: Plan, key_KND: torch.Tensor, value_KND: torch.Tensor) -> None:
+        """Put keys and values of a pass where they belong."""
+        for cache, new in ((self.keys[layer], key_KND), (self.values[layer], value_KND)):
+            cache[plan.page_N, :, plan.offset_N] = new.transpose(0, 1).to(cache.dtype)
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Copy the first positions of a page to another."""
+        for cache in (*self.keys, *self.values):
+            cache[target, :, :count] = cache[source, :, :count]
+
+
+@dataclass(eq=False)
+class Plan:
+    """Where the tokens of a pass are: G requests, each with as many new tokens as the next or not, in order."""
+
+    page_N: torch.Tensor  # where each token's keys and values go
+    offset_N: torch.Tensor  # and where in that page
+    position_N: torch.Tensor
+    table_GP: torch.Tensor  # int32: pages of each request, 0 beyond its end
+    length_G: torch.Tensor  # int32: positions of each request, the new ones included
+    begin_G: torch.Tensor  # int32 [G + 1]: where its tokens begin among the N, and the end
+    each: int  # new tokens a request, if all have as many; else 0
+    longest: int  # the most new tokens a request has
+    counts: list[int] | None = None  # on a CPU: new tokens of each request
+    lengths: list[int] | None = None  # on a CPU: as length_G
+    pages: list[list[int]] | None = None  # on a CPU: as table_GP
+    blocks: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict
+    )  # on a GPU: how its kernel divides it
+
+
+def place(table_GP: torch.Tensor, position_GT: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return page and offset of positions, flattened."""
+    page = table_GP.gather(1, position_GT // size)
+    return page.flatten().long(), (position_GT % size).flatten()
+
+
+def plan(requests: Sequence[tuple[Sequence[int], int, int]], size: int, device: torch.device) -> Plan:
+    """Return the plan of a pass over (pages, first new position, new tokens) of some requests."""
+    counts = [count for _, _, count in requests]
+    widest = max(len(pages) for pages, _, _ in requests)
+    table = torch.zeros(len(requests), widest, dtype=torch.int32)
+    for index, (pages, _, _) in enumerate(requests):
+        table[index, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+    position = torch.cat([torch.arange(first, first + count) for _, first, count in requests])
+    owner = torch.repeat_interleave(torch.arange(len(requests)), torch.tensor(counts))
+    page = table[owner, position // size].long()
+    lengths = [first + count for _, first, count in requests]
+    begin = torch.tensor([0, *counts]).cumsum(0)
+    each = counts[0] if len(set(counts)) == 1 else 0
+
+    def there(made: torch.Tensor) -> torch.Tensor:
+        return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+
+    return Plan(
+        there(page), there(position % size), there(position), there(table), there(torch.tensor(lengths, dtype=torch.int32)),
+        there(begin.int()), each, max(counts), counts, lengths, [list(pages) for pages, _, _ in requests],
+    )  # fmt: skip

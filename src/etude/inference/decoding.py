@@ -1,0 +1,219 @@
+"""The decoding step of many requests: what it reads and writes stays on the device from step to step.
+
+A row is a place in the batch. The token a row wrote is its next input, so the host has nothing to do between two steps but to set rows
+that begin or end, and to give rows more pages. On a GPU a step is a CUDA graph for each size of batch; the host reads what was
+written while the next step runs.
+
+With heads (MTP) a step may be a round: guess k tokens, read them all, keep what the model would have written. A head's layer has
+keys and values of its own; those of the last positions depend on tokens that were guesses, so each round computes the last 2k
+positions of every depth again, from the hidden states of the model at these positions (`trail`) and the tokens after them (`known`).
+
+Shapes: R rows, P pages a row, k guesses, W = 2k, D width of the model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from etude.inference.cache import Plan, place
+from etude.inference.sampler import Choice, distribution, raw_logprobs, sample_packed
+from etude.inference.speculation import guess, judge
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from etude.inference.policy import Sampling
+    from etude.inference.runner import Runner
+
+
+@dataclass(frozen=True)
+class Begin:
+    """What a row is set to when its prompt is read."""
+
+    row: int
+    position: int  # of its first token
+    sampling: Sampling
+    seed: int
+    tokens: list[int]  # read so far
+    trail: torch.Tensor | None  # hidden states of the last of them, [at most W, D]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a step wrote."""
+
+    tokens: torch.Tensor  # [3, R, written]: token, log-prob, raw log-prob; token −1 where none was written
+    logits: torch.Tensor
+
+
+class Decoder:
+    """Rows of a batch on a device."""
+
+    def __init__(self, runner: Runner, rows: int, pages: int, *, graphs: bool) -> None:
+        self.runner, self.rows = runner, rows
+        device = runner.device
+        self.token = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.position = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.active = torch.zeros(rows, dtype=torch.int64, device=device)  # 0: an idle row stays where it is
+        self.table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
+        self.choice = Choice(
+            torch.zeros(rows, device=device), torch.ones(rows, device=device),
+            torch.zeros(rows, dtype=torch.int64, device=device), torch.zeros(rows, dtype=torch.int64, device=device),
+        )  # fmt: skip
+        self._pages: list[list[int]] = [[0] for _ in range(rows)]  # as `table`, for a CPU
+        self.guesses = runner.heads.depth if runner.heads else 0
+        self.window = 2 * self.guesses
+        width = runner.model.get_input_embeddings().weight.shape[1]
+        self.trail = torch.zeros(rows, self.window, width, device=device, dtype=runner.dtype)
+        self.known = torch.zeros(rows, self.window, dtype=torch.int64, device=device)
+        # Hundreds of rows of a large vocabulary in float32: compiled, they are gone through a few times less.
+        fast = partial(torch.compile, dynamic=True) if graphs and runner.compiled else _as_it_is
+        self._sample, self._judge, self._draw = fast(sample_packed), fast(judge), fast(_drawn)
+        self._graphs: dict[tuple[int, bool, bool], tuple[torch.cuda.CUDAGraph, Written]] | None = {} if graphs else None
+        self._pool = torch.cuda.graph_pool_handle() if graphs else None
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def begin(self, rows: Sequence[Begin], logits_RV: torch.Tensor, *, cut: bool) -> torch.Tensor:
+        """Set rows that begin, draw their first token from the logits of their prompts' ends; return what `sample_packed` does."""
+        send = self.runner.send
+        index, position = send([each.row for each in rows]), send([each.position for each in rows])
+        choice = Choice(
+            send([float(each.sampling.temperature) for each in rows]), send([float(each.sampling.top_p) for each in rows]),
+            send([min(each.sampling.top_k, self.runner.vocabulary) for each in rows]), send([each.seed for each in rows]),
+        )  # fmt: skip
+        packed = sample_packed(logits_RV, choice.tensors(), position, cut=cut)
+        token = packed[0].long()
+        for target, values in zip(self.choice.tensors(), choice.tensors(), strict=True):
+            target[index] = values
+        self.token[index], self.position[index], self.active[index] = token, position, 1
+        for number, each in enumerate(rows if self.guesses else ()):
+            assert each.trail is not None
+            self.trail[each.row] = 0
+            self.trail[each.row, self.window - len(each.trail) :] = each.trail
+            known = send(([0] * self.window + each.tokens)[1 - self.window :])
+            self.known[each.row] = torch.cat([known, token[number : number + 1]])
+        return packed
+
+    def set_pages(self, rows: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
+        """Say which pages rows have; a row without any writes to page 0, which nobody reads."""
+        width = self.table.shape[1]
+        values = [[*each, *([0] * (width - len(each)))] for each in pages]
+        self.table[self.runner.send(rows)] = self.runner.send(values).int()
+        for row, each in zip(rows, pages, strict=True):
+            self._pages[row] = list(each) or [0]
+        if idle := [row for row, each in zip(rows, pages, strict=True) if not each]:
+            index = self.runner.send(idle)
+            self.position[index] = 0
+            self.active[index] = 0
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def step(self, rows: int, *, cut: bool, ahead: bool, watched: bool = False) -> Written:
+        """Do a step or a round of the first rows. On a GPU the result is overwritten by the next one.
+
+        `watched`: somebody looks into the model meanwhile, which a graph does not allow.
+        """
+        function = self._round if ahead else self._single
+        if self._graphs is None or watched:
+            return function(rows, cut=cut)
+        if (key := (rows, cut, ahead)) not in self._graphs:
+            self._graphs[key] = self._record(function, rows, cut=cut)
+        graph, result = self._graphs[key]
+        graph.replay()
+        return result
+
+    def _record(
+        self, function: Callable[..., Written], rows: int, *, cut: bool
+    ) -> tuple[torch.cuda.CUDAGraph, Written]:
+        kept = [each.clone() for each in (self.token, self.position, self.trail, self.known)]
+        for _ in range(2):  # kernels are compiled, libraries begun; what it writes into the cache is written again
+            function(rows, cut=cut)
+            for target, value in zip((self.token, self.position, self.trail, self.known), kept, strict=True):
+                target.copy_(value)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = function(rows, cut=cut)
+        return graph, result
+
+    def _plan(self, rows: int, first_R: torch.Tensor, each: int) -> Plan:
+        """Return where `each` tokens of every row go; those before a text's beginning go where nobody reads."""
+        device = first_R.device
+        position = first_R[:, None] + torch.arange(each, device=device)
+        page, offset = place(self.table[:rows], position.clamp(min=0), self.runner.cache.size)
+        page = torch.where(position.flatten() < 0, 0, page)
+        begin = torch.arange(rows + 1, device=device, dtype=torch.int32) * each
+        length = (first_R + each).clamp(min=1).int()
+        where = Plan(page, offset, position.clamp(min=0).flatten(), self.table[:rows], length, begin, each, each)
+        if device.type == "cpu":
+            where.counts, where.lengths, where.pages = [each] * rows, length.tolist(), self._pages[:rows]
+        return where
+
+    def _single(self, rows: int, *, cut: bool) -> Written:
+        position = self.position[:rows]
+        logits, hidden = self.runner.run(self.token[:rows], self._plan(rows, position, 1))
+        packed = self._sample(logits, self.choice.rows(slice(rows)).tensors(), position + 1, cut=cut)
+        token = packed[0].long()
+        if self.guesses:
+            self.trail[:rows] = torch.cat([self.trail[:rows, 1:], hidden[:, None].to(self.trail.dtype)], 1)
+            self.known[:rows] = torch.cat([self.known[:rows, 1:], token[:, None]], 1)
+        self.token[:rows] = token
+        self.position[:rows] += self.active[:rows]
+        return Written(packed[..., None], logits)
+
+    def _round(self, rows: int, *, cut: bool) -> Written:
+        choice, count, position = self.choice.rows(slice(rows)), self.guesses, self.position[:rows]
+        guesses_Rk, heads_RkV = self._guess(rows, choice, position, cut=cut)
+        read_Rk1 = torch.cat([self.token[:rows, None], guesses_Rk], 1)
+        logits, hidden = self.runner.run(read_Rk1.flatten(), self._plan(rows, position, count + 1))
+        each = Choice(*(value.repeat_interleave(count + 1) for value in choice.tensors()))
+        model_Rk1V = distribution(logits, each, cut=cut).unflatten(0, (rows, -1))
+        done = self._judge(model_Rk1V, heads_RkV, guesses_Rk, choice, position + 1)
+        raw = raw_logprobs(logits, done.tokens_Rk1.flatten()).view(rows, -1)
+        written = torch.arange(count + 1, device=raw.device)[None] <= done.kept_R[:, None]
+        follow = done.kept_R[:, None] + 1 + torch.arange(self.window, device=raw.device)
+        trail = torch.cat([self.trail[:rows], hidden.unflatten(0, (rows, -1)).to(self.trail.dtype)], 1)
+        known = torch.cat([self.known[:rows], done.tokens_Rk1], 1)
+        self.trail[:rows] = trail.gather(1, follow[..., None].expand(-1, -1, trail.shape[2]))
+        self.known[:rows] = known.gather(1, follow)
+        self.token[:rows] = done.tokens_Rk1.gather(1, done.kept_R[:, None])[:, 0]
+        self.position[:rows] += (done.kept_R + 1) * self.active[:rows]
+        token = torch.where(written, done.tokens_Rk1, -1)
+        return Written(torch.stack([token.double(), done.logprobs_Rk1.double(), raw.double()]), logits)
+
+    def _guess(
+        self, rows: int, choice: Choice, position: torch.Tensor, *, cut: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return k guesses for each row and what they were drawn from, as logits."""
+        where = self._plan(rows, position - self.window, self.window)
+        hidden = self.trail[:rows].flatten(0, 1)
+        tokens = self.known[:rows]
+        drawn_from = []
+        for depth in range(self.guesses):
+            hidden = self.runner.guess(depth, hidden, tokens[:, depth : depth + self.window].flatten(), where)
+            last = hidden.unflatten(0, (rows, -1))[:, -1]
+            token, scaled = self._draw(self.runner.head(last), choice, position + 1 + depth, cut=cut)
+            drawn_from.append(scaled)
+            tokens = torch.cat([tokens, token[:, None]], 1)
+        return tokens[:, self.window :], torch.stack(drawn_from, 1)
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+def _drawn(
+    logits_RV: torch.Tensor, choice: Choice, position: torch.Tensor, *, cut: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a guess, and what it was drawn from."""
+    scaled_RV = distribution(logits_RV, choice, cut=cut)
+    return guess(scaled_RV, choice, position), scaled_RV
+
+
+def bucket(rows: int, most: int) -> int:
+    """Return the size of batch to run for so many rows: a power of two, or half as much again, so that there are few graphs."""
+    power = 1 << (rows - 1).bit_length()
+    return min(most, power * 3 // 4 if power >= 8 and rows <= power * 3 // 4 else power)

@@ -1,0 +1,399 @@
+"""Continuous batching: requests come and go between two steps, and each gets what it would have got alone.
+
+    submit → waiting → filling (its prompt is read, a chunk a step) → a row of the batch → done
+
+Whoever waits is admitted in order while there are rows and pages. When pages run out, what nobody uses is evicted; then the request
+that came last is set back to waiting, and reads its own text again later. A request that could not run alone is refused at once, so
+the oldest one can always go on: there is no deadlock.
+
+On a GPU a step is launched before the one before is read: the host works while the device does. New weights are copied in place
+between two launches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import secrets
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from etude.errors import UserError
+from etude.inference.cache import plan
+from etude.inference.decoding import Begin, Decoder, bucket
+from etude.inference.pace import Pace
+from etude.inference.policy import Completion, Token
+from etude.inference.request import Counts, Launched, Request
+from etude.inference.rows import Rows
+from etude.inference.stopping import Stop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from etude.inference.cache import Plan
+    from etude.inference.pages import Pages
+    from etude.inference.policy import FinishReason, Sampling
+    from etude.inference.runner import Runner
+
+WORTH_WAITING = 64  # tokens of a prompt that another request is reading just now
+
+
+class Engine:
+    """Runs requests on one device. Not safe for several threads: see LocalPolicy."""
+
+    def __init__(
+        self, runner: Runner, pages: Pages, decode: Callable[[list[int]], str], *,
+        context: int, rows: int, chunk: int, graphs: bool, say: Callable[[str], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self.runner, self.pages, self.context, self.chunk, self.decode = runner, pages, context, chunk, decode
+        self.guesses = runner.heads.depth if runner.heads else 0
+        self.decoder = Decoder(runner, rows, -(-(context + self.guesses + 1) // pages.size), graphs=graphs)
+        self.pace = Pace(say, able=self.guesses > 0)
+        self.version = pages.version
+        self.counts = Counts()
+        self.waiting: deque[Request] = deque()
+        self.filling: list[Request] = []
+        self.rows = Rows(rows)
+        self._flying: deque[Launched] = deque()
+        self._numbers = itertools.count()
+        self._late = 1 if runner.device.type == "cuda" else 0
+
+    # ---- what a caller does
+
+    def submit(
+        self, prompt: Sequence[int], sampling: Sampling, session: str | None,
+        on_tokens: Callable[[list[Token]], None] | None, on_end: Callable[[Completion | Exception], None],
+    ) -> Request:  # fmt: skip
+        """Take a request, or refuse it."""
+        self.check(prompt, sampling)
+        seed = secrets.randbits(62) if sampling.seed is None else sampling.seed % (1 << 62)
+        stop = Stop(sampling, self.decode)
+        request = Request(next(self._numbers), sampling, session, seed, list(prompt), stop, on_tokens, on_end)
+        self.waiting.append(request)
+        self.counts.submitted += 1
+        return request
+
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Refuse what cannot be done."""
+        if not prompt:
+            raise UserError("the prompt is empty; give at least one token")
+        if wrong_types := {*map(type, prompt)} - {int}:
+            raise UserError(f"a prompt is token ids, whole numbers; this one has {sorted(map(str, wrong_types))}")
+        low, high = min(prompt), max(prompt)
+        if low < 0 or high >= self.runner.vocabulary:
+            wrong = low if low < 0 else high
+            raise UserError(f"token {wrong} is not in the model's vocabulary of {self.runner.vocabulary}")
+        if (needed := len(prompt) + sampling.max_tokens) > self.context:
+            raise UserError(
+                f"{len(prompt)} tokens of prompt and max_tokens = {sampling.max_tokens} are more than the context of"
+                f" {self.context}; shorten the prompt or ask for fewer"
+            )
+        if needed + self.guesses > (room := self.pages.count * self.pages.size):
+            raise UserError(
+                f"the cache holds {room} positions, this request needs {needed + self.guesses};"
+                " give the engine more memory or ask for fewer tokens"
+            )
+        if sampling.experts and not self.runner.routers.layers:
+            raise UserError("experts were asked for, but this model has no routers")
+
+    def cancel(self, request: Request) -> None:
+        """Forget a request."""
+        if not request.over:
+            self.counts.cancelled += 1
+            self._leave(request)
+
+    def busy(self) -> bool:
+        """Return whether there is anything to do."""
+        return bool(self.waiting or self.filling or self._flying or len(self.rows))
+
+    def update(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Copy new weights in place: all of them fit, or nothing is changed. What runs goes on with them."""
+        if version <= self.version:
+            raise UserError(f"new weights are version {version}, those in use {self.version}; versions must rise")
+        self.runner.replace(weights)
+        self.version = version
+        self.pages.renew(version)
+
+    def step(self) -> None:
+        """Do the next thing: admit, read a chunk of prompts, write a token of every running request."""
+        self._admit()
+        self._fill()
+        self._decode()
+        while len(self._flying) > (self._late if len(self.rows) else 0):
+            self._read(self._flying.popleft())
+
+    def fail(self, error: Exception) -> None:
+        """End everything with an error. The device is in an unknown state, so nothing is asked of it."""
+        flying = [request for done in self._flying for request in done.of if request]  # maybe without a row already
+        for request in dict.fromkeys([*self.waiting, *self.filling, *self.rows.requests(), *flying]):
+            if not request.over:
+                request.over = True
+                request.on_end(error)
+
+    # ---- waiting → filling
+
+    def _admit(self) -> None:
+        passed: list[Request] = []
+        while self.waiting and len(passed) < self.rows.count and (row := self.rows.reserve()) is not None:
+            request = self.waiting.popleft()
+            if self._read_by_another(request):
+                passed.append(request)
+                self.rows.give_back(row)
+            elif not self._begin(request, row):
+                self.waiting.appendleft(request)
+                self.rows.give_back(row)
+                break
+        self.waiting.extendleft(reversed(passed))
+
+    def _read_by_another(self, request: Request) -> bool:
+        """Return whether somebody is reading the beginning of this prompt just now: then it need not be read twice."""
+        more = max(WORTH_WAITING, self.pages.size)  # only full pages are shared with those that run
+        return len(request.tokens) > more and any(
+            request.tokens[: other.found + more] == other.tokens[: other.found + more]
+            for other in self.filling
+            if len(request.tokens) > other.found + more
+        )
+
+    def _begin(self, request: Request, row: int) -> bool:
+        # Heads need the hidden states of the last positions, which are not in the cache; nor are the experts of any.
+        sure = request.tokens[: max(1, len(request.tokens) + 1 - max(1, self.decoder.window))]
+        held, done, copy = self.pages.begin(request.tokens[:1] if request.sampling.experts else sure, request.session)
+        if not self.pages.grow(held, len(request.tokens) + self.guesses + 1):
+            self.pages.drop(held)
+            return False
+        if copy:
+            self.runner.cache.copy(copy.source, copy.target, copy.count)
+        first, request.held, request.row = request.found < 0, held, row
+        request.computed = request.found = done
+        if first:
+            request.cached = done
+            self.counts.prompt_tokens += len(request.tokens)
+            self.counts.cached_tokens += done
+        self.filling.append(request)
+        return True
+
+    # ---- filling → a row
+
+    def _fill(self) -> None:
+        parts, left = list[tuple[Request, int]](), self.chunk
+        for request in self.filling:
+            if left > 0:
+                parts.append((request, min(left, len(request.tokens) - request.computed)))
+                left -= parts[-1][1]
+        if not parts:
+            return
+        counts = [count for _, count in parts]
+        places = [(_pages(request), request.computed, count) for request, count in parts]
+        where = plan(places, self.pages.size, self.runner.device)
+        ids = [token for request, count in parts for token in request.tokens[request.computed :][:count]]
+        done = [request.computed + count == len(request.tokens) for request, count in parts]
+        last = [end - 1 for end, finished in zip(itertools.accumulate(counts), done, strict=True) if finished]
+        with self.runner.routers.recording(wanted=any(request.sampling.experts for request, _ in parts)) as routes:
+            logits, hidden = self.runner.run(self.runner.send(ids), where, self.runner.send(last or [0]))
+        self._fill_heads(parts, hidden, where)
+        for (request, count), states, routed in zip(parts, hidden.split(counts), routes.split(counts), strict=True):
+            request.computed += count
+            if request.sampling.experts:
+                request.routed.append(routed)
+            if self.guesses:
+                before = [] if request.trail is None else [request.trail]
+                request.trail = torch.cat([*before, states])[-self.decoder.window :].clone()
+            assert request.held is not None
+            self.pages.publish(request.held, request.tokens, request.computed)
+        if ready := [request for (request, _), finished in zip(parts, done, strict=True) if finished]:
+            self.filling = [request for request in self.filling if request not in ready]
+            self._start(ready, logits)
+
+    def _fill_heads(self, parts: list[tuple[Request, int]], hidden: torch.Tensor, where: Plan) -> None:
+        """Give the heads keys and values of what was read; the last token known stands for those that are not."""
+        for depth in range(self.guesses):
+            following = [
+                request.tokens[min(place + depth + 1, len(request.tokens) - 1)]
+                for request, count in parts
+                for place in range(request.computed, request.computed + count)
+            ]
+            hidden = self.runner.guess(depth, hidden, self.runner.send(following), where)
+
+    def _start(self, ready: list[Request], logits: torch.Tensor) -> None:
+        """Draw the first token of requests whose prompt is read, and make their rows active."""
+        rows = [
+            Begin(_row(request), len(request.tokens), request.sampling, request.seed, request.tokens, request.trail)
+            for request in ready
+        ]
+        packed = self.decoder.begin(rows, logits, cut=any(request.cut for request in ready))
+        for request in ready:
+            request.trail = None
+            self.rows.start(_row(request), request, len(_pages(request)) * self.pages.size)
+            self.rows.left[_row(request)] -= 1
+        self._show_pages([_row(request) for request in ready])
+        self._launch(list(ready), packed[..., None], logits)
+
+    # ---- rows
+
+    def _decode(self) -> None:
+        for row in self.rows.done():
+            self._free_row(row)  # what it wrote may still be on its way
+        # Rounds draw otherwise than steps do: with a seed, the clock must not decide which of them it is.
+        single = self.rows.alone or (self.rows.seeded and self.pace.wish is None)
+        ahead = not single and self.pace.ahead(len(self.rows))
+        if ahead or self.rows.alone:
+            self._catch_up()  # how far a round went is not known before it is read
+        self._give_pages(self.guesses if ahead else 0)
+        if not len(self.rows):
+            return
+        most = self.rows.last() + 1
+        size = most if self.runner.device.type == "cpu" else bucket(most, self.rows.count)
+        watched = self.rows.watched > 0
+        with self.pace.timed(len(self.rows), ahead=ahead, written=lambda: self.counts.written_tokens):
+            with self.runner.routers.recording(wanted=watched) as routes:
+                written = self.decoder.step(size, cut=self.rows.cut > 0, ahead=ahead, watched=watched)
+            for row, routed in enumerate(routes.split([1] * size)):
+                if (request := self.rows.of[row]) and request.sampling.experts:
+                    request.routed.append(routed)
+            self.rows.launched()
+            self._launch(self.rows.of[:size], written.tokens, written.logits)
+            self.counts.steps += 1
+            self.counts.rounds += ahead
+            if ahead:
+                self._catch_up()
+
+    def _free_row(self, row: int) -> None:
+        self.rows.stop(row)
+        self.decoder.set_pages([row], [[]])
+
+    def _give_pages(self, more: int) -> None:
+        """See that every row has pages for the next step, the oldest first; set the last back for that if need be."""
+        changed = []
+        for row in self.rows.short_of_pages(more):
+            # It may end or be set back itself meanwhile.
+            while (request := self.rows.of[row]) and request.held:
+                if self.pages.grow(request.held, int(self.rows.computed[row]) + 1 + more):
+                    self.rows.room[row] = len(_pages(request)) * self.pages.size
+                    changed.append(row)
+                    break
+                self._make_room()
+        self._show_pages([row for row in changed if self.rows.of[row]])
+
+    def _show_pages(self, rows: list[int]) -> None:
+        if rows:
+            self.decoder.set_pages(rows, [_pages(request) for row in rows if (request := self.rows.of[row])])
+
+    def _make_room(self) -> None:
+        """See who has ended; if all is known, send the request that came last back to waiting."""
+        if self._flying:
+            self._catch_up()
+            return
+        last = max([*self.filling, *self.rows.requests()], key=lambda each: each.number)
+        self._withdraw(last)
+        last.row, last.trail, last.computed, last.launched, last.routed = None, None, 0, len(last.written), []
+        self.waiting = deque(sorted([*self.waiting, last], key=lambda each: each.number))
+        self.counts.set_back += 1
+
+    # ---- what the device wrote
+
+    def _launch(self, of: list[Request | None], result: torch.Tensor, logits: torch.Tensor) -> None:
+        alternatives: list[torch.Tensor] = []
+        if any(request.sampling.alternatives for request in of if request) if self.rows.alone else False:
+            most = max(request.sampling.alternatives for request in of if request)
+            alternatives = [each.cpu() for each in logits.float().log_softmax(-1).topk(min(most, logits.shape[-1]))]
+        event = None
+        if result.is_cuda:
+            result = result.to("cpu", non_blocking=True)  # into pinned memory, before the next step overwrites it
+            event = torch.cuda.Event()
+            event.record()
+        self._flying.append(Launched(of, result, event, self.version, alternatives))
+
+    def _catch_up(self) -> None:
+        while self._flying:
+            self._read(self._flying.popleft())
+
+    def _read(self, done: Launched) -> None:
+        if done.event is not None:
+            done.event.synchronize()
+        version, unclear = done.version, bool(done.result[2].isnan().any())
+        for index, (request, *written) in enumerate(zip(done.of, *done.result.tolist(), strict=True)):
+            if request is None or request.over:
+                continue
+            if unclear and math.isnan(sum(written[2])):
+                self._end_damaged(request)
+                continue
+            new = [
+                Token(int(token), each, raw, version) for token, each, raw in zip(*written, strict=True) if token >= 0
+            ]
+            if len(written[0]) > 1:
+                self._note_round(request, len(new) - 1)
+            if done.alternatives and request.sampling.alternatives:
+                new = [new[0]._replace(alternatives=_alternatives(done.alternatives, index, request))]
+            self._take(request, new)
+
+    def _end_damaged(self, request: Request) -> None:
+        """End a request whose output is no number. Keys and values it left go: nought times them is no number either."""
+        pages = _pages(request)
+        self.pages.renew(self.version)
+        self._leave(request)
+        used = {page for other in [*self.filling, *self.rows.requests()] for page in _pages(other)}
+        self.runner.wipe([0, *(page for page in pages if page not in used)])
+        request.on_end(RuntimeError("the model's output is not a number; its weights may be damaged"))
+
+    def _note_round(self, request: Request, kept: int) -> None:
+        self.counts.guesses += self.guesses
+        self.counts.kept += kept
+        self.rows.computed[request.row] += kept
+        self.rows.left[request.row] -= kept
+
+    def _take(self, request: Request, new: list[Token]) -> None:
+        ended: FinishReason | None = None
+        for index, token in enumerate(new):
+            request.written.append(token)
+            request.tokens.append(token.id)
+            if request.stop.feed(token.id):
+                ended = "stop"
+            elif len(request.written) == request.sampling.max_tokens:
+                ended = "length"
+            if ended:
+                new = new[: index + 1]
+                break
+        self.counts.written_tokens += len(new)
+        if request.on_tokens:
+            request.on_tokens(new)
+        if ended:
+            self.counts.finished += 1
+            routed = torch.cat(request.routed) if request.sampling.experts else None
+            completion = Completion(request.written, ended, request.stop.by, request.cached, routed)
+            self._leave(request)
+            request.on_end(completion)
+
+    def _leave(self, request: Request) -> None:
+        request.over = True
+        if request in self.waiting:
+            self.waiting.remove(request)
+        self._withdraw(request)
+
+    def _withdraw(self, request: Request) -> None:
+        """Take row and pages back; what was computed stays in the cache as long as there is room."""
+        if request in self.filling:
+            self.filling.remove(request)
+            self.rows.give_back(_row(request))
+        elif request.row is not None and self.rows.of[request.row] is request:
+            self._free_row(request.row)
+        if request.held is not None:
+            # The last token was written but not read; of what was launched after the end nothing is kept.
+            self.pages.end(request.held, request.tokens, min(request.computed, len(request.tokens) - 1))
+            request.held = None
+
+
+def _pages(request: Request) -> list[int]:
+    assert request.held is not None
+    return request.held.pages
+
+
+def _row(request: Request) -> int:
+    assert request.row is not None
+    return request.row
+
+
+def _alternatives(found: list[torch.Tensor], index: int, request: Request) -> tuple[tuple[int, float], ...]:
+    values, places = (each[index, : request.sampling.alternatives].tolist() for each in found)
+    return tuple(zip(places, values, strict=True))

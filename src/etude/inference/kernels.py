@@ -1,0 +1,180 @@
+"""Attention over a paged cache on a GPU, in Triton: one kernel for reading a prompt, for one new token, and for several guessed ones.
+
+Ours because torch has none that reads pages, and transformers copies all keys and values of all requests together in every layer of
+every step. A program handles some new tokens of one request for one key/value head, with all query heads that share it, and goes
+through the pages of that request, a page at a time. Few requests with long texts would leave most of a GPU idle, so the pages of a
+request may be split among several programs, whose results a second kernel joins.
+
+Shapes: N tokens, H heads, K key/value heads, D width of keys, E width of values.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from etude.inference.cache import Cache, Plan
+
+PROGRAMS = 1056  # enough to fill a large GPU several times
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _write(  # noqa: PLR0913, PLR0917
+    key, value, keys, values, page_N, offset_N, key_head, key_token, value_head, value_token,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0), tl.program_id(1)
+    place = (tl.load(page_N + token) * HEADS + head) * SIZE + tl.load(offset_N + token)
+    d, e = tl.arange(0, WIDE_D), tl.arange(0, WIDE_E)
+    new_key = tl.load(key + head * key_head + token * key_token + d, mask=d < D)
+    new_value = tl.load(value + head * value_head + token * value_token + e, mask=e < E)
+    tl.store(keys + place * D + d, new_key, mask=d < D)
+    tl.store(values + place * E + e, new_value, mask=e < E)
+
+
+@triton.jit
+def _attend(  # noqa: PLR0913, PLR0917
+    query, keys, values, out, tops, sums, table, length_G, begin_G, block_request, block_first,
+    query_head, query_token, table_row, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    WIDE_D: tl.constexpr, WIDE_E: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr,
+    PLAIN: tl.constexpr,
+):  # fmt: skip
+    block, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if PLAIN:  # one new token a request
+        request, first = block, 0
+    else:
+        request, first = tl.load(block_request + block), tl.load(block_first + block)
+    begin = tl.load(begin_G + request)
+    new = tl.load(begin_G + request + 1) - begin
+    length = tl.load(length_G + request)
+    row = tl.arange(0, ROWS)
+    token = first + row // GROUP
+    real = (token < new) & (row < (ROWS // GROUP) * GROUP)
+    position = length - new + token
+    d, e, n = tl.arange(0, WIDE_D), tl.arange(0, WIDE_E), tl.arange(0, SIZE)
+    at = query + (begin + token)[:, None] * query_token + (head * GROUP + row % GROUP)[:, None] * query_head + d[None]
+    q = tl.load(at, mask=real[:, None] & (d < D)[None], other=0.0)
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    found = tl.zeros([ROWS, WIDE_E], tl.float32)
+    last = tl.minimum(length, length - new + first + ROWS // GROUP)
+    from_page = tl.maximum(0, length - new + first - WINDOW + 1) // SIZE if WINDOW > 0 else 0
+    pages = tl.cdiv(last, SIZE) - from_page
+    each = tl.cdiv(pages, PARTS)
+    for index in range(from_page + part * each, from_page + tl.minimum(pages, (part + 1) * each)):
+        page = tl.load(table + request * table_row + index).to(tl.int64)
+        base = (page * HEADS + head) * SIZE
+        there = index * SIZE + n
+        k = tl.load(keys + (base + n)[:, None] * D + d[None], mask=(there < length)[:, None] & (d < D)[None], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        seen = (there[None] <= position[:, None]) & real[:, None]
+        if WINDOW > 0:
+            seen = seen & (there[None] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, -float("inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        safe = tl.where(higher == -float("inf"), 0.0, higher)
+        shares = tl.exp2(scores - safe[:, None])
+        shrink = tl.exp2(top - safe)
+        v = tl.load(
+            values + (base + n)[:, None] * E + e[None], mask=(there < length)[:, None] & (e < E)[None], other=0.0
+        )
+        found = found * shrink[:, None] + tl.dot(shares.to(v.dtype), v, input_precision="ieee")
+        total = total * shrink + tl.sum(shares, 1)
+        top = higher
+    to = ((begin + token) * HEADS * GROUP + head * GROUP + row % GROUP) * PARTS + part
+    if PARTS == 1:
+        found = found / tl.where(total == 0, 1.0, total)[:, None]
+    else:
+        tl.store(tops + to, top, mask=real)
+        tl.store(sums + to, total, mask=real)
+    tl.store(out + to[:, None] * E + e[None], found.to(out.dtype.element_ty), mask=real[:, None] & (e < E)[None])
+
+
+@triton.jit
+def _join(out, parts, tops, sums, E: tl.constexpr, WIDE_E: tl.constexpr, PARTS: tl.constexpr):
+    row = tl.program_id(0)
+    c, e = tl.arange(0, PARTS), tl.arange(0, WIDE_E)
+    top = tl.load(tops + row * PARTS + c)
+    shares = tl.exp2(top - tl.max(top, 0))
+    total = tl.sum(shares * tl.load(sums + row * PARTS + c), 0)
+    each = tl.load(parts + (row * PARTS + c)[:, None] * E + e[None], mask=(e < E)[None], other=0.0)
+    found = tl.sum(each * shares[:, None], 0) / total
+    tl.store(out + row * E + e, found.to(out.dtype.element_ty), mask=e < E)
+
+
+def write_pages(cache: Cache, layer: int, plan: Plan, key_KND: torch.Tensor, value_KNE: torch.Tensor) -> None:
+    """Put keys and values of a pass where they belong."""
+    keys, values = cache.keys[layer], cache.values[layer]
+    heads, tokens, width = key_KND.shape
+    wide = value_KNE.shape[2]
+    key, value = (each if each.stride(2) == 1 else each.contiguous() for each in (key_KND, value_KNE))
+    _write[(tokens, heads)](
+        key, value, keys, values, plan.page_N, plan.offset_N, *key.stride()[:2], *value.stride()[:2],
+        heads, cache.size, width, wide, triton.next_power_of_2(width), triton.next_power_of_2(wide), num_warps=1,
+    )  # fmt: skip
+
+
+def attend_pages(
+    query_HND: torch.Tensor, cache: Cache, layer: int, plan: Plan, scaling: float, window: int
+) -> torch.Tensor:
+    """Return the attention of each token to what its request has in the cache: [N, H, E]."""
+    query = query_HND if query_HND.stride(2) == 1 else query_HND.contiguous()
+    keys, values = cache.keys[layer], cache.values[layer]
+    (heads, tokens, width), kv, wide = query.shape, keys.shape[1], values.shape[3]
+    group = heads // kv
+    rows = max(16, triton.next_power_of_2(min(plan.longest * group, 64)))
+    while rows < group:
+        rows *= 2
+    blocks = _blocks(plan, rows // group)
+    parts = _parts(plan, len(blocks[0]) * kv)
+    out = query.new_empty(tokens, heads, wide)
+    if parts == 1:
+        found, tops, sums = out, out, out
+    else:
+        found = query.new_empty(tokens, heads, parts, wide, dtype=torch.float32)
+        tops, sums = (query.new_empty(tokens, heads, parts, dtype=torch.float32) for _ in range(2))
+    wide_d, wide_e = (max(16, triton.next_power_of_2(each)) for each in (width, wide))
+    _attend[(len(blocks[0]), kv, parts)](
+        query, keys, values, found, tops, sums, plan.table_GP, plan.length_G, plan.begin_G, *blocks,
+        *query.stride()[:2], plan.table_GP.stride(0), scaling * LOG2E,
+        kv, group, cache.size, width, wide, wide_d, wide_e, rows, parts, window, plan.each == 1,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    if parts > 1:
+        _join[(tokens * heads,)](out, found, tops, sums, wide, wide_e, parts, num_warps=1)
+    return out
+
+
+def _blocks(plan: Plan, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return request and first token of each block of at most so many tokens of one request; made once a pass."""
+    if tokens not in plan.blocks:
+        plan.blocks[tokens] = _cut(plan, tokens)
+    return plan.blocks[tokens]
+
+
+def _cut(plan: Plan, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    device, requests = plan.length_G.device, len(plan.length_G)
+    if plan.each:
+        each = -(-plan.each // tokens)
+        index = torch.arange(requests * each, device=device, dtype=torch.int32)
+        return index // each, index % each * tokens
+    assert plan.counts is not None
+    pairs: list[Any] = [
+        (request, first) for request, count in enumerate(plan.counts) for first in range(0, count, tokens)
+    ]
+    both = torch.tensor(pairs, dtype=torch.int32).T.contiguous().pin_memory().to(device, non_blocking=True)
+    return both[0], both[1]
+
+
+def _parts(plan: Plan, programs: int) -> int:
+    """Return into how many parts to split the pages of a request: a power of two, fixed for a size of batch."""
+    if plan.longest > 16:
+        return 1
+    return int(min(16, triton.next_power_of_2(max(1, PROGRAMS // programs))))

@@ -1,0 +1,245 @@
+"""Our engine as a policy: a thread works through the requests, callers await them on their event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import threading
+from collections import deque
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from transformers import AutoTokenizer
+
+from etude.errors import UserError, one_line
+from etude.inference.engine import Engine
+from etude.inference.pages import Pages
+from etude.inference.policy import Busy, Completion, PolicyInfo
+from etude.inference.runner import Runner
+from etude.models.load import choose_device, load_model
+from etude.models.mtp import load_heads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from etude.inference.policy import Sampling, Token
+    from etude.inference.request import Request
+
+PAGE = 64  # positions, on a GPU; on a CPU a page is as long as the context, so that attention reads it in place
+ROWS = {"cpu": 32, "cuda": 512}
+CHUNK = {"cpu": 512, "cuda": 8192}  # tokens of prompts read in one step
+SHARE = 0.6  # of a GPU's free memory, for the cache; of a CPU's at most, see `_memory`
+
+
+class LocalPolicy:
+    """A model on this machine."""
+
+    def __init__(self, engine: Engine, name: str, *, queue: int = 4096) -> None:
+        self.engine, self.queue = engine, queue
+        self._info = PolicyInfo(name, engine.context, engine.runner.vocabulary, {"guesses": engine.guesses})
+        self._mail: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._over: RuntimeError | None = None  # why nothing more is done
+        self._pending = 0
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._thread.start()
+        atexit.register(self._stop)  # a thread inside torch must not be cut off
+
+    @classmethod
+    def open(  # noqa: PLR0913 - what one may want to say of a machine
+        cls, folder: Path, *, name: str | None = None, device: str = "auto", dtype: torch.dtype | None = None,
+        context: int | None = None, rows: int | None = None, memory: int | None = None, guess: bool | None = None,
+        compile_layers: bool | None = None, queue: int = 4096, say: Callable[[str], None] = lambda _: None,
+    ) -> Self:  # fmt: skip
+        """Load a model's folder, with its heads if it has any. `memory`: bytes for the cache."""
+        chosen = choose_device(device)  # type: ignore[arg-type]
+        gpu = chosen.type == "cuda"
+        model = load_model(folder, chosen, dtype or (torch.bfloat16 if gpu else torch.float32))
+        heads = None if guess is False else load_heads(folder, model)
+        if guess and heads is None:
+            raise UserError(
+                f"{folder} has no MTP heads to guess with; make them with the stage `mtp`, or leave guessing out"
+            )
+        tokeniser = AutoTokenizer.from_pretrained(folder)
+        engine = build(
+            model, heads, tokeniser.decode, context=context, rows=rows, memory=memory,
+            compiled=gpu if compile_layers is None else compile_layers, say=say,
+        )  # fmt: skip
+        engine.pace.wish = guess
+        return cls(engine, name or folder.name, queue=queue)
+
+    @property
+    def info(self) -> PolicyInfo:
+        """Return what a caller may want to know beforehand."""
+        return self._info
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None,
+        on_tokens: Callable[[list[Token]], None] | None = None,
+    ) -> Completion:  # fmt: skip
+        """Return a completion; see Policy."""
+        prompt = list(prompt)  # the caller's may have changed by the time it is read
+        self.engine.check(prompt, sampling)
+        if self._pending >= self.queue:
+            raise Busy(1.0)
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Completion] = loop.create_future()
+        box: list[Request] = []
+        show = (lambda new: _tell(loop, on_tokens, new)) if on_tokens else None
+        end = lambda result: _tell(loop, _settle, done, result)  # noqa: E731 - said in one line
+        self._post(lambda: box.append(self.engine.submit(prompt, sampling, session, show, end)))
+        self._pending += 1
+        try:
+            return await done
+        except asyncio.CancelledError:
+            with contextlib.suppress(RuntimeError):  # the engine is, too
+                self._post(lambda: self.engine.cancel(box[0]))
+            raise
+        finally:
+            self._pending -= 1
+
+    async def update(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Put new weights in between two steps; requests under way go on with them."""
+        await self._ask(lambda: self.engine.update(weights, version))
+
+    async def forget(self, session: str) -> None:
+        """Say that a session is over: what was kept for it may go."""
+        await self._ask(lambda: self.engine.pages.forget(session))
+
+    def statistics(self) -> dict[str, int]:
+        """Return what happened so far, and what is under way."""
+        engine = self.engine
+        return {
+            **asdict(engine.counts), "waiting": len(engine.waiting) + len(self._mail), "running": len(engine.rows),
+            "evicted_pages": engine.pages.evicted, "version": engine.version,
+        }  # fmt: skip
+
+    async def close(self) -> None:
+        """Stop the thread; requests under way end with an error."""
+        self._end(RuntimeError("the engine is closed"))
+        await asyncio.to_thread(self._stop)
+
+    async def _ask(self, what: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def doing() -> None:
+            try:
+                what()
+            except Exception as error:  # noqa: BLE001 - it is the asker's, whatever it is
+                _tell(loop, _settle, done, error)
+            else:
+                _tell(loop, _settle, done, None)
+
+        self._post(doing)
+        await done
+
+    def _post(self, what: Callable[[], None]) -> None:
+        with self._wake:
+            if self._over:
+                raise RuntimeError(str(self._over)) from self._over.__cause__
+            self._mail.append(what)
+            self._wake.notify()
+
+    def _end(self, why: RuntimeError) -> None:
+        with self._wake:
+            self._over = self._over or why
+            self._wake.notify()
+
+    def _stop(self) -> None:
+        self._end(RuntimeError("the engine is closed"))
+        self._thread.join()
+        atexit.unregister(self._stop)
+
+    def _work(self) -> None:
+        try:
+            while not self._over:
+                with self._wake:
+                    self._wake.wait_for(lambda: self._over or self._mail or self.engine.busy())
+                self._read_mail()
+                if self.engine.busy() and not self._over:
+                    self.engine.step()
+        except Exception as error:  # noqa: BLE001 - whoever waits must be told, whatever it is
+            stopped = RuntimeError(f"the engine has stopped: {one_line(error)}")
+            stopped.__cause__ = error
+            self._end(stopped)
+        assert self._over is not None
+        self._read_mail()  # who wrote last must be told, too; nobody can write now
+        self.engine.fail(self._over)
+
+    def _read_mail(self) -> None:
+        while self._mail:
+            self._mail.popleft()()
+
+
+def build(  # noqa: PLR0913
+    model: Any, heads: Any, decode: Callable[[list[int]], str], *, context: int | None = None, rows: int | None = None,
+    memory: int | None = None, compiled: bool = False, page: int | None = None, version: int = 0,
+    say: Callable[[str], None] = lambda _: None,
+) -> Engine:  # fmt: skip
+    """Return an engine for a loaded model, with a cache that fits."""
+    kind = model.device.type
+    longest = _longest(model.config.get_text_config(), heads.depth if heads else 0)
+    if context is not None and not 0 < context <= longest:
+        raise UserError(f"context = {context}: this model can be run with 1 to {longest} tokens")
+    context = context or longest
+    rows = rows or ROWS[kind]
+    size = page or (PAGE if kind == "cuda" else context + (heads.depth if heads else 0) + 1)
+    runner = Runner(model, heads, compiled=compiled)
+    each = runner.bytes_of_position() * size
+    pages = (memory or _memory(model.device, each, rows)) // each - 1
+    if pages < 1:
+        raise UserError(
+            f"the cache needs at least {2 * each:,} bytes for {size} positions; give it more memory, or a smaller context"
+        )
+    runner.allot(pages, size, context + (heads.depth if heads else 0) + 1)
+    return Engine(
+        runner,
+        Pages(pages, size, version),
+        decode,
+        context=context,
+        rows=rows,
+        chunk=CHUNK[kind],
+        graphs=kind == "cuda",
+        say=say,
+    )
+
+
+def _longest(config: Any, guesses: int) -> int:
+    """Return the longest context to run a model with.
+
+    Some rotate every position of a batch otherwise as soon as one text is longer than they were first made for: they are run up
+    to there, or a long text would change what others get.
+    """
+    longest = int(getattr(config, "max_position_embeddings", 0) or 2048)
+    given = getattr(config, "rope_parameters", None) or {}
+    for rope in (given, *(each for each in given.values() if isinstance(each, dict))):
+        if rope.get("rope_type") in ("longrope", "dynamic"):
+            longest = min(longest, int(rope.get("original_max_position_embeddings") or longest) - guesses)
+    return longest
+
+
+def _memory(device: torch.device, page: int, rows: int) -> int:
+    """Return how much memory to take for the cache: a share of what is free; on a CPU no more than all rows could use."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * SHARE)
+    import psutil
+
+    return min(int(psutil.virtual_memory().available * SHARE / 2), (2 * rows + 1) * page)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, what: Callable[..., None], *given: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody is left to be told
+        loop.call_soon_threadsafe(what, *given)
+
+
+def _settle(future: asyncio.Future[Any], result: Any) -> None:
+    if future.done():
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)

@@ -1,0 +1,131 @@
+"""From logits to a token, for many requests at once, each with its own settings.
+
+The random number of a token is a hash of its request's seed and its position, so that a request with a seed gets the same numbers
+whatever else is in the batch, on any device, before and after it was set back.
+
+Shapes: R requests, V tokens of the vocabulary, W blocks of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+BLOCK = 128  # of the vocabulary, for drawing in two steps
+_MIX = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # SplitMix64
+
+
+@dataclass
+class Choice:
+    """How each request is sampled, as tensors [R]."""
+
+    temperature: torch.Tensor  # float32; 0: the likeliest token
+    top_p: torch.Tensor  # float32
+    top_k: torch.Tensor  # int64; 0: all
+    seed: torch.Tensor  # int64
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return all of them, in the order of the fields."""
+        return self.temperature, self.top_p, self.top_k, self.seed
+
+    def rows(self, rows: torch.Tensor | slice) -> Choice:
+        """Return some of them."""
+        return Choice(self.temperature[rows], self.top_p[rows], self.top_k[rows], self.seed[rows])
+
+
+@dataclass
+class Drawn:
+    """Tokens drawn, [R] each."""
+
+    token: torch.Tensor
+    logprob: torch.Tensor  # under the distribution drawn from
+    raw_logprob: torch.Tensor  # at temperature 1 with nothing cut off
+
+
+def uniform(seed: torch.Tensor, position: torch.Tensor, stream: int = 0) -> torch.Tensor:
+    """Return numbers in (0, 1), float32, that depend on seed, position and stream only.
+
+    Never 0: it would draw the first token that has any weight, be it 1e-30.
+    """
+    mixed = seed + (position * 4 + stream + 1) * _MIX[0]
+    for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
+        mixed = (mixed ^ _shifted(mixed, shift)) * factor
+    mixed = mixed ^ _shifted(mixed, 31)
+    return (_shifted(mixed, 41).float() + 0.5) * 2.0**-23
+
+
+def _shifted(value: torch.Tensor, by: int) -> torch.Tensor:
+    """Shift right as if unsigned, which torch's int64 is not."""
+    return (value >> by) & ((1 << (64 - by)) - 1)
+
+
+def draw(weights_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:
+    """Return a token for each row, drawn in proportion to its weights: first a block of the vocabulary, then a token in it.
+
+    A running sum over all of a vocabulary is slow on a GPU, and in float32 its end would be coarse.
+    """
+    weights_RWB = F.pad(weights_RV, (0, -weights_RV.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    sums_RW = weights_RWB.sum(-1)
+    ends_RW = sums_RW.cumsum(-1)
+    goal_R1 = uniform_R[:, None] * ends_RW[:, -1:]
+    block_R1 = _first_above(goal_R1, ends_RW, sums_RW)
+    within_R1 = goal_R1 - (ends_RW.gather(1, block_R1) - sums_RW.gather(1, block_R1))
+    chosen_RB = weights_RWB.gather(1, block_R1[:, :, None].expand(-1, 1, BLOCK))[:, 0]
+    return (block_R1 * BLOCK + _first_above(within_R1, chosen_RB.cumsum(-1), chosen_RB))[:, 0]
+
+
+def _first_above(goal_R1: torch.Tensor, ends_RX: torch.Tensor, weights_RX: torch.Tensor) -> torch.Tensor:
+    """Return the first place whose running sum is above the goal; the last if none is. Never one without weight.
+
+    A GPU adds up in another order for each place, so that a running sum may rise where there is nothing to add.
+    """
+    place, real_RX = torch.arange(ends_RX.shape[1], device=ends_RX.device), weights_RX > 0
+    last_R1 = (real_RX * place).amax(-1, keepdim=True)
+    return torch.where(real_RX & (ends_RX > goal_R1), place, last_R1).amin(-1, keepdim=True)
+
+
+def truncated(logits_RV: torch.Tensor, choice: Choice) -> torch.Tensor:
+    """Return the logits with what top-k, then top-p leave out at −∞; the likeliest token always stays."""
+    ordered_RV, places_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits_RV.shape[1], device=logits_RV.device)
+    keep_RV = (rank < choice.top_k[:, None]) | (choice.top_k[:, None] == 0)
+    shares_RV = ordered_RV.masked_fill(~keep_RV, -torch.inf).softmax(-1)
+    before_RV = shares_RV.cumsum(-1) - shares_RV
+    keep_RV &= (before_RV < choice.top_p[:, None]) | (choice.top_p[:, None] >= 1)
+    return logits_RV.masked_fill(~torch.zeros_like(keep_RV).scatter(1, places_RV, keep_RV), -torch.inf)
+
+
+def distribution(logits_RV: torch.Tensor, choice: Choice, *, cut: bool) -> torch.Tensor:
+    """Return what each request draws from, as logits: scaled and, where any asks for it, cut; for temperature 0 see `sample`."""
+    # Divided by next to nothing, two logits may become one, and the likeliest token another.
+    scale_R = torch.where(choice.temperature == 0, 1.0, choice.temperature.clamp(min=1e-6))
+    scaled_RV = logits_RV.float() / scale_R[:, None]
+    return truncated(scaled_RV, choice) if cut else scaled_RV
+
+
+def sample(logits_RV: torch.Tensor, choice: Choice, position: torch.Tensor, *, cut: bool) -> Drawn:
+    """Draw a token for each request. `cut`: some request has top-k or top-p (it costs a sort)."""
+    raw_RV = logits_RV.float()
+    greedy = choice.temperature == 0
+    scaled_RV = distribution(raw_RV, choice, cut=cut)
+    weights_RV = (scaled_RV - scaled_RV.amax(-1, keepdim=True)).exp()
+    drawn = draw(weights_RV, uniform(choice.seed, position))
+    token = torch.where(greedy, raw_RV.argmax(-1), drawn)
+    logprob = weights_RV.gather(1, token[:, None])[:, 0].log() - weights_RV.sum(-1).log()
+    return Drawn(token, torch.where(greedy, 0.0, logprob), raw_logprobs(raw_RV, token))
+
+
+def sample_packed(
+    logits_RV: torch.Tensor, choice: tuple[torch.Tensor, ...], position: torch.Tensor, *, cut: bool
+) -> torch.Tensor:
+    """Return token, log-prob and raw log-prob as one tensor, [3, R], which one copy brings to the host; float64 holds any token."""
+    drawn = sample(logits_RV, Choice(*choice), position, cut=cut)
+    return torch.stack([drawn.token.double(), drawn.logprob.double(), drawn.raw_logprob.double()])
+
+
+def raw_logprobs(logits_RV: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """Return the log-probs of some tokens at temperature 1."""
+    raw_RV = logits_RV.float()
+    return raw_RV.gather(1, token[:, None])[:, 0] - raw_RV.logsumexp(-1)

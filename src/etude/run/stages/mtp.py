@@ -1,0 +1,93 @@
+"""The `mtp` stage: heads that predict several tokens ahead, for speculative decoding; the model beneath them stays as it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, model_validator
+
+from etude.models.shape import model_shape
+from etude.run.stages.training import Training, TrainingStage, open_corpus, trained_on_corpus
+from etude.training.settings import OptimiserSettings, TrainSettings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from etude.training.world import World
+    from etude.work import Work
+
+
+class MtpSettings(TrainSettings):
+    """Multi-token prediction, learnt from the model itself."""
+
+    depth: int = Field(default=3, ge=1, le=8, description="tokens to predict beyond the next one")
+    shared: bool = Field(default=True, description="one layer for all depths; false: one each")
+    beta: float = Field(default=0.6, gt=0, le=1, description="weight of each depth relative to the one before it")
+    optimiser: OptimiserSettings = OptimiserSettings(lr=1e-3)
+    speed_texts: int = Field(
+        default=4, ge=0, description="held-out texts to go on with, to see what heads are worth; 0: none"
+    )
+    speed_tokens: int = Field(default=96, ge=8, description="tokens to write after each of them")
+
+    @model_validator(mode="after")
+    def _dtype_is_the_parents(self) -> MtpSettings:
+        if self.dtype != "auto":
+            raise ValueError(
+                "`dtype` means nothing here: the model stays as it is, and heads are saved as its weights are"
+            )
+        return self
+
+
+class MtpStage(TrainingStage):
+    """Trains heads on the corpus; goes on from those the model has, if they are of the same shape."""
+
+    kind = "mtp"
+    settings = MtpSettings
+
+    def train(self, training: Training, world: World, work: Work | None) -> None:
+        """Train on this rank; all ranks draw the same fresh weights."""
+        from functools import partial
+
+        import torch
+
+        from etude.models.load import load_model, saved_dtype
+        from etude.models.mtp import MtpHeads, heads_shape, load_heads
+        from etude.training.objectives.mtp import MultiToken
+
+        settings: MtpSettings = training.settings
+        assert training.parent is not None
+        model = load_model(training.parent, torch.device("cpu"), torch.float32).requires_grad_(requires_grad=False)
+        known = heads_shape(training.parent) == (settings.depth, settings.shared)
+        torch.manual_seed(training.seed)
+        fresh = MtpHeads.for_model(model, depth=settings.depth, shared=settings.shared)
+        model.mtp = load_heads(training.parent, model) if known else fresh
+        begin = "those of the parent" if known else "fresh weights"
+        layers = "one layer for all" if settings.shared else "a layer each"
+        trained_on_corpus(
+            training, world, work, model, context=model_shape(training.parent).context, dtype=saved_dtype(training.parent),
+            objective=partial(MultiToken, beta=settings.beta), notes=[f"{settings.depth} depths, {layers}, from {begin}"],
+            more=partial(_worth, training),
+        )  # fmt: skip
+
+
+def _worth(training: Training, saved: Path) -> dict[str, Any]:
+    """Decode held-out texts with the saved heads and without; return the figures and what to say of them."""
+    from etude.inference.speed import measure_guessing
+    from etude.models.load import choose_device, load_model
+    from etude.models.mtp import load_heads
+
+    settings: MtpSettings = training.settings
+    corpus = open_corpus(training, saved)
+    domains = sorted({corpus.domains[source] for source in corpus.splits.get("heldout", {})})
+    if not settings.speed_texts or not domains:
+        return {}
+    model = load_model(saved, choose_device(settings.device))
+    most = min(corpus.length // 2, model_shape(saved).context - settings.speed_tokens)
+    if most < 1:
+        return {}
+    rows = [
+        row for domain in domains for batch in corpus.heldout(domain, rows=settings.speed_texts) for row in batch.tokens
+    ]
+    prompts = [row[:most].tolist() for row in rows][: settings.speed_texts]
+    found = measure_guessing(model, load_heads(saved, model), prompts, settings.speed_tokens)
+    return {"speed": found.as_dict(), "lines": found.lines}

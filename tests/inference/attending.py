@@ -1,0 +1,117 @@
+"""Attention worked out slowly, and cases to compare with: for the CPU's code, and for the kernels.
+
+Run as a module it tries the kernels in Triton's interpreter, which needs no GPU, and prints how far off each case is. That needs a
+process of its own: Triton decides when it is imported whether it interprets.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from etude.inference.cache import Cache, LayerShape, Plan, plan
+
+Requests = list[tuple[list[int], int, int]]  # pages, first new position, new tokens
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a pass may look like."""
+
+    heads: int
+    kv_heads: int
+    key_width: int
+    value_width: int
+    size: int
+    requests: Requests
+    window: int = 0
+
+    @property
+    def pages(self) -> int:
+        return max(page for pages, _, _ in self.requests for page in pages) + 1
+
+    @property
+    def tokens(self) -> int:
+        return sum(count for _, _, count in self.requests)
+
+
+CASES = {
+    "one token of each": Case(6, 2, 16, 16, 16, [([1, 2], 17, 1), ([3], 4, 1), ([5, 6, 7], 40, 1)]),
+    "one token of each, all as far": Case(4, 4, 16, 16, 16, [([2, 9], 20, 1), ([3, 1], 20, 1)]),
+    "a first token": Case(3, 1, 16, 16, 16, [([4], 0, 1)]),
+    "guesses of each": Case(6, 2, 16, 16, 16, [([1, 2], 14, 4), ([3], 4, 4), ([5, 6, 7], 40, 4)]),
+    "a prompt from its beginning": Case(4, 2, 32, 32, 16, [([3, 1, 2], 0, 41)]),
+    "prompts alike": Case(4, 2, 16, 16, 16, [([3, 1], 0, 17), ([2, 5], 0, 17)]),
+    "prompts and their rests": Case(9, 3, 64, 64, 16, [([1, 2], 14, 10), ([3], 0, 4), ([5, 6, 7], 10, 37)]),
+    "values narrower than keys": Case(4, 4, 24, 16, 16, [([1, 2], 14, 10), ([3], 0, 4), ([5, 6, 7], 10, 37)]),
+    "values wider than keys": Case(2, 1, 16, 48, 16, [([1, 2], 14, 3), ([3], 0, 3)]),
+    "a window": Case(4, 2, 24, 16, 16, [([1, 2], 14, 10), ([3], 0, 4), ([5, 6, 7], 10, 37)], window=7),
+    "a window, one token of each": Case(4, 1, 24, 16, 16, [([1, 2], 20, 1), ([3], 0, 1), ([5, 6, 7], 40, 1)], window=7),
+    "a window of one": Case(2, 2, 16, 16, 16, [([1, 2], 20, 1), ([3], 3, 1)], window=1),
+    "a window wider than the text": Case(2, 1, 16, 16, 32, [([1, 2], 30, 5), ([3], 3, 5)], window=500),
+    "a full page": Case(2, 1, 16, 16, 16, [([1, 2], 31, 1), ([3], 15, 1)]),
+    "more heads than a block has rows": Case(32, 1, 16, 16, 16, [([1], 7, 2), ([2], 3, 1)]),
+    "a longer prompt than a block": Case(8, 2, 16, 16, 64, [([4, 2, 3], 5, 150), ([1], 0, 30)]),
+    "pages more than needed": Case(2, 1, 16, 16, 16, [([1, 2, 3, 4], 3, 2), ([5, 6, 7, 8], 20, 2)]),
+}
+
+
+def filled(
+    case: Case, device: torch.device, dtype: torch.dtype
+) -> tuple[Cache, Plan, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a cache full of numbers, also where nobody should look, a plan, queries, keys and values."""
+    torch.manual_seed(0)
+    shape = LayerShape(case.kv_heads, case.key_width, case.value_width)
+    cache = Cache([shape, shape], case.pages, case.size, device, dtype)
+    for each in (*cache.keys, *cache.values):
+        each.copy_(torch.randn(each.shape) * 3)
+    widths = (case.heads, case.key_width), (case.kv_heads, case.key_width), (case.kv_heads, case.value_width)
+    new = [torch.randn(case.tokens, heads, width).to(device, dtype).transpose(0, 1) for heads, width in widths]
+    return cache, plan(case.requests, case.size, device), *new
+
+
+def attended(case: Case, cache: Cache, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Return the attention of every token to every position it may see, one token at a time, in float64: [N, H, E]."""
+    shared = case.heads // case.kv_heads
+    keys, values = (each[layer].double().repeat_interleave(shared, 1) for each in (cache.keys, cache.values))
+    found = list[torch.Tensor]()
+    for pages, first, count in case.requests:
+        for position in range(first, first + count):
+            seen = range(max(0, position - case.window + 1) if case.window else 0, position + 1)
+            at = (
+                torch.tensor([pages[each // case.size] for each in seen]),
+                torch.tensor([each % case.size for each in seen]),
+            )
+            key, value = (each.transpose(1, 2)[at].transpose(0, 1) for each in (keys, values))  # [H, seen, D]
+            scores = (key @ query[:, len(found)].double()[:, :, None])[..., 0] * scaling
+            found.append((scores.softmax(-1)[:, None] @ value)[:, 0])
+    return torch.stack(found)
+
+
+def kernels_differ_by(case: Case, device: torch.device, dtype: torch.dtype) -> float:
+    """Return how far the kernels' result is from the slow one; what they write into the cache must be equal."""
+    from etude.inference.kernels import attend_pages, write_pages
+
+    cache, where, query, key, value = filled(case, device, dtype)
+    expected = [each.clone() for each in (*cache.keys, *cache.values)]
+    expected[1][where.page_N, :, where.offset_N] = key.transpose(0, 1)
+    expected[3][where.page_N, :, where.offset_N] = value.transpose(0, 1)
+    write_pages(cache, 1, where, key, value)
+    assert all(torch.equal(one, other) for one, other in zip(expected, (*cache.keys, *cache.values), strict=True))
+    got = attend_pages(query, cache, 1, where, 0.3, case.window)
+    assert got.dtype == dtype
+    return float((got.double() - attended(case, cache, 1, query, 0.3)).abs().max())
+
+
+def main() -> None:
+    """Try all cases on the CPU."""
+    torch.Tensor.pin_memory = lambda self: self  # there is no GPU to pin memory for
+    cpu = torch.device("cpu")
+    sys.stdout.write(json.dumps({name: kernels_differ_by(case, cpu, torch.float32) for name, case in CASES.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Attention over pages against attention worked out slowly, and inside a model of transformers."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.inference.attention import Pass, _one_by_one, _together, cached_attention, passing, probing
+from etude.inference.cache import Cache, LayerShape, place, plan
+from tests.inference.attending import CASES, Case, Requests, attended, filled
+
+CPU = torch.device("cpu")
+MORE = {
+    "a page is the whole context, neighbours": Case(6, 2, 16, 16, 50, [([1], 9, 1), ([2], 41, 1), ([3], 0, 1)]),
+    "a page is the whole context, apart": Case(6, 2, 16, 16, 50, [([4], 9, 1), ([2], 41, 1), ([1], 0, 1)]),
+    "pages of three": Case(4, 2, 8, 8, 3, [([1, 5, 2, 4], 3, 8), ([3], 0, 2)]),
+    "pages of one": Case(2, 1, 8, 8, 1, [([3, 1, 2], 0, 3), ([5, 6, 4], 1, 2)], window=2),
+}
+
+
+def differs_by(case: Case) -> list[float]:
+    """Return how far each way that can do it is from the slow one."""
+    cache, where, query, key, value = filled(case, CPU, torch.float32)
+    cache.write(1, where, key, value)
+    expected = attended(case, cache, 1, query, 0.3)
+    ways = [_one_by_one, _together] if where.each else [_one_by_one]
+    return [float((way(query, 1, Pass(cache, where, 1), 0.3, case.window) - expected).abs().max()) for way in ways]
+
+
+@pytest.mark.parametrize("case", (CASES | MORE).values(), ids=list(CASES | MORE))
+def test_both_ways_attend_to_what_is_there(case: Case) -> None:
+    assert max(differs_by(case)) < 5e-5
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Draw requests that share no page they write to, each as far as it likes."""
+    size, kv_heads = draw(st.sampled_from([1, 2, 5, 16])), draw(st.integers(1, 3))
+    alike = draw(st.booleans())
+    count = draw(st.integers(1, 6))
+    requests: Requests = []
+    free = iter(draw(st.permutations(range(1, 120))))
+    for _ in range(draw(st.integers(1, 4))):
+        first = draw(st.integers(0, 20))
+        new = count if alike else draw(st.integers(1, 6))
+        pages = [next(free) for _ in range(-(-(first + new) // size) + draw(st.integers(0, 1)))]
+        requests.append((pages, first, new))
+    width = draw(st.sampled_from([4, 8]))
+    return Case(
+        kv_heads * draw(st.integers(1, 3)),
+        kv_heads,
+        width,
+        draw(st.sampled_from([4, 8])),
+        size,
+        requests,
+        draw(st.integers(0, 9)),
+    )
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_any_pass(case: Case) -> None:
+    assert max(differs_by(case)) < 5e-5
+
+
+@given(cases())
+def test_a_plan_puts_every_token_where_its_request_has_it(case: Case) -> None:
+    made = plan(case.requests, case.size, CPU)
+    by_hand = [
+        (pages[position // case.size], position % case.size, position)
+        for pages, first, count in case.requests
+        for position in range(first, first + count)
+    ]
+    assert list(zip(made.page_N.tolist(), made.offset_N.tolist(), made.position_N.tolist(), strict=True)) == by_hand
+    counts = [count for _, _, count in case.requests]
+    assert made.begin_G.diff().tolist() == made.counts == counts
+    assert made.length_G.tolist() == made.lengths == [first + count for _, first, count in case.requests]
+    assert made.longest == max(counts)
+    assert made.each == (counts[0] if len({*counts}) == 1 else 0)
+    for row, (pages, _, _) in zip(made.table_GP.tolist(), case.requests, strict=True):
+        assert row == pages + [0] * (len(row) - len(pages))
+    if made.each:
+        found = place(made.table_GP, made.position_N.view(-1, made.each), case.size)
+        assert torch.equal(found[0], made.page_N)
+        assert torch.equal(found[1], made.offset_N)
+
+
+@pytest.mark.parametrize("case", (CASES | MORE).values(), ids=list(CASES | MORE))
+def test_a_pass_writes_its_own_places_and_nothing_else(case: Case) -> None:
+    cache, where, query, key, value = filled(case, CPU, torch.float32)
+    before = [each.clone() for each in (*cache.keys, *cache.values)]
+    with passing(cache, where, first_layer=1):
+        got = cached_attention(query[None], key[None], value[None], 0.3, case.window)
+    assert torch.equal(
+        got[0], (_together if where.each else _one_by_one)(query, 1, Pass(cache, where, 1), 0.3, case.window)
+    )
+    before[1][where.page_N, :, where.offset_N] = key.transpose(0, 1)
+    before[3][where.page_N, :, where.offset_N] = value.transpose(0, 1)
+    assert all(torch.equal(one, other) for one, other in zip(before, (*cache.keys, *cache.values), strict=True))
+
+
+def test_layers_come_in_order_and_threads_do_not_meet() -> None:
+    case = CASES["guesses of each"]
+    cache, where, query, key, value = filled(case, CPU, torch.float32)
+    other_cache, *_ = filled(case, CPU, torch.float32)
+    inside, ready = threading.Event(), threading.Event()
+
+    def elsewhere() -> None:
+        with passing(other_cache, where):
+            inside.set()
+            ready.wait(60)
+            cached_attention(query[None], 2 * key[None], value[None], 0.3, 0)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    assert inside.wait(60)
+    with passing(cache, where):
+        for factor in (1, 3):
+            cached_attention(query[None], factor * key[None], value[None], 0.3, 0)
+    ready.set()
+    thread.join(60)
+    for held, factor in ((cache.keys[0], 1), (cache.keys[1], 3), (other_cache.keys[0], 2)):
+        assert torch.equal(held[where.page_N, :, where.offset_N], factor * key.transpose(0, 1))
+
+
+def test_what_one_request_leaves_does_not_reach_another() -> None:
+    """Pages beyond a text, and places beyond its end, may hold anything a request before has left there."""
+    case = CASES["guesses of each"]
+    cache, where, query, key, value = filled(case, CPU, torch.float32)
+    cache.write(1, where, key, value)
+    before = _together(query, 1, Pass(cache, where, 1), 0.3, 0)
+    for held in (cache.keys[1], cache.values[1]):
+        kept = torch.zeros(held.shape[0], held.shape[2], dtype=torch.bool)
+        for pages, first, count in case.requests:
+            for position in range(first + count):
+                kept[pages[position // case.size], position % case.size] = True
+        held.transpose(1, 2)[~kept] = 1e30
+    assert torch.equal(_together(query, 1, Pass(cache, where, 1), 0.3, 0), before)
+    assert torch.allclose(_one_by_one(query, 1, Pass(cache, where, 1), 0.3, 0), before, atol=1e-5)
+
+
+def test_probing_learns_the_shapes_and_attends_to_nothing() -> None:
+    query, key, value = torch.randn(1, 6, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 4)
+    with probing() as found:
+        assert torch.equal(cached_attention(query, key, value, 0.5, 7), torch.zeros(1, 5, 6, 4))
+    (shape,) = found
+    assert (shape.heads, shape.key_width, shape.value_width) == (2, 8, 4)
+    assert shape.bytes(torch.bfloat16) == 2 * (8 + 4) * 2
+
+
+def test_a_copy_takes_the_beginning_of_a_page_in_all_layers() -> None:
+    cache = Cache([LayerShape(2, 4, 8), LayerShape(1, 3, 3)], 3, 5, CPU, torch.float32)
+    for each in (*cache.keys, *cache.values):
+        each.copy_(torch.randn_like(each))
+    before = [each.clone() for each in (*cache.keys, *cache.values)]
+    cache.copy(1, 3, 2)
+    for old, new in zip(before, (*cache.keys, *cache.values), strict=True):
+        old[3, :, :2] = old[1, :, :2]
+        assert torch.equal(old, new)
+
+
+def test_a_narrower_cache_takes_what_is_computed_wider() -> None:
+    case = CASES["one token of each"]
+    cache, where, _, key, value = filled(case, CPU, torch.bfloat16)
+    cache.write(0, where, key.float(), value.float())
+    assert torch.equal(cache.keys[0][where.page_N, :, where.offset_N], key.transpose(0, 1))

@@ -1,0 +1,86 @@
+"""Experts that a completion names are those the model's own router chose for the same tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from etude.inference.policy import Sampling
+from tests.inference.engines import (
+    Ask,
+    complete,
+    engine_of,
+    model_of,
+    one_thread,  # noqa: F401
+    prompts_of,
+    run,
+)
+
+WATCHED = Sampling(20, temperature=0.7, seed=3, experts=True)
+
+
+def router_logits(model: Any, tokens: list[int]) -> list[torch.Tensor]:
+    """Return what each router says of each token in one plain pass, [T, experts] a layer, computed from what it was given."""
+    found: list[torch.Tensor] = []
+
+    def note(gate: Any, given: tuple[torch.Tensor, ...], _: Any) -> None:
+        found.append(given[0].flatten(0, -2).double() @ gate.weight.double().T)
+
+    gates = [part for name, part in model.named_modules() if name.endswith(".gate")]
+    handles = [gate.register_forward_hook(note) for gate in gates]
+    with torch.inference_mode():
+        model(torch.tensor([tokens]), use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def chosen(model: Any, tokens: list[int]) -> torch.Tensor:
+    """Return the experts of every token, [T, layers, k], in rising order."""
+    logits = router_logits(model, tokens)
+    if model.config.model_type == "deepseek_v3":
+        bias = [layer.mlp.gate.e_score_correction_bias for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+        scores = [_in_the_best_group(each.sigmoid() + by, model.config) for each, by in zip(logits, bias, strict=True)]
+    else:
+        scores = logits
+    return torch.stack([each.topk(model.config.num_experts_per_tok).indices.sort().values for each in scores], 1)
+
+
+def _in_the_best_group(scores: torch.Tensor, config: Any) -> torch.Tensor:
+    groups = scores.unflatten(1, (config.n_group, -1))
+    best = groups.topk(2).values.sum(-1).topk(config.topk_group).indices
+    allowed = torch.zeros(groups.shape[:2], dtype=torch.bool).scatter(1, best, value=True)
+    return scores.masked_fill(~allowed.repeat_interleave(groups.shape[2], 1), -torch.inf)
+
+
+def moe(family: str) -> Any:
+    model = model_of(family)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0, 0.3)  # or the bias would make no difference
+    return model
+
+
+@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_experts_are_the_routers_own_choice(family: str, page: int | None) -> None:
+    model, prompts = moe(family), prompts_of(3, 40, 25)
+    engine = engine_of(model, page=page, chunk=16)
+    for turn in range(2):  # the second finds everything in the cache but its experts
+        asks = [Ask(prompts[0], WATCHED), Ask(prompts[1], WATCHED), Ask(prompts[2], Sampling(9, seed=1))]
+        *watched, plain = (each.completion for each in run(engine, asks))
+        assert plain.experts is None, turn
+        for prompt, done in zip(prompts, watched, strict=False):
+            tokens = prompt + done.token_ids[:-1]  # the last one was never read
+            assert done.experts.dtype == torch.int16
+            assert torch.equal(done.experts.sort().values.long(), chosen(model, tokens))
+
+
+def test_a_request_that_was_set_back_names_each_position_once() -> None:
+    model, prompts = moe("mixtral"), prompts_of(20, 21, 22)
+    engine = engine_of(model, page=8, pages=8)
+    for prompt, done in zip(prompts, complete(engine, prompts, WATCHED), strict=True):
+        assert torch.equal(done.experts.sort().values.long(), chosen(model, prompt + done.token_ids[:-1]))
+    assert engine.counts.set_back > 0
