@@ -147,7 +147,8 @@ def test_probing_learns_the_shapes_and_attends_to_nothing() -> None:
     query, key, value = torch.randn(1, 6, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 4)
     with probing() as found:
         assert torch.equal(cached_attention(query, key, value, 0.5, 7), torch.zeros(1, 5, 6, 4))
-    (shape,) = found
+    (shape,) = found.layers
+    assert (shape.scaling, shape.window) == (0.5, 7)
     assert (shape.heads, shape.key_width, shape.value_width) == (2, 8, 4)
     assert shape.bytes(torch.bfloat16) == 2 * (8 + 4) * 2
 

@@ -240,6 +240,13 @@ def test_with_room_enough_the_longest_beginning_is_found(size: int, texts: list[
     assert len(nodes_of(pages)) + len(pages._free) == 1000
 
 
+def test_the_likest_page_is_copied_though_another_is_alike_further_on() -> None:
+    pages = Pages(10, 8)
+    kept(pages, [0, 0, 0, 0, 0, 0, 1, 1])
+    kept(pages, [0, 0, 0, 0, 1, 0, 0, 1])
+    assert pages.begin([0] * 12)[1:] == (6, Copy(1, 3, 6))
+
+
 def test_two_conversations_share_their_beginning_and_one_page_is_copied() -> None:
     pages = Pages(10, 4)
     kept(pages, [1, 2, 3, 4, 5, 6, 7, 8, 9])

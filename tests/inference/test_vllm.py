@@ -31,7 +31,10 @@ VOCABULARY = 6144
 CONTEXT = 512
 PROMPTS = [[10, 20, 30, 40], [299, 286, 370], list(range(100, 228)), [0]]
 
-pytestmark = pytest.mark.skipif(not VLLM.is_file(), reason=f"no vLLM: {VLLM} is not there; set ETUDE_VLLM_PYTHON")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not VLLM.is_file(), reason=f"no vLLM: {VLLM} is not there; set ETUDE_VLLM_PYTHON"),
+]
 
 
 def start(*flags: str) -> Iterator[str]:

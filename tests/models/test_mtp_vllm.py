@@ -20,7 +20,10 @@ from etude.models.mtp_export import export_heads
 from tests.models.test_mtp_export import PROMPT, saved
 
 VLLM = Path(os.environ.get("ETUDE_VLLM_PYTHON", "/tmp/vllm-venv/bin/python"))
-pytestmark = pytest.mark.skipif(not VLLM.is_file(), reason=f"no vLLM: {VLLM} is not there; set ETUDE_VLLM_PYTHON")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not VLLM.is_file(), reason=f"no vLLM: {VLLM} is not there; set ETUDE_VLLM_PYTHON"),
+]
 ALONE = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
          "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
 SCRIPT = """

@@ -37,13 +37,21 @@ class Pass:
     masks: dict[int, torch.Tensor | None] = field(default_factory=dict)  # by window; the same for all layers
 
 
+@dataclass
+class Probe:
+    """What is seen of a model that runs without attending."""
+
+    layers: list[LayerShape] = field(default_factory=list)
+    windows: set[int] = field(default_factory=set)  # that masks were asked for
+
+
 _now = threading.local()  # the pass of this thread: a model's code hands over tensors and settings, no objects of ours
 
 
 @contextlib.contextmanager
-def probing() -> Iterator[list[LayerShape]]:
+def probing() -> Iterator[Probe]:
     """Run a model inside this to learn what its layers keep; nothing is attended to."""
-    _now.it = []
+    _now.it = Probe()
     try:
         yield _now.it
     finally:
@@ -64,9 +72,9 @@ def cached_attention(
     query_1HND: torch.Tensor, key_1KND: torch.Tensor, value_1KND: torch.Tensor, scaling: float, window: int
 ) -> torch.Tensor:
     """Return [1, N, H, D]; `window` 0: none."""
-    now: Pass | list[LayerShape] = _now.it
-    if isinstance(now, list):
-        now.append(LayerShape(key_1KND.shape[1], key_1KND.shape[3], value_1KND.shape[3], scaling, window))
+    now: Pass | Probe = _now.it
+    if isinstance(now, Probe):
+        now.layers.append(LayerShape(key_1KND.shape[1], key_1KND.shape[3], value_1KND.shape[3], scaling, window))
         return query_1HND.new_zeros(1, query_1HND.shape[2], query_1HND.shape[1], value_1KND.shape[3])
     query_HND, key_KND, value_KND = query_1HND[0], key_1KND[0], value_1KND[0]
     layer, now.layer = now.layer, now.layer + 1
@@ -93,9 +101,13 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: floa
 
 def _attention(
     _module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
-    *, scaling: float, sliding_window: int | None = None, **_: Any,
+    *, scaling: float, sliding_window: int | None = None, softcap: float | None = None, s_aux: Any = None, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     assert attention_mask is None
+    if softcap is not None or s_aux is not None:
+        raise ValueError(
+            "its attention caps scores or has sinks, and ours does not"
+        )  # told as what is tried is: runner.py
     return attend(query, key, value, scaling, sliding_window or 0), None
 
 
@@ -105,8 +117,10 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling:
     return way(query, key, value, scaling, window)
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
+def _no_mask(*_: Any, local_size: int | None = None, **__: Any) -> None:
+    """Make no mask; note a window that a model asks its masks for, as not every one tells its attention too."""
+    if isinstance(now := getattr(_now, "it", None), Probe) and local_size:
+        now.windows.add(local_size)
 
 
 AttentionInterface.register(NAME, _attention)

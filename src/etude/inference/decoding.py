@@ -5,10 +5,10 @@ that begin or end, and to give rows more pages. On a GPU a step is a CUDA graph 
 written while the next step runs.
 
 With heads (MTP) a step may be a round: guess k tokens, read them all, keep what the model would have written. A head's layer has
-keys and values of its own; those of the last positions depend on tokens that were guesses, so each round computes the last 2k
-positions of every depth again, from the hidden states of the model at these positions (`trail`) and the tokens after them (`known`).
+keys and values of its own; those of the last positions depend on guesses that may have been refused, so each round computes the
+last k + 1 positions of every depth again, from the hidden states of the model there (`trail`) and the tokens after them (`known`).
 
-Shapes: R rows, P pages a row, k guesses, W = 2k, D width of the model, V vocabulary.
+Shapes: R rows, P pages a row, k guesses, W = k + 1, D width of the model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Decoder:
         )  # fmt: skip
         self._pages: list[list[int]] = [[0] for _ in range(rows)]  # as `table`, for a CPU
         self.guesses = runner.heads.depth if runner.heads else 0
-        self.window = 2 * self.guesses
+        self.window = self.guesses + 1 if self.guesses else 0
         width = runner.model.get_input_embeddings().weight.shape[1]
         self.trail = torch.zeros(rows, self.window, width, device=device, dtype=runner.dtype)
         self.known = torch.zeros(rows, self.window, dtype=torch.int64, device=device)

@@ -121,8 +121,7 @@ class Engine:
         self._admit()
         self._fill()
         self._decode()
-        while len(self._flying) > (self._late if len(self.rows) else 0):
-            self._read(self._flying.popleft())
+        self._read_what_is_due()
 
     def fail(self, error: Exception) -> None:
         """End everything with an error. The device is in an unknown state, so nothing is asked of it."""
@@ -161,7 +160,7 @@ class Engine:
         sure = request.tokens[: max(1, len(request.tokens) + 1 - max(1, self.decoder.window))]
         held, done, copy = self.pages.begin(request.tokens[:1] if request.sampling.experts else sure, request.session)
         if not self.pages.grow(held, len(request.tokens) + self.guesses + 1):
-            self.pages.drop(held)
+            self.pages.end(held, request.tokens, done - (copy.count if copy else 0))
             return False
         if copy:
             self.runner.cache.copy(copy.source, copy.target, copy.count)
@@ -258,6 +257,8 @@ class Engine:
             self.counts.rounds += ahead
             if ahead:
                 self._catch_up()
+            else:
+                self._read_what_is_due()  # inside the timing: to launch a step takes no time
 
     def _free_row(self, row: int) -> None:
         self.rows.stop(row)
@@ -305,6 +306,10 @@ class Engine:
             event.record()
         self._flying.append(Launched(of, result, event, self.version, alternatives))
 
+    def _read_what_is_due(self) -> None:
+        while len(self._flying) > (self._late if len(self.rows) else 0):
+            self._read(self._flying.popleft())
+
     def _catch_up(self) -> None:
         while self._flying:
             self._read(self._flying.popleft())
@@ -325,7 +330,7 @@ class Engine:
             if len(written[0]) > 1:
                 self._note_round(request, len(new) - 1)
             if done.alternatives and request.sampling.alternatives:
-                new = [new[0]._replace(alternatives=_alternatives(done.alternatives, index, request))]
+                new = [new[0]._replace(alternatives=done.alternatives_of(index, request.sampling.alternatives))]
             self._take(request, new)
 
     def _end_damaged(self, request: Request) -> None:
@@ -392,8 +397,3 @@ def _pages(request: Request) -> list[int]:
 def _row(request: Request) -> int:
     assert request.row is not None
     return request.row
-
-
-def _alternatives(found: list[torch.Tensor], index: int, request: Request) -> tuple[tuple[int, float], ...]:
-    values, places = (each[index, : request.sampling.alternatives].tolist() for each in found)
-    return tuple(zip(places, values, strict=True))

@@ -102,8 +102,12 @@ def _join(out, parts, tops, sums, E: tl.constexpr, WIDE_E: tl.constexpr, PARTS: 
     row = tl.program_id(0)
     c, e = tl.arange(0, PARTS), tl.arange(0, WIDE_E)
     top = tl.load(tops + row * PARTS + c)
-    shares = tl.exp2(top - tl.max(top, 0))
+    highest = tl.max(top, 0)
+    shares = tl.exp2(
+        top - tl.where(highest == -float("inf"), 0.0, highest)
+    )  # a token before its text's beginning sees nothing
     total = tl.sum(shares * tl.load(sums + row * PARTS + c), 0)
+    total = tl.where(total == 0, 1.0, total)
     each = tl.load(parts + (row * PARTS + c)[:, None] * E + e[None], mask=(e < E)[None], other=0.0)
     found = tl.sum(each * shares[:, None], 0) / total
     tl.store(out + row * E + e, found.to(out.dtype.element_ty), mask=e < E)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Text = tuple[int, ...]
 
 WORTH_COPYING = 16  # positions; fewer are computed again
+MOST_SESSIONS = 65_536
 
 
 @dataclass(eq=False)
@@ -75,7 +76,7 @@ class Pages:
         self._root = Node(0, (), None)
         self._loose: list[tuple[bool, int, int, Node]] = []  # leaves nobody reads; stale entries are skipped
         self._clock = itertools.count(1)
-        self._sessions: set[str] = set()
+        self._sessions: dict[str, None] = {}  # open ones, the one used last at the end
         self.evicted = 0
 
     def free(self) -> int:
@@ -96,7 +97,10 @@ class Pages:
         """
         held = Held(session, end=self._root)
         if session is not None:
-            self._sessions.add(session)
+            self._sessions.pop(session, None)
+            self._sessions[session] = None
+            if len(self._sessions) > MOST_SESSIONS:  # not everybody says when one is over
+                del self._sessions[next(iter(self._sessions))]
         node, done, most = self._root, 0, len(tokens) - 1
         while done + self.size <= most and (child := self._child(node, tuple(tokens[done : done + self.size]))):
             self._read(child, held)
@@ -230,7 +234,7 @@ class Pages:
 
     def forget(self, session: str) -> None:
         """Say that a session is over: its pages are kept no longer than anybody's."""
-        self._sessions.discard(session)
+        self._sessions.pop(session, None)
         self._tidy()
 
     def renew(self, version: int) -> None:

@@ -64,6 +64,11 @@ class Launched:
     version: int
     alternatives: list[torch.Tensor]  # log-probs and tokens, likeliest first, where anybody asked
 
+    def alternatives_of(self, index: int, count: int) -> tuple[tuple[int, float], ...]:
+        """Return the likeliest tokens at a place, with their log-probs."""
+        values, places = (each[index, :count].tolist() for each in self.alternatives)
+        return tuple(zip(places, values, strict=True))
+
 
 @dataclass
 class Counts:

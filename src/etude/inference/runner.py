@@ -82,8 +82,12 @@ class Runner:
             hidden = self._hidden[0]
             for depth in range(self.heads.depth if self.heads else 0):
                 hidden = self._guess_step(depth, hidden, ids, torch.arange(TRIED, device=self.device)[None])
-        self._trunk = len(found) - (self.heads.depth if self.heads else 0)
-        return found
+        if odd := found.windows - {layer.window for layer in found.layers}:
+            raise UserError(
+                f"{type(self.model).__name__} looks back {min(odd)} positions by its mask only, which our engine does not make"
+            )
+        self._trunk = len(found.layers) - (self.heads.depth if self.heads else 0)
+        return found.layers
 
     def _compare(self, own: torch.Tensor) -> None:
         """Compare with what the model says by itself: a pass over some tokens, then one token after the other."""

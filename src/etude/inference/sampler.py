@@ -93,7 +93,7 @@ def truncated(logits_RV: torch.Tensor, choice: Choice) -> torch.Tensor:
     keep_RV = (rank < choice.top_k[:, None]) | (choice.top_k[:, None] == 0)
     shares_RV = ordered_RV.masked_fill(~keep_RV, -torch.inf).softmax(-1)
     before_RV = shares_RV.cumsum(-1) - shares_RV
-    keep_RV &= (before_RV < choice.top_p[:, None]) | (choice.top_p[:, None] >= 1)
+    keep_RV &= (before_RV < choice.top_p[:, None]) | (choice.top_p[:, None] >= 1) | (rank == 0)
     return logits_RV.masked_fill(~torch.zeros_like(keep_RV).scatter(1, places_RV, keep_RV), -torch.inf)
 
 
