@@ -101,6 +101,8 @@ class Lean:
             attention.head_dim,
             config.rms_norm_eps,
         )
+        if (head := getattr(model, "lm_head", None)) is not None and model.get_output_embeddings() is head:
+            _joined(model, ("lm_head",), "weight")
         self.embed, self.norm = model.get_input_embeddings().weight, decoder.norm.weight
         self.layers = [_layer(layer, seen) for layer, seen in zip(decoder.layers, shapes, strict=False)]
         self.heads = heads
@@ -161,22 +163,27 @@ def _layer(layer: Any, seen: LayerShape) -> Layer:
         _joined(attention, ("q_proj", "k_proj", "v_proj"), "bias"),
         attention.q_norm.weight if hasattr(attention, "q_norm") else None,
         attention.k_norm.weight if hasattr(attention, "k_norm") else None,
-        attention.o_proj.weight,
+        _joined(attention, ("o_proj",), "weight"),
         attention.o_proj.bias,
         layer.post_attention_layernorm.weight,
         _joined(feed, ("gate_proj", "up_proj"), "weight"),
-        feed.down_proj.weight,
+        _joined(feed, ("down_proj",), "weight"),
         seen.scaling,
         seen.window,
     )
 
 
 def _joined(part: Any, names: tuple[str, ...], what: str) -> Any:
-    """Return the weights of several matrices as one; the model's own become views into it."""
+    """Return the weights of several matrices as one; the model's own become views into it.
+
+    On a CPU a matrix is laid out by columns: its product with the few rows of a decoding step is then up to twice as fast.
+    """
     own = [getattr(getattr(part, name), what) for name in names]
     if own[0] is None:
         return None
     whole = torch.cat([each.detach() for each in own])
+    if whole.ndim == 2 and whole.device.type == "cpu":
+        whole = whole.T.contiguous().T
     for each, piece in zip(own, whole.split([len(each) for each in own]), strict=True):
         each.data = piece
     return whole
