@@ -94,7 +94,9 @@ def test_a_dry_run_prints_the_resolved_recipe_and_what_would_run(etude: Etude, t
     ]
     said = etude(*words)
     assert "stride = 512" in said.out
-    assert said.out.endswith("base: would run\ndata: would run\ncpt: would run\nmtp: would run\nsft: would run\ncompare: would run\n")
+    assert said.out.endswith(
+        "base: would run\ndata: would run\ncpt: would run\nmtp: would run\nsft: would run\ncompare: would run\n"
+    )
     plan = json.loads(etude(*words, "--json").out)
     assert plan["recipe"]["compare"]["window"] == 1024
     assert [step["action"] for step in plan["steps"]] == ["run"] * 5
