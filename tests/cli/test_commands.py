@@ -99,7 +99,7 @@ def test_a_dry_run_prints_the_resolved_recipe_and_what_would_run(etude: Etude, t
     )
     plan = json.loads(etude(*words, "--json").out)
     assert plan["recipe"]["compare"]["window"] == 1024
-    assert [step["action"] for step in plan["steps"]] == ["run"] * 5
+    assert [step["action"] for step in plan["steps"]] == ["run"] * 6
     assert not (tmp_path / "run").exists()
 
 
