@@ -1,6 +1,6 @@
 """The remote policy against a real vLLM on the CPU, with transformers as the oracle. Slow: each server takes a minute to start.
 
-The Python of vLLM's environment is where ETUDE_VLLM_PYTHON says, by default /tmp/vllm-venv/bin/python.
+The Python of vLLM's environment is where ETUDE_VLLM_PYTHON says; without it these tests are skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from etude.errors import UserError
 from etude.inference.policy import Completion, Sampling
 from etude.inference.remote import RemotePolicy
 
-VLLM = Path(os.environ.get("ETUDE_VLLM_PYTHON", "/tmp/vllm-venv/bin/python"))
+VLLM = Path(os.environ.get("ETUDE_VLLM_PYTHON", "python-of-vllm"))
 SPROUT = Path(etude.__file__).parent / "models" / "sprout"
 VOCABULARY = 6144
 CONTEXT = 512
@@ -33,7 +33,9 @@ PROMPTS = [[10, 20, 30, 40], [299, 286, 370], list(range(100, 228)), [0]]
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not VLLM.is_file(), reason=f"no vLLM: {VLLM} is not there; set ETUDE_VLLM_PYTHON"),
+    pytest.mark.skipif(
+        not VLLM.is_file(), reason="no vLLM: set ETUDE_VLLM_PYTHON to the Python of an environment that has it"
+    ),
 ]
 
 
