@@ -51,12 +51,12 @@ def test_it_says_once_what_it_finds_and_once_what_changes() -> None:
     machine = Machine(plain=0.010, guessing=0.025)
     machine.run(3 * EVERY)
     assert machine.said == [
-        "guessing ahead is off at 1 to 1 requests at once: 0.80 times the speed of one token at a time"
+        "guessing ahead is off at one request at a time: 0.80 times the speed of one token at a time"
     ]
     machine.guessing = 0.008  # the text has become easier to guess
     machine.run(30 * EVERY)
     assert len(machine.said) == 2
-    assert machine.said[1].startswith("guessing ahead is on again at 1 to 1 requests at once: 1.")
+    assert machine.said[1].startswith("guessing ahead is on again at one request at a time: 1.")
     assert machine.run(EVERY).count(True) == EVERY - AGAIN
 
 

@@ -67,8 +67,9 @@ class Pace:
         gain, before = guessing.rate / plain.rate, self._chosen.get(size, True)
         faster = gain * MARGIN > 1 if before else gain > MARGIN
         if before != faster:
+            many = f"{1 << (size - 1)} to {(1 << size) - 1} requests at once" if size > 1 else "one request at a time"
             self.say(
-                f"guessing ahead is {'on again' if faster else 'off'} at {1 << (size - 1)} to {(1 << size) - 1} requests at once:"
+                f"guessing ahead is {'on again' if faster else 'off'} at {many}:"
                 f" {gain:.2f} times the speed of one token at a time"
             )
         self._chosen[size] = faster
