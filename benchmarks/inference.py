@@ -3,8 +3,9 @@
     python benchmarks/inference.py gpu [--mtp MODEL] [--out FILE]      one H200: a 135M Llama shape; heads of MODEL if given
     python benchmarks/inference.py cpu [--vllm PYTHON] [--out FILE]    sprout and SmolLM2-135M; PYTHON of an environment with vLLM
 
-Every request has a text of its own; ends are ignored, so that all write as much. Rates count tokens written after all prompts were
-read. The floor is what has to be moved for one step, weights once and the filled part of the cache, at the bandwidth measured here.
+Every request has a text of its own; ends are ignored, so that all write as much. Rates count tokens from when the last prompt is read
+to when the first text ends: all write then. Each load is run once before it is measured, so that all graphs are recorded. The floor is
+what has to be moved for one step, weights once and the filled part of the cache, at the bandwidth measured here.
 """
 
 from __future__ import annotations
@@ -61,23 +62,26 @@ class Load:
         return box
 
     def decode_rate(self, prompts: list[list[int]], new: int, temperature: float = 1.0) -> dict[str, float]:
-        """Return tokens a second once all prompts are read, and what reading them took."""
-        engine = self.engine
+        """Return tokens a second while all of them write: from the last prompt read to the first text ended."""
+        engine, counts = self.engine, self.engine.counts
         began = clock()
         for prompt in prompts:
             self.add(prompt, new, temperature)
         while engine.waiting or engine.filling:
             engine.step()
-        read, written, steps = clock(), engine.counts.written_tokens, engine.counts.steps
-        lengths = int(engine.rows.computed.sum())
-        while engine.busy():
+        read, written, steps, finished = clock(), counts.written_tokens, counts.steps, counts.finished
+        lengths = lengths_then = int(engine.rows.computed.sum())
+        while engine.busy() and counts.finished == finished:
+            lengths_then = int(engine.rows.computed.sum())
             engine.step()
         seconds = clock() - read
-        tokens, steps = engine.counts.written_tokens - written, engine.counts.steps - steps
+        tokens, steps = counts.written_tokens - written, counts.steps - steps
+        while engine.busy():
+            engine.step()
         return {
             "tokens_per_second": tokens / seconds, "ms_per_step": 1e3 * seconds / max(1, steps),
             "prompt_tokens_per_second": sum(map(len, prompts)) / (read - began),
-            "mean_context": lengths / len(prompts) + tokens / len(prompts) / 2,
+            "mean_context": (lengths + lengths_then) / 2 / len(prompts),
         }  # fmt: skip
 
 
@@ -102,7 +106,7 @@ def gpu_decoding(speed: float) -> list[dict[str, Any]]:
     load.decode_rate(texts(8, 32, 49152, 9), 8)
     print(f"engine ready after {clock() - began:.0f} s", flush=True)
     for count in (64, 256, 512):
-        load.decode_rate(texts(count, 64, 49152, count), 8)  # records the graphs of this size
+        load.decode_rate(texts(count, PROMPT, 49152, count), NEW)  # records the graphs
         found = load.decode_rate(texts(count, PROMPT, 49152, count + 1), NEW)
         moved = weights + count * found["mean_context"] * engine.runner.bytes_of_position()
         floor = count / (moved / speed)
@@ -115,16 +119,18 @@ def gpu_decoding(speed: float) -> list[dict[str, Any]]:
             }
         )
         print(rows[-1], flush=True)
-    rows.append({"agents": agents(load)})
+    agents(load, seed=770)
+    rows.append({"agents": agents(load, seed=77)})
     print(rows[-1], flush=True)
     return rows
 
 
-def agents(load: Load, episodes: int = 64, turns: int = 6, output: int = 300, written: int = 100) -> dict[str, float]:
+def agents(load: Load, seed: int, episodes: int = 64, turns: int = 6) -> dict[str, float]:
     """Measure episodes of several turns, with a tool's output between two of them."""
     engine = load.engine
-    talks = texts(episodes, 500, 49152, 77)
-    outputs = texts(episodes * turns, output, 49152, 78)
+    written = 100
+    talks = texts(episodes, 500, 49152, seed)
+    outputs = texts(episodes * turns, 300, 49152, seed + 1)
     cached, prompts, before = engine.counts.cached_tokens, engine.counts.prompt_tokens, engine.counts.written_tokens
     began = clock()
     boxes = [(index, 0, load.add(talk, written, session=str(index))) for index, talk in enumerate(talks)]
@@ -173,7 +179,7 @@ def their_batching(model: Any, requests: int, prompt: int, new: int) -> dict[str
 def gpu_transformers() -> dict[str, Any]:
     """Measure transformers on the same shape."""
     model = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(device="cuda", dtype=torch.bfloat16).eval()
-    found: dict[str, Any] = {"generate": [theirs(model, batch, PROMPT, 64) for batch in (64, 256)]}
+    found: dict[str, Any] = {"generate": [theirs(model, batch, PROMPT, 32) for batch in (64, 256, 512)]}
     print(found, flush=True)
     try:
         found["generate_batch"] = [their_batching(model, 256, PROMPT, 32)]
@@ -197,7 +203,7 @@ def guessing(
         for name, wish in (("plain", False), ("guessing", True)):
             engine.pace.wish = wish
             chosen = [prompts[index % len(prompts)][index // len(prompts) :] for index in range(size)]
-            load.decode_rate(chosen, 8, temperature)
+            load.decode_rate(chosen, new, temperature)
             before = (engine.counts.kept, engine.counts.guesses)
             row[name] = load.decode_rate(chosen, new, temperature)
             if wish:

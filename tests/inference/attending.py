@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from etude.inference.cache import Cache, LayerShape, Plan, plan
+from etude.inference.cache import Cache, LayerShape, Plan, locate, plan
 
 Requests = list[tuple[list[int], int, int]]  # pages, first new position, new tokens
 
@@ -58,6 +59,12 @@ CASES = {
     "pages more than needed": Case(2, 1, 16, 16, 16, [([1, 2, 3, 4], 3, 2), ([5, 6, 7, 8], 20, 2)]),
 }
 
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "turned": {"turn": True},
+    "turned and padded": {"turn": True, "more": 5},
+}
+
 
 def filled(
     case: Case, device: torch.device, dtype: torch.dtype
@@ -91,26 +98,61 @@ def attended(case: Case, cache: Cache, layer: int, query: torch.Tensor, scaling:
     return torch.stack(found)
 
 
-def kernels_differ_by(case: Case, device: torch.device, dtype: torch.dtype) -> float:
-    """Return how far the kernels' result is from the slow one; what they write into the cache must be equal."""
+def turned(given: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Return queries or keys turned by their positions."""
+    one, other = given.float().chunk(2, -1)
+    return (given.float() * cosine + torch.cat([-other, one], -1) * sine).to(given.dtype)
+
+
+def padded(where: Plan, requests: int, tokens: int, size: int) -> Plan:
+    """Return a plan with requests and tokens more, which are nobody's, as a graph of a fixed size has them."""
+    pad = torch.nn.functional.pad
+    begin = torch.cat([where.begin_G, where.begin_G[-1:].expand(requests)])
+    table, length = pad(where.table_GP, (0, 1, 0, requests)), pad(where.length_G, (0, requests))
+    located = locate(table, length, begin, len(where.page_N) + tokens, size)
+    return Plan(*located, table, length, begin, 0, max(where.longest, 17))
+
+
+def kernels_differ_by(
+    case: Case, device: torch.device, dtype: torch.dtype, *, turn: bool = False, more: int = 0
+) -> float:
+    """Return how far the kernels' result is from the slow one; what they write into the cache must be equal.
+
+    `turn`: they turn queries and keys. `more`: tokens and requests that are nobody's.
+    """
     from etude.inference.kernels import attend_pages, write_pages
 
     cache, where, query, key, value = filled(case, device, dtype)
     expected = [each.clone() for each in (*cache.keys, *cache.values)]
-    expected[1][where.page_N, :, where.offset_N] = key.transpose(0, 1)
+    angles = torch.randn(2, case.tokens, case.key_width).to(device, dtype)
+    right_query, right_key = (turned(each, *angles) if turn else each for each in (query, key))
+    expected[1][where.page_N, :, where.offset_N] = right_key.transpose(0, 1)
     expected[3][where.page_N, :, where.offset_N] = value.transpose(0, 1)
-    write_pages(cache, 1, where, key, value)
-    assert all(torch.equal(one, other) for one, other in zip(expected, (*cache.keys, *cache.values), strict=True))
-    got = attend_pages(query, cache, 1, where, 0.3, case.window)
+    if more:
+        where = padded(where, more, more, case.size)
+        query, key, value, angles = (
+            torch.nn.functional.pad(each, (0, 0, 0, more)) for each in (query, key, value, angles)
+        )
+    write_pages(cache, 1, where, key, value, (angles[0], angles[1]) if turn else None)
+    close = 0.05 if dtype == torch.bfloat16 else 1e-5
+    for one, other in zip(expected, (*cache.keys, *cache.values), strict=True):
+        torch.testing.assert_close(one[1:], other[1:], rtol=close * turn, atol=close * turn)  # page 0 is nobody's
+    got = attend_pages(query, cache, 1, where, 0.3, case.window, (angles[0], angles[1]) if turn else None)
     assert got.dtype == dtype
-    return float((got.double() - attended(case, cache, 1, query, 0.3)).abs().max())
+    assert not got[case.tokens :].any()
+    return float((got[: case.tokens].double() - attended(case, cache, 1, right_query, 0.3)).abs().max())
 
 
 def main() -> None:
     """Try all cases on the CPU."""
     torch.Tensor.pin_memory = lambda self: self  # there is no GPU to pin memory for
     cpu = torch.device("cpu")
-    sys.stdout.write(json.dumps({name: kernels_differ_by(case, cpu, torch.float32) for name, case in CASES.items()}))
+    found = {
+        f"{name}, {way}": kernels_differ_by(case, cpu, torch.float32, **given)
+        for name, case in CASES.items()
+        for way, given in WAYS.items()
+    }
+    sys.stdout.write(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -258,12 +258,15 @@ arrivals = st.tuples(st.integers(0, 3), st.integers(1, 20), st.integers(0, 12), 
 
 
 @settings(max_examples=25)
-@given(st.lists(arrivals, min_size=1, max_size=6), st.integers(0, 6), st.integers(1, 3), st.sampled_from([True, None]))
+@given(
+    st.lists(arrivals, min_size=1, max_size=6), st.integers(0, 6), st.integers(1, 3), st.sampled_from([True, None]),
+    st.integers(0, 1),
+)  # fmt: skip
 def test_under_pressure_it_is_the_same(
-    coming: list[tuple[int, int, int, int | None]], spare: int, rows: int, guess: bool | None
+    coming: list[tuple[int, int, int, int | None]], spare: int, rows: int, guess: bool | None, late: int
 ) -> None:
     model, _, heads = forgetful()
-    engine = engine_of(model, heads, rows=rows, page=8, pages=7 + spare, guess=guess, chunk=13)
+    engine = engine_of(model, heads, rows=rows, page=8, pages=8 + spare, guess=guess, chunk=13, late=late)
     asks = [Ask(PROMPTS[each], Sampling(most, temperature=0), None, at, gone) for each, most, at, gone in coming]
     for (prompt, most, _, gone), got in zip(coming, run(engine, asks), strict=True):
         assert [token.id for token in got.streamed] == expected(prompt)[:most][: len(got.streamed)]
@@ -289,3 +292,19 @@ def test_it_falls_back_where_it_does_not_pay_and_says_so(cost: float, pays: bool
     assert engine.counts.rounds > single if pays else engine.counts.rounds < single
     assert bool(said) != pays
     assert all("guessing ahead is off" in line for line in said)
+
+
+@pytest.mark.parametrize("page", [16, None])
+def test_rounds_that_are_read_late_change_nothing(page: int | None) -> None:
+    model = model_of()
+    engine = engine_of(model, MtpHeads.for_model(model, depth=3), page=page, context=48, rows=3, guess=True, late=1)
+    asks = [
+        Ask(prompt, Sampling(min(new, 48 - len(prompt)), temperature=0), comes=index)
+        for index, (prompt, new) in enumerate(zip(prompts_of(1, 7, 15, 16, 30, 40, 47, 12), (47, 1, 2, 3, 18, 8, 1, 36), strict=True))
+    ]  # fmt: skip
+    for ask, got in zip(asks, run(engine, asks), strict=True):
+        assert len(got.completion.token_ids) == ask.sampling.max_tokens
+        assert_greedy(model, ask.prompt, got.completion)
+        assert [token.id for token in got.streamed] == got.completion.token_ids
+    assert engine.counts.rounds > 0
+    assert_all_returned(engine)

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from tests.inference.attending import CASES, kernels_differ_by
+from tests.inference.attending import CASES, WAYS, kernels_differ_by
 
 GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -30,13 +30,15 @@ def interpreted() -> dict[str, float]:
     return dict(json.loads(done.stdout))
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
-def test_interpreted(interpreted: dict[str, float], name: str) -> None:
-    assert interpreted[name] < 5e-5
+def test_interpreted(interpreted: dict[str, float], name: str, way: str) -> None:
+    assert interpreted[f"{name}, {way}"] < 5e-5
 
 
 @pytest.mark.skipif(not GPU, reason="there is no GPU")
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
-def test_on_a_gpu(name: str) -> None:
-    assert kernels_differ_by(CASES[name], torch.device("cuda"), torch.float32) < 1e-4
-    assert kernels_differ_by(CASES[name], torch.device("cuda"), torch.bfloat16) < 0.05
+def test_on_a_gpu(name: str, way: str) -> None:
+    assert kernels_differ_by(CASES[name], torch.device("cuda"), torch.float32, **WAYS[way]) < 1e-4
+    assert kernels_differ_by(CASES[name], torch.device("cuda"), torch.bfloat16, **WAYS[way]) < 0.08

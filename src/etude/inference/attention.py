@@ -69,9 +69,10 @@ def passing(cache: Cache, plan: Plan, first_layer: int = 0) -> Iterator[None]:
 
 
 def cached_attention(
-    query_1HND: torch.Tensor, key_1KND: torch.Tensor, value_1KND: torch.Tensor, scaling: float, window: int
-) -> torch.Tensor:
-    """Return [1, N, H, D]; `window` 0: none."""
+    query_1HND: torch.Tensor, key_1KND: torch.Tensor, value_1KND: torch.Tensor, scaling: float, window: int,
+    turn: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Return [1, N, H, D]; `window` 0: none; `turn`: see `attend`."""
     now: Pass | Probe = _now.it
     if isinstance(now, Probe):
         now.layers.append(LayerShape(key_1KND.shape[1], key_1KND.shape[3], value_1KND.shape[3], scaling, window))
@@ -81,8 +82,9 @@ def cached_attention(
     if query_HND.is_cuda:
         from etude.inference.kernels import attend_pages, write_pages
 
-        write_pages(now.cache, layer, now.plan, key_KND, value_KND)
-        return attend_pages(query_HND, now.cache, layer, now.plan, scaling, window)[None]
+        write_pages(now.cache, layer, now.plan, key_KND, value_KND, turn)
+        return attend_pages(query_HND, now.cache, layer, now.plan, scaling, window, turn)[None]
+    assert turn is None
     now.cache.write(layer, now.plan, key_KND, value_KND)
     return (_together if now.plan.each else _one_by_one)(query_HND, layer, now, scaling, window)[None]
 
@@ -99,6 +101,23 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: floa
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
+@torch.library.custom_op("etude::cached_attention_turned", mutates_args=())  # type: ignore[untyped-decorator]
+def _opaque_turned(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor,
+    scaling: float, window: int,
+) -> torch.Tensor:  # fmt: skip
+    return cached_attention(query, key, value, scaling, window, (cosine, sine)).contiguous()
+
+
+@_opaque_turned.register_fake  # type: ignore[untyped-decorator]
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor,
+    scaling: float, window: int,
+) -> torch.Tensor:  # fmt: skip
+    del key, cosine, sine, scaling, window
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+
 def _attention(
     _module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
     *, scaling: float, sliding_window: int | None = None, softcap: float | None = None, s_aux: Any = None, **_: Any,
@@ -111,10 +130,21 @@ def _attention(
     return attend(query, key, value, scaling, sliding_window or 0), None
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int) -> torch.Tensor:
-    """Attend over the cache of the pass under way: [1, H, N, D] and twice [1, K, N, D] to [1, N, H, D]."""
-    way = _opaque if torch.compiler.is_compiling() else cached_attention
-    return way(query, key, value, scaling, window)
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int,
+    turn: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Attend over the cache of the pass under way: [1, H, N, D] and twice [1, K, N, D] to [1, N, H, D].
+
+    `turn`, on a GPU only: cosine and sine, [N, D], to turn queries and keys with.
+    """
+    if not torch.compiler.is_compiling():
+        return cached_attention(query, key, value, scaling, window, turn)
+    return (
+        _opaque_turned(query, key, value, *turn, scaling, window)
+        if turn
+        else _opaque(query, key, value, scaling, window)
+    )
 
 
 def _no_mask(*_: Any, local_size: int | None = None, **__: Any) -> None:

@@ -80,6 +80,18 @@ def place(table_GP: torch.Tensor, position_GT: torch.Tensor, size: int) -> tuple
     return page.flatten().long(), (position_GT % size).flatten()
 
 
+def locate(
+    table_GP: torch.Tensor, length_G: torch.Tensor, begin_G: torch.Tensor, tokens: int, size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return page, offset and position of each token of a pass, worked out on the device; tokens that are nobody's go to page 0."""
+    index = torch.arange(tokens, device=begin_G.device, dtype=torch.int32)
+    owner = torch.searchsorted(begin_G[1:], index, right=True, out_int32=True).clamp(max=len(length_G) - 1)
+    real = index < begin_G[-1]
+    position = torch.where(real, index - begin_G[1:][owner] + length_G[owner], 0)
+    page = torch.where(real, table_GP[owner, position // size], 0)
+    return page.long(), (position % size).long(), position.long()
+
+
 def plan(requests: Sequence[tuple[Sequence[int], int, int]], size: int, device: torch.device) -> Plan:
     """Return the plan of a pass over (pages, first new position, new tokens) of some requests."""
     counts = [count for _, _, count in requests]

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from etude.errors import UserError
-from etude.inference.cache import plan
 from etude.inference.decoding import Begin, Decoder, bucket
+from etude.inference.filling import Filler
 from etude.inference.pace import Pace
 from etude.inference.policy import Completion, Token
 from etude.inference.request import Counts, Launched, Request
@@ -32,7 +32,6 @@ from etude.inference.stopping import Stop
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from etude.inference.cache import Plan
     from etude.inference.pages import Pages
     from etude.inference.policy import FinishReason, Sampling
     from etude.inference.runner import Runner
@@ -49,7 +48,10 @@ class Engine:
     ) -> None:  # fmt: skip
         self.runner, self.pages, self.context, self.chunk, self.decode = runner, pages, context, chunk, decode
         self.guesses = runner.heads.depth if runner.heads else 0
-        self.decoder = Decoder(runner, rows, -(-(context + self.guesses + 1) // pages.size), graphs=graphs)
+        self.beyond = 2 * self.guesses  # a round may begin before it is known that the last one ended a text
+        most = -(-(context + self.beyond + 1) // pages.size)
+        self.decoder = Decoder(runner, rows, most, graphs=graphs)
+        self.filler = Filler(runner, chunk, rows, most, graphs=graphs)
         self.pace = Pace(say, able=self.guesses > 0)
         self.version = pages.version
         self.counts = Counts()
@@ -90,9 +92,9 @@ class Engine:
                 f"{len(prompt)} tokens of prompt and max_tokens = {sampling.max_tokens} are more than the context of"
                 f" {self.context}; shorten the prompt or ask for fewer"
             )
-        if needed + self.guesses > (room := self.pages.count * self.pages.size):
+        if needed + self.beyond > (room := self.pages.count * self.pages.size):
             raise UserError(
-                f"the cache holds {room} positions, this request needs {needed + self.guesses};"
+                f"the cache holds {room} positions, this request needs {needed + self.beyond};"
                 " give the engine more memory or ask for fewer tokens"
             )
         if sampling.experts and not self.runner.routers.layers:
@@ -185,13 +187,12 @@ class Engine:
             return
         counts = [count for _, count in parts]
         places = [(_pages(request), request.computed, count) for request, count in parts]
-        where = plan(places, self.pages.size, self.runner.device)
-        ids = [token for request, count in parts for token in request.tokens[request.computed :][:count]]
+        tokens = [_following(parts, depth) for depth in range(self.guesses + 1)]
         done = [request.computed + count == len(request.tokens) for request, count in parts]
         last = [end - 1 for end, finished in zip(itertools.accumulate(counts), done, strict=True) if finished]
-        with self.runner.routers.recording(wanted=any(request.sampling.experts for request, _ in parts)) as routes:
-            logits, hidden = self.runner.run(self.runner.send(ids), where, self.runner.send(last or [0]))
-        self._fill_heads(parts, hidden, where)
+        watched = any(request.sampling.experts for request, _ in parts)
+        with self.runner.routers.recording(wanted=watched) as routes:
+            logits, hidden = self.filler.read(tokens, places, last or [0], watched=watched)
         for (request, count), states, routed in zip(parts, hidden.split(counts), routes.split(counts), strict=True):
             request.computed += count
             if request.sampling.experts:
@@ -204,16 +205,6 @@ class Engine:
         if ready := [request for (request, _), finished in zip(parts, done, strict=True) if finished]:
             self.filling = [request for request in self.filling if request not in ready]
             self._start(ready, logits)
-
-    def _fill_heads(self, parts: list[tuple[Request, int]], hidden: torch.Tensor, where: Plan) -> None:
-        """Give the heads keys and values of what was read; the last token known stands for those that are not."""
-        for depth in range(self.guesses):
-            following = [
-                request.tokens[min(place + depth + 1, len(request.tokens) - 1)]
-                for request, count in parts
-                for place in range(request.computed, request.computed + count)
-            ]
-            hidden = self.runner.guess(depth, hidden, self.runner.send(following), where)
 
     def _start(self, ready: list[Request], logits: torch.Tensor) -> None:
         """Draw the first token of requests whose prompt is read, and make their rows active."""
@@ -237,9 +228,10 @@ class Engine:
         # Rounds draw otherwise than steps do: with a seed, the clock must not decide which of them it is.
         single = self.rows.alone or (self.rows.seeded and self.pace.wish is None)
         ahead = not single and self.pace.ahead(len(self.rows))
-        if ahead or self.rows.alone:
-            self._catch_up()  # how far a round went is not known before it is read
-        self._give_pages(self.guesses if ahead else 0)
+        if self.rows.alone:
+            self._catch_up()
+        # How far a round went is not known before it is read: each that is not may have gone as far as it could.
+        self._give_pages(self.guesses * (ahead + sum(done.result.shape[2] > 1 for done in self._flying)))
         if not len(self.rows):
             return
         most = self.rows.last() + 1
@@ -255,10 +247,7 @@ class Engine:
             self._launch(self.rows.of[:size], written.tokens, written.logits)
             self.counts.steps += 1
             self.counts.rounds += ahead
-            if ahead:
-                self._catch_up()
-            else:
-                self._read_what_is_due()  # inside the timing: to launch a step takes no time
+            self._read_what_is_due()  # inside the timing: to launch a step takes no time
 
     def _free_row(self, row: int) -> None:
         self.rows.stop(row)
@@ -296,8 +285,7 @@ class Engine:
 
     def _launch(self, of: list[Request | None], result: torch.Tensor, logits: torch.Tensor) -> None:
         alternatives: list[torch.Tensor] = []
-        if any(request.sampling.alternatives for request in of if request) if self.rows.alone else False:
-            most = max(request.sampling.alternatives for request in of if request)
+        if self.rows.alone and (most := max(request.sampling.alternatives if request else 0 for request in of)):
             alternatives = [each.cpu() for each in logits.float().log_softmax(-1).topk(min(most, logits.shape[-1]))]
         event = None
         if result.is_cuda:
@@ -345,8 +333,11 @@ class Engine:
     def _note_round(self, request: Request, kept: int) -> None:
         self.counts.guesses += self.guesses
         self.counts.kept += kept
-        self.rows.computed[request.row] += kept
-        self.rows.left[request.row] -= kept
+        if self.rows.of[row := _row(request)] is not request:
+            request.computed += kept  # it was asked for all it may write before this was read
+            return
+        self.rows.computed[row] += kept
+        self.rows.left[row] -= kept
 
     def _take(self, request: Request, new: list[Token]) -> None:
         ended: FinishReason | None = None
@@ -387,6 +378,15 @@ class Engine:
             # The last token was written but not read; of what was launched after the end nothing is kept.
             self.pages.end(request.held, request.tokens, min(request.computed, len(request.tokens) - 1))
             request.held = None
+
+
+def _following(parts: list[tuple[Request, int]], depth: int) -> list[int]:
+    """Return the tokens to read, or those that follow them at a depth; the last one known stands for those that are not."""
+    found = list[int]()
+    for request, count in parts:
+        here = request.tokens[request.computed + depth :][:count]
+        found += here + request.tokens[-1:] * (count - len(here))
+    return found
 
 
 def _pages(request: Request) -> list[int]:

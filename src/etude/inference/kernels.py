@@ -11,7 +11,7 @@ Shapes: N tokens, H heads, K key/value heads, D width of keys, E width of values
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -20,19 +20,33 @@ import triton.language as tl
 if TYPE_CHECKING:
     from etude.inference.cache import Cache, Plan
 
+    Turn = tuple[torch.Tensor, torch.Tensor] | None  # cosine and sine of each token's position, [N, D]
+
 PROGRAMS = 1056  # enough to fill a large GPU several times
 LOG2E = 1.4426950408889634
 
 
 @triton.jit
+def _turned(own, other, angle, cosine, sine, low, real):
+    # `other`: the same of the other half of the head, which counts against the lower half.
+    turned = own * tl.load(cosine + angle, mask=real, other=0.0).to(tl.float32)
+    return turned + other * tl.where(low, -1.0, 1.0) * tl.load(sine + angle, mask=real, other=0.0)
+
+
+@triton.jit
 def _write(  # noqa: PLR0913, PLR0917
-    key, value, keys, values, page_N, offset_N, key_head, key_token, value_head, value_token,
+    key, value, keys, values, page_N, offset_N, cosine, sine, key_head, key_token, value_head, value_token,
     HEADS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
+    TURN: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0), tl.program_id(1)
     place = (tl.load(page_N + token) * HEADS + head) * SIZE + tl.load(offset_N + token)
     d, e = tl.arange(0, WIDE_D), tl.arange(0, WIDE_E)
-    new_key = tl.load(key + head * key_head + token * key_token + d, mask=d < D)
+    at = key + head * key_head + token * key_token
+    new_key = tl.load(at + d, mask=d < D)
+    if TURN:  # rotary positions: here, and where a query is read, it costs no pass over them
+        other = tl.load(at + (d + D // 2) % D, mask=d < D)
+        new_key = _turned(new_key, other, token * D + d, cosine, sine, d < D // 2, d < D).to(keys.dtype.element_ty)
     new_value = tl.load(value + head * value_head + token * value_token + e, mask=e < E)
     tl.store(keys + place * D + d, new_key, mask=d < D)
     tl.store(values + place * E + e, new_value, mask=e < E)
@@ -40,11 +54,11 @@ def _write(  # noqa: PLR0913, PLR0917
 
 @triton.jit
 def _attend(  # noqa: PLR0913, PLR0917
-    query, keys, values, out, tops, sums, table, length_G, begin_G, block_request, block_first,
+    query, keys, values, out, tops, sums, table, length_G, begin_G, block_request, block_first, cosine, sine,
     query_head, query_token, table_row, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     WIDE_D: tl.constexpr, WIDE_E: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr,
-    PLAIN: tl.constexpr,
+    PLAIN: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     block, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PLAIN:  # one new token a request
@@ -59,14 +73,20 @@ def _attend(  # noqa: PLR0913, PLR0917
     real = (token < new) & (row < (ROWS // GROUP) * GROUP)
     position = length - new + token
     d, e, n = tl.arange(0, WIDE_D), tl.arange(0, WIDE_E), tl.arange(0, SIZE)
-    at = query + (begin + token)[:, None] * query_token + (head * GROUP + row % GROUP)[:, None] * query_head + d[None]
-    q = tl.load(at, mask=real[:, None] & (d < D)[None], other=0.0)
+    at = query + (begin + token)[:, None] * query_token + (head * GROUP + row % GROUP)[:, None] * query_head
+    there_is = real[:, None] & (d < D)[None]
+    q = tl.load(at + d[None], mask=there_is, other=0.0)
+    if TURN:
+        other = tl.load(at + ((d + D // 2) % D)[None], mask=there_is, other=0.0)
+        q = _turned(
+            q, other, (begin + token)[:, None] * D + d[None], cosine, sine, (d < D // 2)[None], there_is
+        ).to(keys.dtype.element_ty)  # fmt: skip
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     found = tl.zeros([ROWS, WIDE_E], tl.float32)
     last = tl.minimum(length, length - new + first + ROWS // GROUP)
     from_page = tl.maximum(0, length - new + first - WINDOW + 1) // SIZE if WINDOW > 0 else 0
-    pages = tl.cdiv(last, SIZE) - from_page
+    pages = (tl.cdiv(last, SIZE) - from_page) * (new > first).to(tl.int32)  # some blocks are there for nobody
     each = tl.cdiv(pages, PARTS)
     for index in range(from_page + part * each, from_page + tl.minimum(pages, (part + 1) * each)):
         page = tl.load(table + request * table_row + index).to(tl.int64)
@@ -113,22 +133,25 @@ def _join(out, parts, tops, sums, E: tl.constexpr, WIDE_E: tl.constexpr, PARTS: 
     tl.store(out + row * E + e, found.to(out.dtype.element_ty), mask=e < E)
 
 
-def write_pages(cache: Cache, layer: int, plan: Plan, key_KND: torch.Tensor, value_KNE: torch.Tensor) -> None:
-    """Put keys and values of a pass where they belong."""
+def write_pages(
+    cache: Cache, layer: int, plan: Plan, key_KND: torch.Tensor, value_KNE: torch.Tensor, turn: Turn = None
+) -> None:
+    """Put keys and values of a pass where they belong; `turn`: keys are turned by their positions first."""
     keys, values = cache.keys[layer], cache.values[layer]
     heads, tokens, width = key_KND.shape
     wide = value_KNE.shape[2]
     key, value = (each if each.stride(2) == 1 else each.contiguous() for each in (key_KND, value_KNE))
     _write[(tokens, heads)](
-        key, value, keys, values, plan.page_N, plan.offset_N, *key.stride()[:2], *value.stride()[:2],
-        heads, cache.size, width, wide, triton.next_power_of_2(width), triton.next_power_of_2(wide), num_warps=1,
+        key, value, keys, values, plan.page_N, plan.offset_N, *(turn or (key, key)), *key.stride()[:2], *value.stride()[:2],
+        heads, cache.size, width, wide, triton.next_power_of_2(width), triton.next_power_of_2(wide), turn is not None,
+        num_warps=1,
     )  # fmt: skip
 
 
 def attend_pages(
-    query_HND: torch.Tensor, cache: Cache, layer: int, plan: Plan, scaling: float, window: int
+    query_HND: torch.Tensor, cache: Cache, layer: int, plan: Plan, scaling: float, window: int, turn: Turn = None
 ) -> torch.Tensor:
-    """Return the attention of each token to what its request has in the cache: [N, H, E]."""
+    """Return the attention of each token to what its request has in the cache: [N, H, E]; nought for tokens that are nobody's."""
     query = query_HND if query_HND.stride(2) == 1 else query_HND.contiguous()
     keys, values = cache.keys[layer], cache.values[layer]
     (heads, tokens, width), kv, wide = query.shape, keys.shape[1], values.shape[3]
@@ -138,7 +161,7 @@ def attend_pages(
         rows *= 2
     blocks = _blocks(plan, rows // group)
     parts = _parts(plan, len(blocks[0]) * kv)
-    out = query.new_empty(tokens, heads, wide)
+    out = (query.new_empty if plan.each else query.new_zeros)(tokens, heads, wide)
     if parts == 1:
         found, tops, sums = out, out, out
     else:
@@ -147,9 +170,9 @@ def attend_pages(
     wide_d, wide_e = (max(16, triton.next_power_of_2(each)) for each in (width, wide))
     _attend[(len(blocks[0]), kv, parts)](
         query, keys, values, found, tops, sums, plan.table_GP, plan.length_G, plan.begin_G, *blocks,
-        *query.stride()[:2], plan.table_GP.stride(0), scaling * LOG2E,
+        *(turn or (query, query)), *query.stride()[:2], plan.table_GP.stride(0), scaling * LOG2E,
         kv, group, cache.size, width, wide, wide_d, wide_e, rows, parts, window, plan.each == 1,
-        num_warps=4, num_stages=3,
+        turn is not None, num_warps=4 if parts == 1 else 2, num_stages=2 if plan.each else 3,
     )  # fmt: skip
     if parts > 1:
         _join[(tokens * heads,)](out, found, tops, sums, wide, wide_e, parts, num_warps=1)
@@ -169,12 +192,13 @@ def _cut(plan: Plan, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         each = -(-plan.each // tokens)
         index = torch.arange(requests * each, device=device, dtype=torch.int32)
         return index // each, index % each * tokens
-    assert plan.counts is not None
-    pairs: list[Any] = [
-        (request, first) for request, count in enumerate(plan.counts) for first in range(0, count, tokens)
-    ]
-    both = torch.tensor(pairs, dtype=torch.int32).T.contiguous().pin_memory().to(device, non_blocking=True)
-    return both[0], both[1]
+    # Worked out on the device, where a graph can repeat it: as many blocks as could be needed, the last of them for nobody.
+    count_G = plan.begin_G[1:] - plan.begin_G[:-1]
+    blocks_G = (count_G + tokens - 1) // tokens
+    end_G = blocks_G.cumsum(0, dtype=torch.int32)
+    index = torch.arange(-(-len(plan.position_N) // tokens) + requests, device=device, dtype=torch.int32)
+    request = torch.searchsorted(end_G, index, right=True, out_int32=True).clamp(max=requests - 1)
+    return request, (index - (end_G - blocks_G)[request]) * tokens
 
 
 def _parts(plan: Plan, programs: int) -> int:

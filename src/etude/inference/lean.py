@@ -58,6 +58,16 @@ class Layer:
     window: int
 
 
+@dataclass(frozen=True)
+class Entry:
+    """The weights of a head around its layer."""
+
+    embedded_norm: torch.Tensor
+    hidden_norm: torch.Tensor
+    join: torch.Tensor
+    norm: torch.Tensor
+
+
 def run_layer(
     x_ND: torch.Tensor,
     more_ND: torch.Tensor,
@@ -68,22 +78,40 @@ def run_layer(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add what the layer before has left to add, and return the sum with what this one has: a compiler joins it to the norm."""
     x_ND = x_ND + more_ND
-    qkv = F.linear(F.rms_norm(x_ND, x_ND.shape[1:], layer.norm, shape.epsilon), layer.qkv, layer.qkv_bias)
+    qkv = F.linear(_normed(x_ND, layer.norm, shape), layer.qkv, layer.qkv_bias)
     qkv_NHd = qkv.unflatten(1, (-1, shape.width))
     both = shape.heads + shape.kv_heads
     turned = qkv_NHd[:, :both]
+    turn: tuple[torch.Tensor, torch.Tensor] | None = (cosine_Nd, sine_Nd)
     if layer.query_norm is not None and layer.key_norm is not None:
         query, key = turned.split([shape.heads, shape.kv_heads], 1)
         query = F.rms_norm(query, query.shape[2:], layer.query_norm, shape.epsilon)
         turned = torch.cat([query, F.rms_norm(key, key.shape[2:], layer.key_norm, shape.epsilon)], 1)
-    half = shape.width // 2
-    swapped = torch.cat([-turned[..., half:], turned[..., :half]], -1)
-    turned = turned * cosine_Nd[:, None] + swapped * sine_Nd[:, None]
-    query_HNd, key_KNd = turned[:, : shape.heads].transpose(0, 1), turned[:, shape.heads :].transpose(0, 1)
-    found = attend(query_HNd[None], key_KNd[None], qkv_NHd[:, both:].transpose(0, 1)[None], layer.scaling, layer.window)
+    if not turned.is_cuda:  # else attention does it
+        half = shape.width // 2
+        swapped = torch.cat([-turned[..., half:], turned[..., :half]], -1)
+        turned, turn = turned * cosine_Nd[:, None] + swapped * sine_Nd[:, None], None
+    query, key, value = (
+        each.transpose(0, 1)[None] for each in (turned[:, : shape.heads], turned[:, shape.heads :], qkv_NHd[:, both:])
+    )
+    found = attend(query, key, value, layer.scaling, layer.window, turn)
     x_ND = x_ND + F.linear(found[0].flatten(1), layer.out, layer.out_bias)
-    gate, up = F.linear(F.rms_norm(x_ND, x_ND.shape[1:], layer.second_norm, shape.epsilon), layer.gate_up).chunk(2, -1)
+    gate, up = F.linear(_normed(x_ND, layer.second_norm, shape), layer.gate_up).chunk(2, -1)
     return x_ND, F.linear(F.silu(gate) * up, layer.down)
+
+
+def _normed(x_ND: torch.Tensor, weight: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Return the norm of a sum in the dtype of the weights.
+
+    Sums are kept in float32: in bf16 each layer would round what all before it made.
+    """
+    return F.rms_norm(x_ND, x_ND.shape[1:], weight.float(), shape.epsilon).to(weight.dtype)
+
+
+def _entered(embedded_ND: torch.Tensor, hidden_ND: torch.Tensor, own: Entry, shape: Shape) -> torch.Tensor:
+    """Return what the layer of a head begins with."""
+    both = _normed(embedded_ND, own.embedded_norm, shape), _normed(hidden_ND, own.hidden_norm, shape)
+    return F.linear(torch.cat(both, -1), own.join).float()
 
 
 class Lean:
@@ -107,37 +135,59 @@ class Lean:
         self.layers = [_layer(layer, seen) for layer, seen in zip(decoder.layers, shapes, strict=False)]
         self.heads = heads
         self.head_layers = [_layer(each.mtp_block, shapes[-1]) for each in heads.layers] if heads else []
+        self.entries = [
+            Entry(each.enorm.weight, each.hnorm.weight, each.eh_proj.weight, each.post_norm.weight)
+            for each in (heads.layers if heads else ())
+        ]
         places = torch.arange(positions, device=self.embed.device)[None]
         self.cosine, self.sine = (each[0] for each in decoder.rotary_emb(self.embed[:1], places))
-        self._run = torch.compile(run_layer, dynamic=True) if compiled else run_layer
+        compiler = torch.compile if compiled else _as_it_is
+        self._run, self._enter, self._leave = compiler(run_layer), compiler(_entered), compiler(_left)
 
     def trunk(self, tokens_N: torch.Tensor, position_N: torch.Tensor) -> torch.Tensor:
         """Return the hidden states after the last norm."""
-        x, cosine, sine = F.embedding(tokens_N, self.embed), self.cosine[position_N], self.sine[position_N]
-        more = torch.zeros_like(x)
+        embedded, cosine, sine = F.embedding(tokens_N, self.embed), self.cosine[position_N], self.sine[position_N]
+        x, more = embedded.float(), torch.zeros_like(embedded)
+        _of_any_length(x, more, cosine, sine)
         for layer in self.layers:
             x, more = self._run(x, more, cosine, sine, layer, self.shape)
-        return F.rms_norm(x + more, x.shape[1:], self.norm, self.shape.epsilon)
+        return self._leave(x, more, self.norm, self.shape)
 
     def guess(
         self, depth: int, hidden_ND: torch.Tensor, next_N: torch.Tensor, position_N: torch.Tensor
     ) -> torch.Tensor:
         """Return the hidden states of a head; as MtpHeads.step."""
         assert self.heads is not None
-        own, epsilon = self.heads.layer(depth), self.shape.epsilon
-        embedded = F.rms_norm(F.embedding(next_N, self.embed), hidden_ND.shape[1:], own.enorm.weight, epsilon)
-        both = torch.cat([embedded, F.rms_norm(hidden_ND, hidden_ND.shape[1:], own.hnorm.weight, epsilon)], -1)
-        x = F.linear(both, own.eh_proj.weight)
-        layer = self.head_layers[0 if self.heads.shared else depth]
-        x, more = self._run(x, torch.zeros_like(x), self.cosine[position_N], self.sine[position_N], layer, self.shape)
-        return F.rms_norm(x + more, x.shape[1:], own.post_norm.weight, epsilon)
+        number = 0 if self.heads.shared else depth
+        embedded, cosine, sine = F.embedding(next_N, self.embed), self.cosine[position_N], self.sine[position_N]
+        _of_any_length(embedded, hidden_ND, cosine, sine)
+        x, more = self._enter(embedded, hidden_ND, self.entries[number], self.shape), torch.zeros_like(embedded)
+        _of_any_length(x, more)
+        x, more = self._run(x, more, cosine, sine, self.head_layers[number], self.shape)
+        return self._leave(x, more, self.entries[number].norm, self.shape)
+
+
+def _left(x_ND: torch.Tensor, more_ND: torch.Tensor, norm: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Return what comes out at the end."""
+    return _normed(x_ND + more_ND, norm, shape)
+
+
+def _of_any_length(*values: torch.Tensor) -> None:
+    """Tell the compiler that the number of tokens will change, and nothing else: so it knows widths, and makes faster code."""
+    for each in values:
+        torch._dynamo.maybe_mark_dynamic(each, 0)  # noqa: SLF001 - there is no other name for it
+
+
+def _as_it_is(function: Any) -> Any:
+    return function
 
 
 def fits(model: Any) -> bool:
     """Return whether a model is the usual decoder, as far as its parts tell."""
     decoder = model.get_decoder()
     config, layers = decoder.config, getattr(decoder, "layers", None)
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    given = getattr(config, "rope_parameters", None) or {}
+    rope = given.get("rope_type", "default") if given.get("partial_rotary_factor", 1.0) == 1.0 else "of a part"
     if not layers or not hasattr(decoder, "norm") or not hasattr(decoder, "rotary_emb") or rope not in PLAIN_ROPE:
         return False
     return getattr(config, "hidden_act", None) == "silu" and all(_is_usual(layer) for layer in layers)

@@ -182,12 +182,13 @@ def build(  # noqa: PLR0913
 ) -> Engine:  # fmt: skip
     """Return an engine for a loaded model, with a cache that fits."""
     kind = model.device.type
-    longest = _longest(model.config.get_text_config(), heads.depth if heads else 0)
+    beyond = 2 * heads.depth if heads else 0  # positions that guesses may need after a text
+    longest = _longest(model.config.get_text_config(), beyond)
     if context is not None and not 0 < context <= longest:
         raise UserError(f"context = {context}: this model can be run with 1 to {longest} tokens")
     context = context or longest
     rows = rows or ROWS[kind]
-    size = page or (PAGE if kind == "cuda" else context + (heads.depth if heads else 0) + 1)
+    size = page or (PAGE if kind == "cuda" else context + beyond + 1)
     runner = Runner(model, heads, compiled=compiled)
     each = runner.bytes_of_position() * size
     pages = (memory or _memory(model.device, each, rows)) // each - 1
@@ -195,7 +196,9 @@ def build(  # noqa: PLR0913
         raise UserError(
             f"the cache needs at least {2 * each:,} bytes for {size} positions; give it more memory, or a smaller context"
         )
-    runner.allot(pages, size, context + (heads.depth if heads else 0) + 1)
+    # In float32 transformers multiplies expert by expert, and asks the device for how many tokens: a graph cannot.
+    graphs = kind == "cuda" and not (runner.routers.layers and runner.dtype == torch.float32)
+    runner.allot(pages, size, context + beyond + 1)
     return Engine(
         runner,
         Pages(pages, size, version),
@@ -203,7 +206,7 @@ def build(  # noqa: PLR0913
         context=context,
         rows=rows,
         chunk=CHUNK[kind],
-        graphs=kind == "cuda",
+        graphs=graphs,
         say=say,
     )
 

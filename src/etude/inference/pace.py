@@ -30,11 +30,12 @@ class Way:
     tokens: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))  # a request and step
     steps: int = 0
 
-    def note(self, seconds: float, tokens: float) -> None:
-        """Take one more step into account."""
+    def note(self, seconds: float, tokens: float, *, counts: bool) -> None:
+        """Take one more step into account; what does not count is better than nothing."""
         self.steps += 1
-        self.seconds.append(seconds)
-        self.tokens.append(tokens)
+        if counts or not self.seconds:
+            self.seconds.append(seconds)
+            self.tokens.append(tokens)
 
     @property
     def rate(self) -> float:
@@ -52,6 +53,7 @@ class Pace:
     clock: Callable[[], float] = time.perf_counter
     _ways: dict[tuple[int, bool], Way] = field(default_factory=lambda: defaultdict(Way))
     _chosen: dict[int, bool] = field(default_factory=dict)
+    _last: tuple[int, bool] | None = None
 
     def ahead(self, requests: int) -> bool:
         """Return whether to guess ahead with so many requests."""
@@ -77,11 +79,15 @@ class Pace:
 
     @contextlib.contextmanager
     def timed(self, requests: int, *, ahead: bool, written: Callable[[], int]) -> Iterator[None]:
-        """Time one step; `written` counts the tokens so far, of all requests."""
+        """Time one step; `written` counts the tokens so far, of all requests.
+
+        On a GPU what is read meanwhile is the step before, so the first one after a change does not count.
+        """
         if not self.able:
             yield
             return
         began, before = self.clock(), written()
         yield
-        tokens = (written() - before) / requests if ahead else 1.0
-        self._ways[requests.bit_length(), ahead].note(self.clock() - began, tokens)
+        way, tokens = (requests.bit_length(), ahead), (written() - before) / requests if ahead else 1.0
+        self._ways[way].note(self.clock() - began, tokens, counts=way == self._last)
+        self._last = way

@@ -25,7 +25,11 @@ CHUNK = 1 << 29  # logits at a time
 
 
 def _losses(hidden_ND: torch.Tensor, head_VD: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy((hidden_ND @ head_VD.T).float(), targets_N, reduction="none")
+    if hidden_ND.is_cuda and hidden_ND.dtype != torch.float32:  # a CPU's product cannot keep what it added up
+        logits_NV = torch.mm(hidden_ND, head_VD.T, out_dtype=torch.float32)
+    else:
+        logits_NV = (hidden_ND @ head_VD.T).float()
+    return F.cross_entropy(logits_NV, targets_N, reduction="none")
 
 
 def _losses_and_slopes(
