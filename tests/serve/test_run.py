@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.cli.serve import _locate
+from etude.cli.serve import locate
 from etude.errors import UserError
 from etude.models.bases import resolve
 from etude.progress import Reporter
@@ -51,15 +51,15 @@ def test_an_address_that_is_taken_or_none() -> None:
 
 
 def test_which_model_is_meant(tmp_path: Path, tiny_base: Path, quiet: Reporter) -> None:
-    assert _locate("sprout", tmp_path, quiet)[:2] == ("sprout", resolve("sprout").folder)
-    name, folder, origin = _locate(str(tiny_base), tmp_path, quiet)
+    assert locate("sprout", tmp_path, quiet)[:2] == ("sprout", resolve("sprout").folder)
+    name, folder, origin = locate(str(tiny_base), tmp_path, quiet)
     assert (name, folder) == ("tiny", tiny_base)
     assert origin is not None
     run = tmp_path / "mine"
     shutil.copytree(resolve("sprout").folder, run / "cpt" / "model")
     (run / "run.json").write_text(json.dumps({"stages": [{"name": "base"}, {"name": "cpt"}]}))
-    assert _locate(str(run), tmp_path, quiet) == ("mine", run / "cpt" / "model", None)
-    assert _locate(str(run / "cpt"), tmp_path, quiet) == ("cpt", run / "cpt" / "model", None)
+    assert locate(str(run), tmp_path, quiet) == ("mine", run / "cpt" / "model", None)
+    assert locate(str(run / "cpt"), tmp_path, quiet) == ("cpt", run / "cpt" / "model", None)
     (run / "run.json").write_text("{}")
     with pytest.raises(UserError, match="lineage is unknown"):
-        _locate(str(run), tmp_path, quiet)
+        locate(str(run), tmp_path, quiet)

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 import etude
-from etude.cli import mtp, run, serve, show
+from etude.cli import agent, bench, demos, mtp, run, sandbox, serve, show, tasks, trace
 from etude.errors import UserError, storage_error
 
 app = typer.Typer(
@@ -27,10 +27,16 @@ data_app = typer.Typer(help="The corpus of a recipe: build it, look at it.", no_
 app.add_typer(data_app, name="data")
 mtp_app = typer.Typer(help="Heads that predict several tokens ahead.", no_args_is_help=True)
 app.add_typer(mtp_app, name="mtp")
+app.add_typer(bench.app, name="bench")
+app.add_typer(tasks.app, name="tasks")
+tasks.app.command(epilog="Example: etude tasks demos recipes/tasks/quick.jsonl --model sprout")(demos.demos)
+app.add_typer(trace.app, name="trace")
+app.add_typer(sandbox.app, name="sandbox")
 
 app.command(epilog="Example: etude run recipes/quickstart.toml --set compare.max_bytes=200000")(run.run)
 app.command(epilog="Example: etude compare smollm2-135m sprout --on ~/my-project")(run.compare)
 app.command(epilog="Example: etude serve runs/quickstart")(serve.serve)
+app.command(epilog='Example: etude agent "the parser drops the last line" --model runs/quickstart')(agent.agent)
 app.command(epilog="Example: etude status runs/quickstart --watch")(show.status)
 app.command(epilog="Example: etude bases smollm2-135m")(show.bases)
 building = "Example: etude data build recipes/quickstart.toml --set data.length=4096"

@@ -43,7 +43,7 @@ def serve(  # noqa: PLR0913, PLR0917 - an argument for every option
         from etude.serve.app import build_app
         from etude.serve.card import card_of
 
-        called, folder, origin = _locate(model, cache, reporter)
+        called, folder, origin = locate(model, cache, reporter)
         card = card_of(name or called, folder, origin)
         policy = LocalPolicy.open(folder, name=card.id, device=device, context=context, say=reporter.say)
         app = build_app(policy, load_tokeniser(folder), card, limits, gate)
@@ -53,7 +53,7 @@ def serve(  # noqa: PLR0913, PLR0917 - an argument for every option
         server_of(app, limits).run(sockets=[address])
 
 
-def _locate(word: str, cache: Path | None, reporter: Reporter) -> tuple[str, Path, Origin | None]:
+def locate(word: str, cache: Path | None, reporter: Reporter) -> tuple[str, Path, Origin | None]:
     """Return what to call the model, its folder, and where it came from if it was not made here."""
     from etude.lineage.tree import find_model
     from etude.models.bases import resolve

@@ -331,11 +331,12 @@ def fenced(text: str) -> str:
 
 def markdown(page: Page) -> str:
     """Return the page as Markdown."""
-    answer, *more = ("\n\n".join([f"## {head}", *map(_block_in_markdown, blocks)]) for head, blocks in page.items())
+    answer, *more = ("\n\n".join([f"## {head}", *map(block_in_markdown, blocks)]) for head, blocks in page.items())
     return "\n\n".join([f"# {QUESTION}", answer, f"![{PICTURED}](report.png)", *more]) + "\n"
 
 
-def _block_in_markdown(block: Block) -> str:
+def block_in_markdown(block: Block) -> str:
+    """Return a paragraph, a table or folded texts as Markdown."""
     if isinstance(block, str):
         return in_markdown(block)
     if isinstance(block, Folded):
@@ -349,13 +350,14 @@ def _block_in_markdown(block: Block) -> str:
 
 def html_page(page: Page, picture: bytes) -> str:
     """Return the page as HTML that needs no other file."""
-    answer, *more = ("\n".join([f"<h2>{head}</h2>", *map(_block_in_html, blocks)]) for head, blocks in page.items())
+    answer, *more = ("\n".join([f"<h2>{head}</h2>", *map(block_in_html, blocks)]) for head, blocks in page.items())
     template = resources.files("etude.data").joinpath("report_page.html").read_text(encoding="utf-8")
     told = {"title": QUESTION, "pictured": PICTURED, "picture": base64.b64encode(picture).decode()}
     return Template(template).substitute(told, answer=answer, more="\n".join(more))
 
 
-def _block_in_html(block: Block) -> str:
+def block_in_html(block: Block) -> str:
+    """Return the same as HTML."""
     if isinstance(block, str):
         return f"<p>{in_html(block)}</p>"
     if isinstance(block, Folded):

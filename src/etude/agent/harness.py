@@ -1,0 +1,283 @@
+"""One episode: a policy, tools in a sandbox, limits. The same loop trains the model and serves its user.
+
+    opening → turn → answers → turn → answers → … → turn without calls
+
+A turn is sampled; its calls are run; their answers are appended; nothing that was sampled is ever written anew. When the context
+reaches its trigger it begins anew from a summary (summary.py). The trace is the whole memory of an episode: what the policy sees next
+is the path from the trace's root to its newest node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from random import Random
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from etude.agent.summary import SummarySettings, kept_from, state_text
+from etude.agent.trace import Node, NodeKind, Trace
+from etude.inference.policy import Busy, Completion, Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from etude.agent.calls import Answer, Call, Format, ToolSpec, Turn
+    from etude.inference.policy import Policy, Token
+
+VERSION = "1"  # of the harness; raise it when the same policy would see other tokens
+Stop = Literal["finished", "turns", "tokens", "seconds", "context", "malformed", "summaries"]
+
+
+class HarnessSettings(BaseModel):
+    """What an episode may use."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    turns: int = Field(default=50, ge=1, description="turns of the policy")
+    tokens: int = Field(default=65_536, ge=1, description="sampled tokens, thinking and summaries included")
+    seconds: float = Field(default=1800.0, gt=0, description="seconds, waiting included")
+    turn_tokens: int = Field(default=4096, ge=1, description="sampled tokens of one turn")
+    thinking_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens of thinking in one turn; then it is ended for the policy; none: no bound",
+    )
+    malformed: int = Field(default=3, ge=1, description="turns with malformed calls in a row that end the episode")
+    temperature: float = Field(default=1.0, ge=0, description="of sampling; 0 takes the likeliest token")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="share of the likeliest tokens that are sampled from")
+    summary: SummarySettings = SummarySettings()
+
+
+class Tools(Protocol):
+    """What the harness needs of tools."""
+
+    @property
+    def specs(self) -> tuple[ToolSpec, ...]:
+        """Return what the policy is told of them."""
+        ...
+
+    @property
+    def plan_text(self) -> str:
+        """Return the to-do list, empty if there is none."""
+        ...
+
+    async def run(self, calls: Sequence[Call]) -> list[Answer]:
+        """Return an answer a call, in their order."""
+        ...
+
+
+class Harness:
+    """Runs one episode. `watch` is told of every node as it is added."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        talk: Format,
+        tools: Tools,
+        settings: HarnessSettings,
+        trace: Trace,
+        *,
+        seed: int | None = None,
+        watch: Callable[[Node], None] | None = None,
+    ) -> None:
+        self.policy, self.talk, self.tools, self.settings, self.trace = policy, talk, tools, settings, trace
+        self.seed, self.watch = seed, watch or (lambda _: None)
+        self.random = Random(f"{seed} {trace.id}")  # noqa: S311 - draws triggers, keeps no secret
+        self.counts: Counter[str] = Counter()
+        self.began = time.monotonic()
+        self.leaf = -1
+        self.trigger = settings.summary.draw(self.random)
+        trace.made_by |= {
+            "harness": VERSION, "settings": settings.model_dump(), "policy": policy.info.name, "format": talk.name,
+            "tools": [spec.name for spec in tools.specs], "seed": seed,
+        }  # fmt: skip
+
+    async def run(self, system: str, task: str) -> Trace:
+        """Return the finished trace. What the sandbox or the policy's machinery raises is no episode, and is raised."""
+        self._add("opening", None, self.talk.opening(system, self.tools.specs, task), f"{system}\n\n{task}")
+        bad = 0
+        while not (stop := self._limit()):
+            turn = await self._turn()
+            bad = bad + 1 if turn.malformed else 0
+            if bad >= self.settings.malformed:
+                stop = "malformed"
+            elif not turn.calls and not turn.malformed:
+                stop = "finished" if self.trace.nodes[self.leaf].details["ended"] else None
+            if stop or (stop := self._limit()):
+                break
+            if stop := await self._answer(turn):
+                break
+        self.trace.stop = stop
+        self.trace.counts = dict(sorted(self.counts.items()))
+        return self.trace
+
+    def _limit(self) -> Stop | None:
+        """Return which limit is reached."""
+        own = self.settings
+        if self.counts["turns"] >= own.turns:
+            return "turns"
+        if self.counts["sampled"] >= own.tokens:
+            return "tokens"
+        if time.monotonic() - self.began >= own.seconds:
+            return "seconds"
+        return None if self._room() > 0 else "context"
+
+    def _room(self) -> int:
+        """Return how many tokens can still be sampled after the present context."""
+        return self.policy.info.context - len(self.trace.context(self.leaf))
+
+    async def _turn(self) -> Turn:
+        """Sample a turn; where thinking is bounded and goes beyond, it is ended and the turn goes on."""
+        first = len(self.trace.nodes)
+        bound = self.settings.thinking_tokens or self.settings.turn_tokens
+        await self._sample("turn", min(bound, self.settings.turn_tokens))
+        self.counts["turns"] += 1
+        ids = self.trace.nodes[self.leaf].tokens
+        left = self.settings.turn_tokens - len(ids)
+        if left > 0 and not self.trace.nodes[self.leaf].details["ended"] and not self._limit():
+            if closing := self.talk.close_thinking(ids):
+                self.counts["thinking_ended"] += 1
+                self._add("note", self.leaf, closing, self.talk.text(closing))
+            if self._room() > 0:
+                await self._sample("turn", left)
+            ids = [token for node in self.trace.nodes[first:] for token in node.tokens]
+        turn = self.talk.read(ids)
+        self.counts.update({f"tokens_{kind}": count for kind, count in turn.tokens.items()})
+        self.counts.update(f"calls_{call.name}" for call in turn.calls)
+        self.counts["calls"] += len(turn.calls)
+        self.counts["malformed"] += len(turn.malformed)
+        details = self.trace.nodes[self.leaf].details
+        details |= {"calls": [{"name": call.name, "arguments": dict(call.arguments)} for call in turn.calls]}
+        details |= {"thinking": turn.thinking, "said": turn.said, "malformed": list(turn.malformed)}
+        self.watch(self.trace.nodes[self.leaf])
+        return turn
+
+    async def _answer(self, turn: Turn) -> Stop | None:
+        """Run the calls, append their answers; begin anew where the context has grown too long."""
+        began = time.monotonic()
+        answers = await self.tools.run(turn.calls) if turn.calls else []
+        seconds = time.monotonic() - began
+        self.counts["failed_calls"] += sum(answer.failed for answer in answers)
+        told = [("tool", answer.text) for answer in answers] + [
+            ("tool", self._reminder(line)) for line in turn.malformed
+        ]
+        if not told:  # cut off before it said what it wants
+            told = [("user", "Your turn was cut off. Go on, with shorter turns.")]
+        last = self.trace.nodes[self.leaf].tokens
+        tokens = self.talk.following(last, told)
+        own, length = self.settings.summary, len(self.trace.context(self.leaf)) + len(tokens)
+        due = length >= min(self.trigger, self.policy.info.context - own.tokens)
+        ask = due and own.kind in {"self", "prompted"}
+        if due and own.kind != "none" and self.counts["restarts"] >= own.most:
+            return "summaries"
+        if ask:
+            told.append(("user", own.request))
+            tokens = self.talk.following(last, told)
+        self.counts["tokens_answers"] += len(tokens)
+        details: dict[str, Any] = {
+            "answers": [_as_json(answer) for answer in answers],
+            "request": own.request if ask else "",
+        }
+        text = "\n".join(text for _, text in told)
+        self._add("summary_request" if ask else "answers", self.leaf, tokens, text, seconds=seconds, details=details)
+        if ask:
+            return await self._sum_up()
+        if due and own.kind == "truncate":
+            self._drop_oldest()
+        return None
+
+    async def _sum_up(self) -> Stop | None:
+        if self._room() <= 0:
+            return "context"
+        await self._sample("summary", self.settings.summary.tokens)
+        node = self.trace.nodes[self.leaf]
+        read = self.talk.read(node.tokens)
+        self.counts["tokens_summary"] += len(node.tokens)
+        self.counts["empty_summaries"] += not read.said.strip()
+        node.details |= {"thinking": read.thinking, "said": read.said}
+        self.watch(node)
+        self.counts["restarts"] += 1
+        summary = self.talk.encode(read.said.strip())
+        state = state_text(self.tools.plan_text, self.counts["restarts"])
+        tokens = [*summary, *self.talk.following(summary, [("user", state)])]
+        self._restart(tokens, f"{read.said.strip()}\n\n{state}", copied=len(summary))
+        return None
+
+    def _drop_oldest(self) -> None:
+        path = self.trace.path(self.leaf)
+        first = kept_from(self.trace.nodes, path, int(self.trigger * self.settings.summary.keep))
+        kept = [self.trace.nodes[place] for place in path[first:]]
+        self.counts["restarts"] += 1
+        self.counts["dropped_nodes"] += first - 1
+        tokens = [token for node in kept for token in node.tokens]
+        self._restart(tokens, "\n".join(node.text for node in kept), copied=len(tokens))
+
+    def _restart(self, tokens: list[int], text: str, copied: int) -> None:
+        self._add("restart", 0, tokens, text, details={"copied": copied, "number": self.counts["restarts"]})
+        self.trigger = self.settings.summary.draw(self.random)
+
+    async def _sample(self, kind: NodeKind, most: int) -> None:
+        """Append what the policy writes. What was written when time runs out counts as written."""
+        own, prompt = self.settings, self.trace.context(self.leaf)
+        most = min(most, self._room(), max(1, own.tokens - self.counts["sampled"]))
+        seed = None if self.seed is None else (self.seed * 1_000_003 + len(self.trace.nodes)) % 2**63
+        sampling = Sampling(
+            most, temperature=own.temperature, top_p=own.top_p, seed=seed, stop_tokens=self.talk.stop_tokens
+        )
+        began, written = time.monotonic(), list["Token"]()
+        done: Completion | None = None
+        try:
+            async with asyncio.timeout(max(0.0, self.began + own.seconds - began)):
+                done = await self._patiently(prompt, sampling, written.extend)
+        except TimeoutError:
+            self.counts["turns_cut_by_time"] += 1
+        tokens = done.tokens if done else written
+        details = {"ended": bool(done and done.finish_reason == "stop"), "cached": done.cached if done else 0}
+        self.counts["sampled"] += len(tokens)
+        ids = [token.id for token in tokens]
+        place = self._add(kind, self.leaf, ids, self.talk.text(ids), seconds=time.monotonic() - began, details=details)
+        node = self.trace.nodes[place]
+        node.sampled, node.versions = True, [token.version for token in tokens]
+        node.logprobs, node.raw_logprobs = [t.logprob for t in tokens], [t.raw_logprob for t in tokens]
+
+    async def _patiently(
+        self, prompt: list[int], sampling: Sampling, on_tokens: Callable[[list[Token]], None]
+    ) -> Completion:
+        while True:
+            try:
+                return await self.policy.generate(prompt, sampling, session=self.trace.id, on_tokens=on_tokens)
+            except Busy as busy:
+                self.counts["waits"] += 1
+                await asyncio.sleep(busy.after)
+
+    def _reminder(self, line: str) -> str:
+        """Return the short fixed answer to a malformed call."""
+        names = ", ".join(spec.name for spec in self.tools.specs)
+        return f"That call could not be read: {line}. Tools: {names}."
+
+    def _add(
+        self,
+        kind: NodeKind,
+        parent: int | None,
+        tokens: list[int],
+        text: str,
+        seconds: float = 0.0,
+        details: dict[str, Any] | None = None,
+    ) -> int:
+        now = time.monotonic() - self.began
+        node = Node(parent, kind, tokens, text, began=now - seconds, seconds=seconds, details=details or {})
+        self.trace.nodes.append(node)
+        self.leaf = len(self.trace.nodes) - 1
+        if kind not in {"turn", "summary"}:  # those are told of once they are read
+            self.watch(node)
+        return self.leaf
+
+
+def _as_json(answer: Answer) -> dict[str, Any]:
+    return {
+        "name": answer.call.name, "text": answer.text, "failed": answer.failed, "seconds": answer.seconds,
+        "details": dict(answer.details),
+    }  # fmt: skip

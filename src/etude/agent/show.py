@@ -1,0 +1,143 @@
+"""An episode for people: what was thought, done and answered, in the order it happened.
+
+Whatever a sandbox or a policy wrote may be hostile to a terminal: control characters and those that turn the direction of writing are
+shown, never sent.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import TYPE_CHECKING, Any
+
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.console import Console, RenderableType
+
+    from etude.agent.trace import Node, Trace
+
+FOLD = 8  # lines of an output that are shown
+_MAIN = ("path", "command", "pattern", "query", "file")  # what a call is about, if it has one of these
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
+)
+_DIFF = {"+": "green", "-": "red", "@": "cyan"}
+_KINDS = ("thinking", "calls", "said", "answers", "summary")
+
+
+def visible(text: str) -> str:
+    """Return a text that does nothing to a terminal: what would is shown as its number."""
+    return _HIDDEN.sub(lambda found: f"‹{ord(found[0]):02x}›", text.replace("\r\n", "\n"))
+
+
+def show(trace: Trace, console: Console, *, full: bool = False) -> None:
+    """Print an episode."""
+    console.print(_head(trace))
+    live = Live(console, full=full)
+    for node in trace.nodes:
+        live.node(node)
+    if trace.diff:
+        console.print(Rule(Text("what it changed", "bold"), align="left", style="dim"))
+        console.print(shown_diff(trace.diff), soft_wrap=True)
+
+
+def shown_diff(diff: str) -> Text:
+    """Return a unified diff in its colours."""
+    return _coloured(diff.rstrip("\n").split("\n"))
+
+
+class Live:
+    """Prints an episode node by node, as they come."""
+
+    def __init__(self, console: Console, *, full: bool = False) -> None:
+        self.console, self.fold, self.turns = console, None if full else FOLD, 0
+
+    def node(self, node: Node) -> None:
+        """Print a node."""
+        self.turns += node.kind == "turn" and "said" in node.details
+        for part in _node(node, self.turns, self.fold):
+            self.console.print(part, soft_wrap=isinstance(part, Text))
+
+
+def _head(trace: Trace) -> Table:
+    table = Table.grid(padding=(0, 2))
+    made, sampled = trace.made_by, sum(len(node.tokens) for node in trace.nodes if node.sampled)
+    parts = [f"{name} {value:+.3g}" for name, value in trace.rewards.items()]
+    kinds = [f"{kind} {count}" for kind in _KINDS if (count := trace.counts.get(f"tokens_{kind}"))]
+    rows = {
+        "episode": trace.id, "task": trace.task, "policy": str(made.get("policy", "")), "format": str(made.get("format", "")),
+        "sandbox": str(made.get("sandbox", "")), "stop": trace.stop,
+        "reward": f"{sum(trace.rewards.values()):.3g} = {', '.join(parts)}" if parts else "",
+        "tokens": f"{sampled} sampled" + (f" ({', '.join(kinds)})" if kinds else ""),
+    }  # fmt: skip
+    for name, value in rows.items():
+        if value:
+            table.add_row(Text(name, "dim"), Text(visible(value), "bold" if name == "reward" else ""))
+    return table
+
+
+def _node(node: Node, turns: int, fold: int | None) -> Iterator[RenderableType]:
+    details = node.details
+    if node.kind in {"turn", "summary"}:
+        begun = node.kind == "turn" and "said" not in details  # the harness ended its thinking; the rest comes
+        title = (
+            "summary, by the policy itself" if node.kind == "summary" else "turn, begun" if begun else f"turn {turns}"
+        )
+        yield Rule(
+            Text(f"{title} · {len(node.tokens)} tokens · {node.seconds:.1f} s", "bold"), align="left", style="dim"
+        )
+        if thinking := details.get("thinking"):
+            yield _lines(thinking, fold, "dim italic")
+        if said := details.get("said", node.text):
+            yield _lines(said, None)
+        for call in details.get("calls", ()):
+            yield from _call(call["name"], call["arguments"], fold)
+        for fault in details.get("malformed", ()):
+            yield Text(f"✗ malformed: {visible(fault)}", "red")
+    elif "answers" in details:
+        for answer in details["answers"]:
+            mark, style = ("✗", "red") if answer.get("failed") else ("↳", "dim")
+            yield Text(f"  {mark} {visible(str(answer.get('name', '')))} {answer.get('seconds', 0):.1f} s", style)
+            yield _lines(answer["text"], fold, indent=4)
+        if request := details.get("request"):
+            yield _lines(request, fold, "yellow")
+    elif node.kind == "restart":
+        yield Rule(Text("the context begins anew", "bold magenta"), style="magenta", characters="═")
+        yield _lines(node.text, fold, "magenta")
+    else:
+        yield _lines(node.text, fold, "dim" if node.kind == "opening" else "yellow")
+
+
+def _call(name: str, arguments: dict[str, Any], fold: int | None) -> Iterator[RenderableType]:
+    texts = {
+        visible(key): visible(value if isinstance(value, str) else repr(value)) for key, value in arguments.items()
+    }
+    main = next((texts.pop(key) for key in _MAIN if key in texts), "")
+    pair = (texts.pop("old").split("\n"), texts.pop("new").split("\n")) if {"old", "new"} <= texts.keys() else None
+    short = [f"{key}={texts.pop(key)}" for key in list(texts) if len(texts[key]) <= 60 and "\n" not in texts[key]]
+    yield Text.assemble((f"▸ {visible(name)} ", "bold cyan"), main, (f"  {' '.join(short)}" if short else "", "dim"))
+    if pair:
+        changes = list(difflib.unified_diff(pair[0], pair[1], lineterm="", n=2))[2:]
+        yield _coloured(_folded([line for line in changes if not line.startswith("@@")], fold), "    ")
+    for text in texts.values():
+        yield _lines(text, fold, "green", indent=4)
+
+
+def _lines(text: str, fold: int | None, style: str = "", indent: int = 2) -> Text:
+    shown = visible(text).rstrip("\n").split("\n")
+    return Text("\n".join(" " * indent + line for line in _folded(shown, fold)), style)
+
+
+def _coloured(lines: Sequence[str], indent: str = "") -> Text:
+    return Text("\n").join(Text(indent + visible(line), _DIFF.get(line[:1], "dim")) for line in lines)
+
+
+def _folded(lines: Sequence[str], fold: int | None) -> list[str]:
+    if fold is None or len(lines) <= fold + 1:  # one line more takes no more room than saying so
+        return list(lines)
+    return [*lines[:fold], f"… {len(lines) - fold} lines"]

@@ -1,0 +1,1 @@
+"""How well an agent does: trials on disk, their statistics, four axes, and the report."""

@@ -1,0 +1,242 @@
+"""The report of a benchmark: four axes, never one number; with intervals, and models compared on the same tasks."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from etude.bench.agent import figures
+from etude.bench.agent.axes import EFFICIENCY, INTERACTION, QUALITY, SCORE, TESTS, WRITTEN, Metric
+from etude.bench.agent.page import Picture, html_page, markdown
+from etude.bench.agent.results import read_together
+from etude.bench.agent.statistics import average, estimate, pass_all, pass_at
+from etude.bench.report import human
+from etude.data.report import Table
+from etude.files import canonical_json, whole_file, write_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from etude.bench.agent.axes import Prices
+    from etude.bench.agent.page import Page
+    from etude.bench.agent.results import Results, Trial
+    from etude.bench.agent.statistics import Estimate, Statistic
+
+    Line = tuple[str | float, ...]
+
+TITLE = "What do these agents do with these tasks?"
+LEAD = Picture(
+    "score_tokens.png", "Score against the median of tokens written; the line joins those that no other beats"
+)
+HEAD = 20  # characters of a model's name over a column
+CHANCE = 20  # comparisons among which one is expected to look sure and not be
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Results, and the numbers the report takes from them."""
+
+    results: Results
+    seed: int
+
+    @cached_property
+    def valid(self) -> dict[str, list[Trial]]:
+        """Return the trials that say something of a model, best model first."""
+        found: dict[str, list[Trial]] = {name: [] for name in self.results.models}
+        for trial in self.results.trials:
+            if trial.outcome != "invalid":
+                found[trial.model].append(trial)
+        share = {model: sum(map(_passes, trials)) / max(len(trials), 1) for model, trials in found.items()}
+        return {model: found[model] for model in sorted(found, key=lambda model: (-share[model], model))}
+
+    @cached_property
+    def heads(self) -> list[str]:
+        """Return a head for a column a model, short enough for six of them where that leaves names apart."""
+        names = [name if len(name) <= HEAD else f"{name[: HEAD // 2]}…{name[-HEAD // 2 :]}" for name in self.valid]
+        return [f">{name}" for name in (names if len(set(names)) == len(names) else self.valid)]
+
+    @cached_property
+    def by(self) -> dict[str, dict[str, dict[str, Estimate | None]]]:
+        """Return the score by field, group and model."""
+        return {field: {group: {model: self.of([trial for trial in trials if getattr(trial, field) == group])
+                                for model, trials in self.valid.items()}
+                        for group in sorted({getattr(trial, field) for trial in self.results.trials})}
+                for field in ("category", "generator", "style", "package")}  # fmt: skip
+
+    @cached_property
+    def scores(self) -> dict[str, Estimate | None]:
+        """Return avg@k of each model."""
+        return {model: self.of(trials) for model, trials in self.valid.items()}
+
+    def of(
+        self, trials: Sequence[Trial], metric: Metric = SCORE, statistic: Statistic = average, least: int = 1
+    ) -> Estimate | None:
+        """Return a metric of some trials."""
+        return estimate(metric.rows(trials), statistic, rate=metric.rate, least=least, seed=self.seed)
+
+    def apart(self, one: str, other: str, metric: Metric = SCORE) -> Estimate | None:
+        """Return by how much one model is above another on the tasks of both."""
+        rows, against = (metric.rows(self.valid[model]) for model in (one, other))
+        return estimate(rows, against=against, rate=metric.rate, seed=self.seed)
+
+
+def write_report(folders: Sequence[Path], target: Path, prices: Prices | None = None, seed: int = 0) -> list[str]:
+    """Write report.md, report.html and pictures on one folder of trials, or on several to be compared; return its first lines."""
+    scored = Scored(read_together(folders), seed)
+    tokens = {
+        model: median([trial.tokens.get("written", 0) for trial in trials] or [0])
+        for model, trials in scored.valid.items()
+    }
+    drawn: dict[str, tuple[Any, ...]] = {
+        LEAD.file: (figures.score_against_tokens, scored.scores, tokens),
+        "by_category.png": (figures.by_group, scored.by["category"], "Score by category"),
+        "by_package.png": (figures.by_group, scored.by["package"], "Score by package"),
+        "histograms.png": (figures.histograms, scored.valid),
+    }
+    for name, parts in drawn.items():
+        with whole_file(target / name) as beside:
+            figures.save(beside, *parts)
+    said = verdict(scored)
+    page = _page(scored, prices, said)
+    write_text(target / "report.md", markdown(TITLE, page))
+    pictures = {name: (target / name).read_bytes() for name in drawn}
+    write_text(target / "report.html", html_page(TITLE, page, LEAD, pictures))
+    return said
+
+
+def verdict(scored: Scored) -> list[str]:
+    """Return what was found, a line a model; whether the first is surely ahead of the second; and what to be wary of."""
+    whole = int(scored.results.header.about.get("tasks", 0))
+    lines = []
+    for model, score in scored.scores.items():
+        short = f", of {whole} in the set" * (score.tasks < whole) if score else ""
+        lines.append(
+            f"{model}: {percent(score)} of {score.tasks} tasks{short}" if score else f"{model}: no valid trial"
+        )
+    one, other, *_ = [*scored.valid, None]
+    if other and (apart := scored.apart(one, other)):
+        told = f"{points(apart)} points, {_sure(apart)}"
+        lines.append(f"{one} against {other} on the {apart.tasks} tasks of both: {told}")
+    if rules := scored.results.differing:
+        lines.append(f"not the same for all: {', '.join(rules)}")
+    return lines
+
+
+def _page(scored: Scored, prices: Prices | None, said: Sequence[str]) -> Page:
+    header, k = scored.results.header, scored.results.attempts
+    costs = [Metric("cost ↓", lambda trial: prices.cost(trial.tokens))] if prices else []
+    return {
+        "In short": [*(f"{line}." for line in said), LEAD],
+        "Correctness": [
+            f"avg@k: passes per trial, the mean over tasks. pass@{k}: one of {k} trials passes; pass^{k}: all do; of tasks with {k} "
+            "valid trials. In brackets 95% intervals, by drawing repositories, tasks and trials anew. Invalid trials, in which the "
+            "machinery failed, are left out of all numbers.", _correctness(scored, k)],
+        **_pairs(scored),
+        "Code quality": ["Of trials that changed something. Arrows say which way is better.", _table(scored, QUALITY)],
+        "Efficiency": ["Of all valid trials, means over tasks.", _table(scored, [*EFFICIENCY, *costs]),
+                       Picture("histograms.png", "Turns and tokens of trials, passes and fails")],
+        "Interaction": ["Read from traces by fixed rules with limits: compare models by them.", _table(scored, INTERACTION)],
+        "By category": [Picture("by_category.png", "Score by category"), _grouped(scored, "category")],
+        "By generator and style of prompt": [_grouped(scored, "generator"), _grouped(scored, "style")],
+        "By package": [Picture("by_package.png", "Score by package"), _grouped(scored, "package")],
+        "How trials ended": [_endings(scored)],
+        "The tasks": [
+            "To compare: the third version of CursorBench has a median of 181 lines changed and of 390 characters of a prompt.",
+            Table(("the set", ">"), [(name, f"{value:,.4g}") for name, value in header.about.items()])],
+        "Made with": [Table(("what", "which"), [
+            ("task set", header.tasks), ("harness", header.harness), ("sampling", canonical_json(header.sampling)),
+            ("integrity", canonical_json(header.integrity)), ("seed of the bootstrap", str(scored.seed))])],
+    }  # fmt: skip
+
+
+def _correctness(scored: Scored, k: int) -> Table:
+    listed: list[Line] = []
+    for model, trials in scored.valid.items():
+        one, every = (scored.of(trials, SCORE, statistic, k) for statistic in (pass_at(k), pass_all(k)))
+        cells = [percent(each) for each in (scored.scores[model], one, every, scored.of(trials, TESTS))]
+        invalid = sum(trial.model == model for trial in scored.results.trials) - len(trials)
+        listed.append(
+            (model, *cells, len({trial.task for trial in trials}), one.tasks if one else 0, len(trials), invalid)
+        )
+    heads = (
+        ">avg@k",
+        f">pass@{k}",
+        f">pass^{k}",
+        ">tests passed",
+        ">tasks",
+        f">with {k} valid",
+        ">valid trials",
+        ">invalid",
+    )
+    return Table(("model", *heads), listed)
+
+
+def _pairs(scored: Scored) -> Page:
+    listed: list[Line] = []
+    for one, other in combinations(scored.valid, 2):
+        score, tokens = scored.apart(one, other), scored.apart(one, other, WRITTEN)
+        sure = _sure(score) if score else "no common tasks"
+        listed.append((f"{one} − {other}", points(score), number(tokens), score.tasks if score else 0, sure))
+    told = "On tasks that both have tried, so that what is hard for both cancels out."
+    if 2 * len(listed) > CHANCE:
+        told += f" Of {len(listed)} comparisons, about one in {CHANCE} looks sure by chance."
+    heads = ("pair", ">avg@k, points", ">tokens written", ">common tasks", "the sign of the score is")
+    return {"Two by two": [told, Table(heads, listed)]} if listed else {}
+
+
+def _table(scored: Scored, metrics: Sequence[Metric]) -> Table:
+    """Return a table with a line a metric and a column a model."""
+    listed: list[Line] = []
+    for metric in metrics:
+        found = [scored.of(trials, metric) for trials in scored.valid.values()]
+        listed.append((metric.name, *(percent(each) if metric.rate else number(each) for each in found)))
+    return Table(("", *scored.heads), listed)
+
+
+def _grouped(scored: Scored, field: str) -> Table:
+    listed: list[Line] = [
+        (group, max((each.tasks for each in found.values() if each), default=0), *map(percent, found.values()))
+        for group, found in scored.by[field].items()
+    ]
+    return Table((field, ">tasks", *scored.heads), listed)
+
+
+def _endings(scored: Scored) -> Table:
+    ways = Counter((each.outcome, each.why or each.stop, each.model) for each in scored.results.trials)
+    kinds = sorted({way[:2] for way in ways})
+    listed: list[Line] = [(*kind, *(ways[*kind, model] for model in scored.valid)) for kind in kinds]
+    return Table(("outcome", "how it ended", *scored.heads), listed)
+
+
+def _passes(trial: Trial) -> bool:
+    return trial.outcome == "pass"
+
+
+def _sure(apart: Estimate) -> str:
+    return "sure" if apart.low > 0 or apart.high < 0 else "within the noise"
+
+
+def percent(found: Estimate | None) -> str:
+    """Return a share with its interval."""
+    return f"{found.value:.1%} [{found.low * 100:.1f}–{found.high * 100:.1f}]" if found else "–"
+
+
+def points(found: Estimate | None) -> str:
+    """Return a difference of shares, in points, with its interval."""
+    return f"{found.value * 100:+.1f} [{found.low * 100:+.1f}, {found.high * 100:+.1f}]" if found else "–"
+
+
+def number(found: Estimate | None) -> str:
+    """Return a number with its interval, as many digits as the interval is worth."""
+    if found is None:
+        return "–"
+    most = max(abs(found.low), abs(found.high))
+    digits = max(0, 2 - math.floor(math.log10(most))) if most else 0
+    shown = (f"{'-' * (x < 0)}{human(abs(x))}" if most >= 1000 else f"{x:.{digits}f}" for x in found[:3])
+    return "{} [{}, {}]".format(*shown)

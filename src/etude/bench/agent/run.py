@@ -1,0 +1,214 @@
+"""Running a benchmark: every model at every task k times, each attempt in a sandbox of its own and kept as soon as it ends.
+
+Where the machinery fails nothing is known of the model. Such an attempt is not written down but made once more after all others,
+when whatever was wrong may be over; if it fails again it is kept as invalid. Many failures in a row end the benchmark instead:
+a server that is down would spoil the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from etude.agent.changes import unified
+from etude.agent.harness import VERSION, Harness, HarnessSettings
+from etude.agent.prompt import SYSTEM
+from etude.agent.search.index import Searcher
+from etude.agent.tool_specs import ToolSettings
+from etude.agent.tools import Toolset
+from etude.agent.trace import Trace, append_trace
+from etude.bench.agent.axes import effort, reference_change, set_statistics, vector
+from etude.bench.agent.interaction import interaction
+from etude.bench.agent.outcome import asked, change_of, own_changes, premise_of
+from etude.bench.agent.quality import Work, measure
+from etude.bench.agent.results import Header, Trial, TrialLog, trial_key
+from etude.errors import UserError, one_line
+from etude.files import digest_of
+from etude.parallel import cores
+from etude.sandbox.local import open_sandbox
+from etude.sandbox.probe import strongest
+from etude.tasks.score import score, visible, workspace
+from etude.tasks.suite import layers_of
+from etude.tasks.task import Style, Task
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from etude.bench.agent.contestant import Contestant, Player
+    from etude.progress import Reporter
+    from etude.progress import Task as Progress
+    from etude.sandbox.box import Entry
+    from etude.tasks.manifest import TaskSet
+
+TRACES = "traces.jsonl"
+GIVE_UP = 10  # invalid attempts in a row
+INTEGRITY = {
+    "policy": 1,  # raise it when any of these comes to mean something else
+    "network": "none",
+    "history": "none",
+    "hidden tests": "at least half of the failing test functions are not in the tree the agent sees",
+    "scoring": "changes to code only, all tests restored, in a fresh sandbox; passes are tried again with spoilt tests",
+}
+
+
+class BenchSettings(BaseModel):
+    """How a benchmark is run."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    harness: HarnessSettings = HarnessSettings()
+    tools: ToolSettings = ToolSettings()
+    style: Style = Field(default="terse", description="of the requests, where a task has one of this style")
+    k: int = Field(default=5, ge=1, description="attempts of a model at a task")
+    limit: int = Field(default=0, ge=0, description="tasks tried; a larger number includes a smaller one's; 0: all")
+    concurrency: int = Field(default=0, ge=0, description="attempts at once; 0: two a core")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt at one task."""
+
+    model: str
+    task: Task
+    number: int
+    style: Style
+    prompt: str
+
+    @property
+    def key(self) -> str:
+        """Return what tells it from all others; its seed is made of it, and so the same in every run."""
+        return trial_key(self.model, self.task.id, self.number)
+
+    def trial(self, **found: Any) -> Trial:
+        """Return what is written down of it."""
+        task = self.task
+        return Trial(model=self.model, task=task.id, package=task.package, category=task.category, generator=task.candidate.generator,
+                     style=self.style, number=self.number, **found)  # fmt: skip
+
+
+async def run_benchmark(
+    found: TaskSet, contestants: Sequence[Contestant], settings: BenchSettings, folder: Path, cache: Path, reporter: Reporter
+) -> None:  # fmt: skip
+    """Make all attempts that the folder does not hold yet, one contestant after another."""
+    measure([])  # says now, not after the first attempt, that ruff is missing
+    asks = {task.id: asked(task, settings.style) for task in found.tasks}
+    if others := sum(style != settings.style for style, _ in asks.values()):
+        reporter.say(f"{others} tasks have no {settings.style} request: asked in another style, see the report")
+    sampling = settings.model_dump(mode="json", include={"harness", "tools", "style"})
+    about = set_statistics(found.tasks, {name: prompt for name, (_, prompt) in asks.items()})
+    integrity = {**INTEGRITY, "sandbox": await strongest()}
+    header = Header(integrity=integrity, harness=VERSION, tasks=found.digest, sampling=sampling, about=about)
+    tasks = sorted(found.tasks, key=lambda task: digest_of(task.id))[: settings.limit or None]
+    numbered = [(task, number) for number in range(1, settings.k + 1) for task in tasks]
+    searcher = Searcher(cache) if "search" in settings.tools.tools else None
+    total = len(numbered) * len(contestants)
+    with TrialLog(folder, header) as log, reporter.task(f"benchmark {found.name}", total, "trials") as progress:
+        for each in contestants:
+            attempts = [Attempt(each.name, task, number, *asks[task.id]) for task, number in numbered]
+            await Benchmark(found, each, settings, folder, log, searcher, reporter, progress).run(attempts)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One contestant at all tasks."""
+
+    found: TaskSet
+    contestant: Contestant
+    settings: BenchSettings
+    folder: Path
+    log: TrialLog
+    searcher: Searcher | None
+    reporter: Reporter
+    progress: Progress
+    # Tests have time limits: crowded, they would fail for no fault of the model's.
+    scoring: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(cores()))
+
+    async def run(self, attempts: Sequence[Attempt]) -> None:
+        """Make the attempts that are not in the log, those that were invalid once more at the end."""
+        left = [attempt for attempt in attempts if attempt.key not in self.log]
+        self.progress.skip(len(attempts) - len(left))
+        if left:
+            async with self.contestant.open() as player:
+                again = await self._round(player, left, last=False)
+                await self._round(player, again, last=True)
+
+    async def _round(self, player: Player, attempts: Sequence[Attempt], *, last: bool) -> list[Attempt]:
+        """Make attempts, several at once; return those that were invalid, unless it is the last round."""
+        again: list[Attempt] = []
+        waiting, in_a_row = iter(attempts), 0
+
+        async def work() -> None:
+            nonlocal in_a_row
+            for attempt in waiting:
+                trial, trace = await self._made(player, attempt)
+                in_a_row = in_a_row + 1 if trial.outcome == "invalid" else 0
+                if trial.outcome == "invalid" and not last:
+                    again.append(attempt)
+                    self.reporter.say(f"{trial.model} at {trial.task}: invalid, to be tried again: {trial.why}")
+                    if in_a_row >= GIVE_UP:
+                        told = f"the last {GIVE_UP} trials of {trial.model} were invalid: {trial.why}"
+                        raise UserError(f"{told}; put that right and run the same command to go on")
+                    continue
+                if trace:  # a kill between these two leaves a trace that will be there twice
+                    append_trace(self.folder / TRACES, trace)
+                self.log.add(trial)
+                self.progress.advance()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(self.settings.concurrency or 2 * cores(), len(attempts))):
+                    group.create_task(work())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # most often the wish to stop, which several may hear
+        return again
+
+    async def _made(self, player: Player, attempt: Attempt) -> tuple[Trial, Trace | None]:
+        """Make one attempt. Whatever is raised is no doing of the model's: what it gets wrong comes as answers."""
+        try:
+            return await self._scored(player, attempt)
+        except Exception as error:  # noqa: BLE001 - as above
+            why = one_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {one_line(error)}"
+            return attempt.trial(outcome="invalid", why=why), None
+
+    async def _scored(self, player: Player, attempt: Attempt) -> tuple[Trial, Trace | None]:
+        """Let the contestant work, and look at what it did along all four axes."""
+        task, codebase = attempt.task, self.found.codebase(attempt.task)
+        async with layers_of(codebase.tree, visible(task, codebase)) as (layer,):
+            trace, entries = await self._episode(player, attempt, layer)
+            layers = (layer, codebase.tree)
+            own = await asyncio.to_thread(own_changes, entries, layers)
+            trace.diff = await asyncio.to_thread(unified, own, layers)
+            change = await asyncio.to_thread(change_of, own, layers)
+        async with self.scoring:
+            scored = await score(task, codebase, entries)
+        if scored.outcome == "invalid":
+            return attempt.trial(outcome="invalid", why=" ".join(scored.reason.split())[:300]), None
+        works = [Work(change, reference_change(task), codebase.tests)] if change else []
+        quality = [vector(each) for each in await asyncio.to_thread(measure, works)]
+        seen = interaction(trace, changed=list(change), premise=premise_of(task, attempt.style, attempt.prompt))
+        expected = {"fail_to_pass": len(task.fail_to_pass), "pass_to_pass": len(task.pass_to_pass)}
+        shares = {name: float(getattr(scored, name)) for name in expected}
+        passed = {name: round(share * expected[name]) for name, share in shares.items()}
+        trace.rewards = {"pass": float(scored.outcome == "pass"), **shares}
+        trace.made_by["score"] = {"outcome": scored.outcome, "reason": scored.reason, "ignored": list(scored.ignored)}
+        trial = attempt.trial(outcome=scored.outcome, passed=passed, expected=expected, **effort(trace), trace=f"{TRACES}#{trace.id}",
+                              quality=quality[0] if quality else {}, interaction=vector(seen))  # fmt: skip
+        return trial, trace
+
+    async def _episode(self, player: Player, attempt: Attempt, layer: Path) -> tuple[Trace, list[Entry]]:
+        """Return the trace of an episode and all differences it left."""
+        policy, talk = player(attempt.task)
+        sandbox = await open_sandbox(workspace(self.found.codebase(attempt.task), layer))
+        try:
+            trace = Trace(f"{attempt.model}:{attempt.task.id}:{attempt.number}", attempt.prompt)
+            trace.made_by["sandbox"] = sandbox.backend
+            tools = Toolset(sandbox, self.settings.tools, self.searcher)
+            bounded, seed = self.contestant.bounded(self.settings.harness), int(digest_of(attempt.key)[:12], 16)
+            await Harness(policy, talk, tools, bounded, trace, seed=seed).run(SYSTEM, attempt.prompt)
+            return trace, await sandbox.diff()
+        finally:
+            await sandbox.close()

@@ -1,0 +1,99 @@
+"""`etude agent`: the agent on your own repository, in a copy; what it changed is applied after a yes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from etude.cli.options import CacheFolder  # noqa: TC001 - as above
+from etude.cli.policies import find
+from etude.errors import UserError
+
+if TYPE_CHECKING:
+    from etude.agent.trace import Trace
+
+
+def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
+    request: Annotated[str, typer.Argument(metavar="REQUEST", help="What to do, in your words.")],
+    model: Annotated[
+        str, typer.Option(help="A run's or model's folder, a base, or an endpoint's /v1 address.")
+    ] = "sprout",
+    repo: Annotated[Path, typer.Option(help="The repository; the agent works on a copy of it.")] = Path(),
+    yes: Annotated[bool, typer.Option("--yes", help="Apply the changes without asking.")] = False,
+    sandbox: Annotated[str, typer.Option(help="auto, namespaces, bubblewrap, podman or docker.")] = "auto",
+    name: Annotated[str, typer.Option(help="Which of an endpoint's models; default: its first.")] = "",
+    token_file: Annotated[Path | None, typer.Option(help="File with the endpoint's token.")] = None,
+    only_bash: Annotated[bool, typer.Option("--only-bash", help="One tool, as mini-swe-agent has it.")] = False,
+    turns: Annotated[int, typer.Option(min=1, help="Turns at most.")] = 50,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Minutes at most.")] = 30.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling; 0 takes the likeliest token.")] = 0.7,
+    trace: Annotated[Path | None, typer.Option(help="File to append the episode's trace to.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    cache: CacheFolder = None,
+) -> None:
+    """Work on a request in a sandboxed copy of a repository; show the diff and apply it after a yes."""
+    from etude.agent.changes import apply, refuse
+    from etude.agent.harness import HarnessSettings
+    from etude.agent.product import active_environment, attempt, workshop
+    from etude.agent.show import Live
+    from etude.agent.tool_specs import BASH_ONLY, ToolSettings
+    from etude.agent.trace import append_trace
+    from etude.models.fetch import default_cache
+
+    if not request.strip():
+        raise UserError("the request is empty; say what is to be done")
+    console, folder = Console(), cache.absolute() if cache else default_cache()
+    settings = HarnessSettings(turns=turns, seconds=60 * minutes, temperature=temperature)
+    tools = ToolSettings(tools=BASH_ONLY) if only_bash else ToolSettings()
+
+    live = Live(console)
+
+    async def work() -> None:
+        policy, talk = await (await find(model, name, token_file, device, folder)).open()
+        try:
+            async with workshop(repo.absolute(), sandbox, active_environment()) as shop:
+                console.print(
+                    f"{policy.info.name} on a copy of {shop.files} files, sandbox: {shop.sandbox.backend}", style="dim"
+                )
+                episode, entries = await attempt(
+                    request,
+                    shop,
+                    policy,
+                    talk,
+                    settings,
+                    tools,
+                    cache=folder,
+                    watch=lambda node: None if node.kind == "opening" else live.node(node),
+                )
+                if trace is not None:
+                    append_trace(trace, episode)
+                _tell(console, episode)
+                if not episode.diff:
+                    return
+                refuse(entries, repo.absolute(), shop.layer)
+                if yes or typer.confirm("Apply these changes?", default=False):
+                    console.print(f"{apply(entries, repo.absolute(), shop.layer)} files changed in {repo.absolute()}")
+                else:
+                    console.print("Nothing was applied.")
+        finally:
+            await policy.close()
+
+    asyncio.run(work())
+
+
+def _tell(console: Console, episode: Trace) -> None:
+    from etude.agent.show import shown_diff
+
+    why = {"finished": "done", "malformed": "gave up: its calls could not be read"}.get(
+        episode.stop, f"stopped: limit of {episode.stop}"
+    )
+    counts = episode.counts
+    console.rule(style="dim")
+    console.print(
+        f"{why} · {counts.get('turns', 0)} turns · {counts.get('calls', 0)} calls · {counts.get('sampled', 0)} tokens"
+    )
+    console.print(shown_diff(episode.diff) if episode.diff else "No file was changed.")

@@ -1,0 +1,178 @@
+"""`etude bench`: models at a set of tasks, measured along four axes; results of earlier runs, side by side."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from typer.core import TyperGroup
+
+from etude.cli.options import CacheFolder  # noqa: TC001 - typer reads annotations at run time
+from etude.cli.policies import find
+from etude.errors import Interrupted, UserError
+from etude.files import digest_of, files_below, read_json
+from etude.lineage.record import LINEAGE_FILE
+from etude.progress import Reporter
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from etude.bench.agent.contestant import Contestant, Player
+    from etude.bench.agent.run import BenchSettings
+    from etude.cli.policies import Found
+    from etude.tasks.manifest import TaskSet
+
+
+class _RunUnlessNamed(TyperGroup):
+    """`etude bench MODEL…` is `etude bench run MODEL…`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in {*self.commands, *ctx.help_option_names}:
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_RunUnlessNamed, no_args_is_help=True, help="Agents, measured: `etude bench MODEL... --tasks SET`, and results compared."
+)  # fmt: skip
+PriceRead = Annotated[float, typer.Option(min=0.0, help="Price of a million tokens of prompts that were not cached.")]
+PriceCached = Annotated[float, typer.Option(min=0.0, help="Price of a million tokens of prompts that were.")]
+PriceWritten = Annotated[float, typer.Option(min=0.0, help="Price of a million sampled tokens.")]
+
+
+@app.command(epilog="Example: etude bench runs/mine smollm2-135m --tasks recipes/tasks/quick.jsonl --k 5")
+def run(  # noqa: PLR0913, PLR0917 - an argument for every option
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="As --model of `etude agent`, or URL#NAME; oracle; noop.")],
+    tasks: Annotated[Path, typer.Option(metavar="SET", help="A manifest of tasks, a task's folder, or a folder of those.")],
+    k: Annotated[int, typer.Option(help="Attempts of every model at every task.")] = 5,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results; default runs/bench/NAME. Run again to go on.")] = None,
+    style: Annotated[str, typer.Option(help="Of the requests: terse, trace, premise or full.")] = "terse",
+    limit: Annotated[int, typer.Option(help="Only so many tasks; a larger number includes a smaller one's; 0: all.")] = 0,
+    concurrency: Annotated[int, typer.Option(help="Attempts at once; 0: two a core.")] = 0,
+    only_bash: Annotated[bool, typer.Option("--only-bash", help="One tool, as mini-swe-agent has it.")] = False,
+    turns: Annotated[int, typer.Option(help="Turns of an attempt at most.")] = 50,
+    minutes: Annotated[float, typer.Option(help="Minutes of an attempt at most.")] = 30.0,
+    temperature: Annotated[float, typer.Option(help="Of sampling; 0 takes the likeliest token.")] = 0.7,
+    price_read: PriceRead = 0.0, price_cached: PriceCached = 0.0, price_written: PriceWritten = 0.0,
+    token_file: Annotated[Path | None, typer.Option(help="File with the endpoints' token.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    cache: CacheFolder = None,
+) -> None:  # fmt: skip
+    """Have every model try every task k times; killed at any moment, the same command goes on."""
+    from etude.agent.tool_specs import BASH_ONLY
+    from etude.bench.agent.run import run_benchmark
+    from etude.models.fetch import default_cache
+    from etude.run.interrupt import StopRequest
+    from etude.run.lock import RunLock
+
+    given = {"k": k, "limit": limit, "concurrency": concurrency, "style": style, "tools": {"tools": BASH_ONLY} if only_bash else {},
+             "harness": {"turns": turns, "seconds": 60.0 * minutes, "temperature": temperature}}  # fmt: skip
+    settings, reporter = _settings(given), Reporter()
+    if only_bash and "oracle" in models:
+        raise UserError("the oracle needs the tools edit and write; leave --only-bash or `oracle` out")
+    place = cache.absolute() if cache else default_cache()
+
+    async def work() -> Path:
+        contestants = await _contestants(models, token_file, device, place)
+        found = _tasks(tasks, place, reporter)
+        folder = out or Path("runs", "bench", found.name)
+        with RunLock(folder, reporter.say):
+            await run_benchmark(found, contestants, settings, folder, place, reporter)
+        return folder
+
+    with StopRequest(reporter.say) as stop:
+        reporter.check_stop = stop.check
+        try:
+            folder = asyncio.run(work())
+        except Interrupted as interruption:
+            reporter.say("stopped; all trials that had ended are kept; run the same command to go on")
+            raise typer.Exit(128 + interruption.signal_number) from None
+    _report([folder], folder, read=price_read, cached=price_cached, written=price_written)
+
+
+@app.command(epilog="Example: etude bench compare runs/bench/before runs/bench/after")
+def compare(
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders that `etude bench` wrote.")],
+    out: Annotated[Path | None, typer.Option(help="Folder of the report; default runs/bench/A-B.")] = None,
+    price_read: PriceRead = 0.0, price_cached: PriceCached = 0.0, price_written: PriceWritten = 0.0,
+) -> None:  # fmt: skip
+    """Report on the results of one run, or of several side by side; those made by other rules are refused."""
+    target = out or Path("runs", "bench", "-".join(folder.absolute().name for folder in folders))
+    _report(folders, target, read=price_read, cached=price_cached, written=price_written)
+
+
+def _settings(given: dict[str, Any]) -> BenchSettings:
+    from etude.bench.agent.run import BenchSettings
+
+    try:
+        return BenchSettings.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{first['loc'][-1]} = {first['input']}: {first['msg'].lower()}") from None
+
+
+async def _contestants(words: Sequence[str], token_file: Path | None, device: str, cache: Path) -> list[Contestant]:
+    """Return who is measured. All are found before any is loaded."""
+    from etude.bench.agent.contestant import BUILT_IN, BYTES, Contestant
+
+    made: dict[str, Contestant] = {}
+    for word in words:
+        if not (each := BUILT_IN.get(word)):
+            found = await find(word, "", token_file, device, cache)
+            name = f"{found.name}@{_weights(found.folder)}" if found.folder else found.name
+            each = Contestant(name, partial(_playing, found), 1 if found.folder else BYTES)
+        if each.name in made:
+            raise UserError(f"{each.name} is named twice; measure endpoints of one name into folders of their own")
+        made[each.name] = each
+    return list(made.values())
+
+
+@asynccontextmanager
+async def _playing(found: Found) -> AsyncIterator[Player]:
+    policy, talk = await found.open()
+    try:
+        yield lambda _task: (policy, talk)
+    finally:
+        await policy.close()
+
+
+def _weights(folder: Path) -> str:
+    """Return what tells a model from others of its name: trials of one must not pass for the other's.
+
+    It is made of its record, which has the weights' digests, and of its files' sizes: reading all weights would take minutes.
+    """
+    record = folder / LINEAGE_FILE
+    sizes = [[path.name, path.stat().st_size] for path in files_below(folder)]
+    return digest_of([record.read_text(encoding="utf-8") if record.is_file() else "", sizes])[:6]
+
+
+def _tasks(path: Path, cache: Path, reporter: Reporter) -> TaskSet:
+    """Build a set from its manifest, or from task folders that `etude tasks build --harbor` wrote."""
+    from etude.tasks.harbor import read_task
+    from etude.tasks.manifest import TaskSet, load_set
+
+    if path.is_dir():
+        folders = [path] if (path / "task.toml").exists() else sorted(each.parent for each in path.glob("*/task.toml"))
+        read = [read_task(folder, cache, reporter) for folder in folders]
+        codebases = {f"{codebase.name}=={codebase.version}": codebase for _, codebase in read}
+        digest = digest_of([read_json(folder / "tests" / "etude.json") for folder in folders])
+        found = TaskSet(path.absolute().name, digest, tuple(task for task, _ in read), codebases)
+    else:
+        found = load_set(path, cache, reporter)
+    if not found.tasks:
+        raise UserError(f"{path} holds no tasks; make a set with `etude tasks make`")
+    return found
+
+
+def _report(folders: Sequence[Path], target: Path, **prices: float) -> None:
+    from etude.bench.agent.axes import Prices
+    from etude.bench.agent.report import write_report
+
+    for line in write_report(folders, target, Prices(**prices) if any(prices.values()) else None):
+        typer.echo(line)
+    typer.echo(f"{target / 'report.md'}, {target / 'report.html'}; pictures beside them")

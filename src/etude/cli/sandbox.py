@@ -1,0 +1,136 @@
+"""`etude sandbox`: what this machine can isolate, and a look inside."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from etude.cli.options import AsJson, print_json
+
+if TYPE_CHECKING:
+    from etude.sandbox.box import Result, Sandbox
+
+app = typer.Typer(help="Where code that a model wrote runs.", no_args_is_help=True)
+Task = Annotated[
+    Path, typer.Argument(metavar="TASK", help="A task's folder, or any folder: a copy of it is the workspace.")
+]
+Backend = Annotated[str, typer.Option(help="auto, namespaces, bubblewrap, docker:IMAGE or podman:IMAGE.")]
+Seconds = Annotated[float, typer.Option(min=1, help="Seconds for one line.")]
+# A line is run where the last one ended. Only that is carried over: variables and what runs in the background are not.
+LINE = 'cd -- "$1" && eval "$2"; code=$?; printf "%s%s" "$3" "$PWD" >&2; exit $code'
+
+
+@app.command("probe", epilog="Example: etude sandbox probe")
+def probe(as_json: AsJson = False) -> None:
+    """Try every backend once, for real, and say what works here and what enforces the limits."""
+    from etude.sandbox.probe import probe as tried
+
+    found = tried()
+    if as_json:
+        print_json([{"backend": each.backend, "works": each.works, "detail": each.detail} for each in found])
+    else:
+        for each in found:
+            typer.echo(f"{each.backend:<12}{'works' if each.works else 'no':<8}{each.detail}")
+    if not any(each.works for each in found):
+        raise typer.Exit(1)
+
+
+@app.command("shell", epilog="Example: etude sandbox shell ~/my-project")
+def shell(task: Task, backend: Backend = "auto", seconds: Seconds = 120.0) -> None:
+    """Look around in a task's workspace as an agent sees it. Nothing is kept; `exit` or Ctrl-D leaves."""
+    from etude.errors import UserError, one_line
+    from etude.sandbox.box import Place, SandboxError
+    from etude.sandbox.layers import prepare
+    from etude.sandbox.local import open_sandbox
+
+    tree = workspace_of(task)
+    if not tree.is_dir():
+        raise UserError(f"{task} is not a folder; name a task's folder or a source tree")
+    with tempfile.TemporaryDirectory(prefix="etude-shell-") as folder, asyncio.Runner() as runner:
+        Path(folder).chmod(0o755)  # the workload is another user
+        if left_out := prepare(tree, Path(folder) / "layer"):
+            typer.echo(f"left out: {left_out} special files", err=True)
+        try:
+            box = runner.run(open_sandbox(Place((Path(folder) / "layer",)), backend))
+        except SandboxError as error:
+            raise UserError(f"{one_line(error)}; `etude sandbox probe` says what works here") from error
+        try:
+            typer.echo(
+                f"a sandbox by {box.backend}, a copy of {tree}; no network; `exit` leaves and keeps nothing", err=True
+            )
+            _converse(runner, box, seconds)
+        finally:
+            runner.run(box.close())
+
+
+def workspace_of(task: Path) -> Path:
+    """Return the folder that a task's agent works in: Harbor's environment/, its tree where there is one; else the folder."""
+    places = (task / "environment" / "tree", task / "environment", task)
+    return next((place for place in places if place.is_dir()), task)
+
+
+def _converse(runner: asyncio.Runner, box: Sandbox, seconds: float) -> None:
+    """Run line after line."""
+    where = "/workspace"
+    while (line := _ask(where)) is not None:
+        mark = secrets.token_hex(16)  # not to be guessed by what runs
+        try:
+            done = runner.run(box.exec(["sh", "-c", LINE, "sh", where, line, mark], timeout=seconds))
+        except KeyboardInterrupt:
+            typer.echo(f"^C: no longer waited for; it ends after {seconds:g} s at most", err=True)
+            continue
+        said, _, ended = done.err.rpartition(mark.encode())
+        if mark.encode() in done.err:
+            where = ended.decode(errors="surrogateescape")
+        else:  # it was killed, or has left the shell
+            said = done.err
+        _show(done, said)
+
+
+def _show(done: Result, said: bytes) -> None:
+    """Print what a line gave. What comes out may try to command the terminal: control characters are shown, not sent."""
+    for text, left_out, err in ((done.out, done.cut[0], False), (said, done.cut[1], True)):
+        typer.echo(visible(text), err=err, nl=False)
+        if left_out:
+            typer.echo(f"[{left_out:,} bytes left out of the middle]", err=True)
+    notes = [note for note, holds in (("out of time", done.timed_out), ("out of memory", done.oom)) if holds]
+    if done.rc or notes:
+        typer.echo(f"[{', '.join([*notes, f'exit code {done.rc}'])}]", err=True)
+
+
+def visible(text: bytes) -> str:
+    """Return text whose control characters are harmless: ^[ for escape, and so on; lines and tabs stay."""
+    words = text.decode(errors="replace")
+    return "".join(
+        char
+        if char in "\n\t" or char.isprintable()
+        else f"^{chr(ord(char) + 64)}"
+        if ord(char) < 32
+        else f"\\x{ord(char):02x}"
+        for char in words
+    )
+
+
+def _ask(where: str) -> str | None:
+    """Return what is typed, or comes through a pipe; None after `exit` or at the end."""
+    try:
+        if sys.stdin.isatty():
+            import readline  # noqa: F401 - gives input() its editing and its history
+
+            line = input(f"{where}$ ")
+        else:
+            line = sys.stdin.readline()
+            if not line:
+                return None
+    except EOFError:
+        return None
+    except KeyboardInterrupt:
+        typer.echo(err=True)
+        return ""
+    return None if line.strip() == "exit" else line

@@ -1,0 +1,156 @@
+"""`etude tasks`: sets of tasks from real codebases: made, built, looked at, checked, written for others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from etude.cli.options import AsJson, CacheFolder, print_json
+from etude.errors import Interrupted, UserError
+from etude.progress import Reporter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from etude.tasks.manifest import TaskSet
+    from etude.tasks.task import Task
+
+app = typer.Typer(help="Tasks from real codebases: make, build, look at and check sets of them.", no_args_is_help=True)
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A set's recipe, such as recipes/tasks/quick.toml.")]
+ManifestFile = Annotated[Path, typer.Argument(metavar="MANIFEST", help="A set, such as recipes/tasks/quick.jsonl.")]
+Only = Annotated[str, typer.Option(help="Only tasks whose ids begin like this.")]
+
+
+@app.command(epilog="Example: etude tasks make recipes/tasks/quick.toml")
+def make(
+    recipe: RecipeFile,
+    out: Annotated[Path | None, typer.Option(help="The manifest to write; default beside the recipe.")] = None,
+    work: Annotated[Path | None, typer.Option(help="Where tries are kept; default runs/tasks/NAME.")] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Packages at once; 0: one a core.")] = 0,
+    cache: CacheFolder = None, as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Make a set anew from its recipe. Every try is kept: run the same command again to go on."""
+    from etude.jsonl import MetricsLog
+    from etude.models.fetch import default_cache
+    from etude.run.interrupt import StopRequest
+    from etude.tasks.make import Maker, read_settings
+
+    settings = read_settings(recipe)
+    reporter = Reporter()
+    folder = work or Path("runs", "tasks", settings.name)
+    with StopRequest(reporter.say) as stop, MetricsLog(folder / "log.jsonl") as log:
+        reporter.check_stop = stop.check
+        maker = Maker(settings, folder, log, cache or default_cache(), reporter)
+        try:
+            asyncio.run(maker.make(workers))
+        except Interrupted as interruption:
+            reporter.say(f"stopped; all tries are kept in {folder}; run the same command to go on")
+            raise typer.Exit(128 + interruption.signal_number) from None
+        header = maker.finish(out or recipe.with_suffix(".jsonl"))
+    if as_json:
+        print_json(header)
+    else:
+        _show_header(header)
+
+
+def _show_header(header: dict[str, Any]) -> None:
+    kept: dict[str, dict[str, int]] = header["kept"]
+    table = Table("package", *kept, box=None)
+    for package in sorted({name for counts in kept.values() for name in counts}):
+        table.add_row(package, *(str(counts.get(package, 0)) for counts in kept.values()))
+    Console().print(table)
+    typer.echo(f"{header['name']}: {header['tasks']} tasks; tries: {header['tries']}; {header['seconds']} s of trying")
+    for package, why in header["left_out"].items():
+        typer.echo(f"left out: {package}: {why}")
+
+
+def _loaded(manifest: Path, cache: Path | None, only: str) -> TaskSet:
+    from etude.models.fetch import default_cache
+    from etude.tasks.manifest import load_set
+
+    found = load_set(manifest, cache or default_cache(), Reporter(), only)
+    if not found.tasks:
+        raise UserError(f"{manifest} has no task whose id begins with {only!r}")
+    return found
+
+
+@app.command(epilog="Example: etude tasks build recipes/tasks/bench.jsonl --harbor tasks")
+def build(
+    manifest: ManifestFile, only: Only = "", cache: CacheFolder = None,
+    harbor: Annotated[Path | None, typer.Option(help="Also write every task into this folder, as Harbor reads it.")] = None,
+    swebench: Annotated[Path | None, typer.Option(help="Also write the set as SWE-bench rows (JSONL).")] = None,
+) -> None:  # fmt: skip
+    """Build a set from its manifest: trees from pinned archives, Pythons from pinned versions, all digests checked."""
+    from etude.tasks.harbor import write_harbor
+    from etude.tasks.swebench import write_rows
+
+    found = _loaded(manifest, cache, only)
+    if harbor:
+        for task in found.tasks:
+            write_harbor(task, found.codebase(task), harbor / task.id)
+    if swebench:
+        write_rows(found, swebench)
+    typer.echo(
+        f"{found.name}: {len(found.tasks)} tasks of {len(found.codebases)} codebases, digest {found.digest[:16]}"
+    )
+
+
+@app.command(epilog="Example: etude tasks show recipes/tasks/bench.jsonl")
+def show(manifest: ManifestFile, only: Only = "", as_json: AsJson = False) -> None:
+    """Show what is in a set; of a single task, also what the agent is asked."""
+    from etude.tasks.manifest import read_rows
+
+    header, _, rows = read_rows(manifest)
+    wanted = [row for row in rows if row["task"].startswith(only)]
+    if as_json:
+        print_json({**header, "rows": wanted})
+    elif only and len(wanted) == 1:
+        print_json({key: value for key, value in wanted[0].items() if key not in {"edits", "pass_to_pass"}})
+    else:
+        _show_header(header)
+        categories = Counter(row["category"] for row in wanted)
+        typer.echo(f"categories: {dict(categories)}; median lines: {_median([row['difficulty']['lines'] for row in wanted]):g}; "
+                   f"median files: {_median([row['difficulty']['files'] for row in wanted]):g}")  # fmt: skip
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2] if values else 0
+
+
+@app.command(epilog="Example: etude tasks check recipes/tasks/bench.jsonl --sample 20")
+def check(
+    manifest: ManifestFile, only: Only = "", cache: CacheFolder = None,
+    sample: Annotated[int, typer.Option(min=0, help="Check this many, spread over the set; 0: all.")] = 0,
+) -> None:  # fmt: skip
+    """Validate tasks again: the reference passes, doing nothing fails. Exit code 1 if a task is wrong."""
+    found = _loaded(manifest, cache, only)
+    tasks = found.tasks[:: max(1, len(found.tasks) // sample)][:sample] if sample else found.tasks
+    wrong = asyncio.run(_checked(found, tasks))
+    for task, why in sorted(wrong.items()):
+        typer.echo(f"{task}: {why}")
+    typer.echo(f"{len(tasks) - len(wrong)} of {len(tasks)} tasks are right")
+    raise typer.Exit(1 if wrong else 0)
+
+
+async def _checked(found: TaskSet, tasks: Sequence[Task]) -> dict[str, str]:
+    from etude.parallel import cores
+    from etude.tasks import score
+
+    room, wrong = asyncio.Semaphore(cores()), {}
+    with Reporter().task(f"checking {found.name}", len(tasks), "tasks") as progress:
+
+        async def one(task: Task) -> None:
+            async with room:
+                why = await score.check(task, found.codebase(task))
+                if why:
+                    wrong[task.id] = why
+                progress.advance()
+
+        await asyncio.gather(*map(one, tasks))
+    return wrong

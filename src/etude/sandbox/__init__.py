@@ -1,0 +1,1 @@
+"""Where code that a model wrote runs: isolated, bounded, thrown away."""

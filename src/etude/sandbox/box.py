@@ -1,0 +1,133 @@
+"""The isolated place where a task's workspace lives and code that a model wrote runs: the seam, and what goes in and out of it.
+
+What a call starts ends with the call: there is no shell that lives on, no daemon, no state but the files of the workspace and of /tmp.
+Files are reached only inside the workspace, by paths relative to it; links are followed only inside it.
+Nothing that comes out of a sandbox is trusted: names may be any bytes (decoded with surrogateescape), contents are cut at a bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+WORKSPACE = "/workspace"
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a sandbox may use, all its processes together unless said otherwise."""
+
+    memory: int = 2048 * MIB
+    processes: int = 256
+    cpus: float = 2.0
+    disk: int = 1024 * MIB  # of changed and new files in the workspace and /tmp; they lie in memory
+    files: int = 100_000  # of those
+    cpu_seconds: int = 600  # of one process
+    output: int = MIB // 4  # bytes kept of each stream of a call: half from its beginning, half from its end
+    seconds: float = 120.0  # of a call, where the call names no other bound
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a sandbox has inside. Layers are read-only folders, the uppermost first; what is written lies above them all."""
+
+    layers: tuple[Path, ...]
+    readonly: tuple[Path, ...] = ()  # host folders visible at their own paths: a Python environment, say
+    hidden: tuple[str, ...] = ()  # folders of the system that are shown empty
+    env: Mapping[str, str] = field(default_factory=dict)
+    warm: tuple[Path, tuple[str, ...]] | None = (
+        None  # a Python and modules it has imported before it is forked for a call
+    )
+    limits: Limits = Limits()
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a call ended."""
+
+    rc: int  # −n: ended by signal n
+    out: bytes
+    err: bytes
+    timed_out: bool = False
+    oom: bool = False  # something was killed for want of memory
+    cut: tuple[int, int] = (0, 0)  # bytes left out of the middle of out and err
+    seconds: float = 0.0
+
+
+Kind = Literal["file", "link", "folder", "gone", "other"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing in a folder, or one difference from the layers.
+
+    `other`: a FIFO, a socket, a device; in a diff also a file with more gaps, or a folder with a longer path, than can be copied.
+    """
+
+    path: str  # relative to the workspace
+    kind: Kind
+    size: int = 0
+    mode: int = 0
+    content: bytes | None = None  # of a file, or where a link leads; only in a diff
+
+
+class SandboxError(Exception):
+    """The sandbox itself failed, or was asked for something that is not there: infrastructure, never the model's score."""
+
+
+class Missing(SandboxError):  # noqa: N818 - a state of the file
+    """A path that is not there, cannot be used as asked, or is outside the workspace."""
+
+
+class Sandbox(Protocol):
+    """One sandbox. Calls may be made at once."""
+
+    @property
+    def backend(self) -> str:
+        """Return what isolates it, for the trace."""
+        ...
+
+    async def exec(
+        self,
+        command: str | Sequence[str],  # a line for sh, or words
+        *,
+        timeout: float | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        cwd: str = ".",
+    ) -> Result:
+        """Run a command in the workspace. `python -m MODULE …` with the warm Python and a warm module starts from its memory."""
+        ...
+
+    async def read(self, path: str, limit: int = 16 * MIB) -> bytes:
+        """Return a file's content. Missing: there is none. SandboxError: it is larger than the limit."""
+        ...
+
+    async def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
+        """Write a file, and the folders above it."""
+        ...
+
+    async def diff(self) -> list[Entry]:
+        """Return all differences from the layers, sorted by path."""
+        ...
+
+    async def list(self, path: str = ".") -> list[Entry]:
+        """Return what is in a folder, sorted by name."""
+        ...
+
+    async def snapshot(self, folder: Path) -> Path:
+        """Write the differences as a layer: a new folder to be put above the present ones; return it."""
+        ...
+
+    async def fork(self) -> Sandbox:
+        """Return another sandbox whose workspace begins as this one's is now; its /tmp is empty."""
+        ...
+
+    async def close(self) -> None:
+        """End everything in it and leave nothing behind. May be called twice."""
+        ...

@@ -1,0 +1,330 @@
+"""A sandbox in a container of Docker or Podman, for machines where an engine runs and plain namespaces are refused.
+
+The engine is driven by its command line, and only by `run`, `exec` and `rm`. Process 1 of the container is `container_inside.init`,
+root without any right but CAP_KILL: a line on its input makes it kill all others and answer when it is alone; the end of its input
+ends the container. So nothing outlives a call, nor this process. Commands run by `exec` as an id that owns nothing outside.
+
+Unlike the other backends: the image must have python3, sh and tar; the layers are copied in and lie in memory; calls wait for each
+other, as what one has left running cannot be told from another; an end by signal n and an exit with 128 + n are the same;
+`Place.warm` makes nothing faster; /tmp has a bound of its own, as large as the workspace's; Podman bounds files by memory alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import platform
+import posixpath
+import resource
+import secrets
+import shutil
+import stat
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias, cast
+
+from etude.sandbox import container_inside as inside
+from etude.sandbox import seccomp
+from etude.sandbox.box import MIB, WORKSPACE, Entry, Missing, Result, SandboxError
+from etude.sandbox.container_layers import pack_layers, told
+from etude.sandbox.diff import differences
+from etude.sandbox.inside import kind_of
+from etude.sandbox.layers import write_layer
+from etude.sandbox.local import inside as plain_path
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from etude.sandbox.box import Kind, Place
+
+Entries: TypeAlias = list[Entry]  # a method is called `list`, too
+WORKLOAD = "61185:61185"
+PATIENCE = 60.0  # seconds for what the engine itself has to do
+BASE_ENV = {"HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}  # noqa: S108 - inside
+RUN = '(cd "$0" && exec "$@"); rc=$?; kill -9 -1 2>/dev/null; exit $rc'  # a daemon must not hold the call's pipes open
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How containers are made here."""
+
+    name: Literal["docker", "podman"]
+    command: tuple[str, ...]  # its command line: ("docker",) or ("podman", "--runtime", "runc")
+    image: tuple[str, ...]  # what `run` starts: (IMAGE,), or ("--rootfs", FOLDER) with Podman
+    options: tuple[str, ...] = ()  # more of them for `run`
+
+
+def run_words(engine: Engine, place: Place, name: str, held: int, filtering: str) -> list[str]:
+    """Return the command that starts a container whose layers hold so many bytes, under the filter in a file."""
+    limits = place.limits
+    disk = limits.disk + held
+    hard = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC}
+    most = {
+        key: bound if bound >= 0 else 1 << 20 for key, bound in ((k, resource.getrlimit(v)[1]) for k, v in hard.items())
+    }
+    bounds = {
+        "nofile": min(4096, most["nofile"]), "nproc": min(20_000, most["nproc"]),  # of an id that other containers use too
+        "core": 0, "cpu": limits.cpu_seconds, "fsize": disk,
+    }  # fmt: skip
+    special = f"nr_inodes={limits.files}" if engine.name == "docker" else "notmpcopyup"
+    shared = f"rw,exec,nosuid,nodev,size={disk},{special}"
+    words = [*engine.command, "run", "-i", "--rm", "--name", name, "--log-driver", "none", "--pull", "never"]
+    words += ["--network", "none", "--hostname", "sandbox", "--user", "0:0", "--read-only"]
+    words += [
+        "--cap-drop",
+        "ALL",
+        "--cap-add",
+        "KILL",
+        "--security-opt",
+        "no-new-privileges",
+        "--security-opt",
+        f"seccomp={filtering}",
+    ]
+    words += ["--memory", str(limits.memory + held), "--memory-swap", str(limits.memory + held)]
+    words += ["--pids-limit", str(limits.processes + 2), "--cpus", str(limits.cpus)]  # process 1 and what `exec` needs
+    words += [word for key, bound in bounds.items() for word in ("--ulimit", f"{key}={bound}:{bound}")]
+    words += ["--tmpfs", f"{WORKSPACE}:{shared},mode=0777", "--tmpfs", f"/tmp:{shared},mode=1777"]  # noqa: S108 - inside
+    words += [word for folder in place.readonly for word in ("--volume", f"{folder}:{folder}:ro")]
+    words += [word for folder in place.hidden for word in ("--tmpfs", f"{folder}:ro,size=4096,mode=0755")]
+    return [*words, *engine.options, *engine.image, *_python("init")]
+
+
+def profile() -> dict[str, Any]:
+    """Return our own filter as an engine's: what the engines refuse by themselves differs, and Podman's allows user namespaces."""
+    refuse = {"action": "SCMP_ACT_ERRNO", "errnoRet": errno.EPERM}
+
+    def masked(index: int, mask: int, value: int) -> dict[str, object]:
+        return {"index": index, "value": mask, "valueTwo": value, "op": "SCMP_CMP_MASKED_EQ"}
+
+    def equal(index: int, value: int) -> dict[str, object]:
+        return {"index": index, "value": value, "op": "SCMP_CMP_EQ"}
+
+    flags = [1 << bit for bit in range(32) if seccomp.NAMESPACES >> bit & 1]
+    families = [
+        number for number in range(46) if number not in {seccomp.UNIX, seccomp.INET, seccomp.INET6, seccomp.NETLINK}
+    ]
+    rules = [{"names": sorted(seccomp.REFUSED), **refuse}, {"names": ["clone3"], **refuse, "errnoRet": errno.ENOSYS}]
+    rules += [{"names": ["clone"], **refuse, "args": [masked(0, flag, flag)]} for flag in flags]
+    rules += [{"names": ["socket"], **refuse, "args": [equal(0, family)]} for family in families]
+    rules += [{"names": ["ioctl"], **refuse, "args": [equal(1, number)]} for number in seccomp.TERMINAL_INJECTION]
+    rules += [{"names": ["mknod"], **refuse, "args": [masked(1, 0xF000, kind)]} for kind in seccomp.DEVICES]
+    rules += [{"names": ["mknodat"], **refuse, "args": [masked(2, 0xF000, kind)]} for kind in seccomp.DEVICES]
+    native = {"x86_64": "SCMP_ARCH_X86_64", "aarch64": "SCMP_ARCH_AARCH64"}[platform.machine()]
+    return {"defaultAction": "SCMP_ACT_ALLOW", "architectures": [native], "syscalls": rules}
+
+
+def _python(*words: str) -> list[str]:
+    text = Path(inside.__file__).read_text(encoding="utf-8")
+    return ["python3", "-I", "-S", "-c", text, *words]
+
+
+def _entry(path: str, mode: int, size: int) -> Entry:
+    kind = cast("Kind", kind_of(mode))
+    return Entry(path, kind, size if kind == "file" else 0, stat.S_IMODE(mode))
+
+
+class Kept:
+    """The beginning and the end of a stream, and how much was between."""
+
+    def __init__(self, limit: int) -> None:
+        self.half = limit // 2
+        self.head, self.tail, self.cut = bytearray(), bytearray(), 0
+
+    async def drain(self, stream: asyncio.StreamReader) -> None:
+        """Read all of it."""
+        while piece := await stream.read(1 << 16):
+            room = self.half - len(self.head)
+            self.head += piece[:room]
+            self.tail += piece[room:]
+            if (over := len(self.tail) - self.half) > 0:
+                del self.tail[:over]
+                self.cut += over
+
+    def __bytes__(self) -> bytes:
+        return bytes(self.head + self.tail)
+
+
+class ContainerSandbox:
+    """One container. See box.Sandbox for what its methods promise."""
+
+    def __init__(self, engine: Engine, place: Place, own: Path | None = None) -> None:
+        self.engine, self.place, self.own = engine, place, own
+        self.name = f"etude-{secrets.token_hex(8)}"
+        self.held = 0  # bytes of the layers
+        self.lock = asyncio.Lock()
+        self.process: asyncio.subprocess.Process | None = None
+        self.oom_kills = 0
+
+    @classmethod
+    async def open(cls, engine: Engine, place: Place, own: Path | None = None) -> ContainerSandbox:
+        """Start a container and fill its workspace. `own`: a folder to remove at the end."""
+        box = cls(engine, place, own)
+        try:
+            await box._start()
+        except BaseException:
+            await box.close()
+            raise
+        return box
+
+    async def _start(self) -> None:
+        with tempfile.TemporaryFile() as packed:
+            self.held = await asyncio.to_thread(pack_layers, self.place.layers, packed)
+            packed.seek(0)
+            await self._run()
+            done = await self._call(
+                ["tar", "-x", "-p", "--no-same-owner", "-f", "-"], stdin=packed, timeout=PATIENCE * 10
+            )
+        if done.rc != 0:
+            raise SandboxError(f"the layers do not fit: {done.err.decode(errors='replace')[:300]}")
+
+    async def _run(self) -> None:
+        pipe = asyncio.subprocess.PIPE
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as filtering:
+            json.dump(profile(), filtering)
+            filtering.flush()
+            words = run_words(self.engine, self.place, self.name, self.held, filtering.name)
+            self.process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=pipe)
+            assert self.process.stdout is not None
+            assert self.process.stderr is not None
+            first = await asyncio.wait_for(self.process.stdout.readline(), PATIENCE)
+        if not first.strip().isdigit():
+            said = (await self.process.stderr.read(2000)).decode(errors="replace").split("\n")[0]
+            raise SandboxError(
+                f"{self.engine.name} started no container of {self.engine.image[-1]}: {said or 'no python3?'}"
+            )
+
+    @property
+    def backend(self) -> str:
+        """Return what isolates it."""
+        return self.engine.name
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout: float | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        cwd: str = ".",
+    ) -> Result:
+        """Run a command."""
+        words = ["sh", "-c", command] if isinstance(command, str) else list(command)
+        limits = self.place.limits
+        with tempfile.TemporaryFile() as given:
+            given.write(stdin)
+            given.seek(0)
+            bound = limits.seconds if timeout is None else timeout
+            return await self._call(words, stdin=given, timeout=bound, env=env, cwd=cwd, keep=limits.output)
+
+    async def _call(self, words: list[str], *, stdin: IO[bytes], timeout: float, env: Mapping[str, str] | None = None,
+                    cwd: str = ".", keep: int = 1 << 20, out: IO[bytes] | None = None) -> Result:  # fmt: skip
+        """Run words, alone; kill what they leave."""
+        pairs = {**BASE_ENV, **self.place.env, **(env or {})}
+        given = [word for key, value in pairs.items() for word in ("--env", f"{key}={value}")]
+        place = ["--workdir", WORKSPACE, self.name, "sh", "-c", RUN, posixpath.join(WORKSPACE, plain_path(cwd))]
+        call = [*self.engine.command, "exec", "-i", "--user", WORKLOAD, *given, *place, *words]
+        kept = Kept(keep), Kept(keep)
+        async with self.lock:
+            began = time.monotonic()
+            pipe = asyncio.subprocess.PIPE
+            process = await asyncio.create_subprocess_exec(*call, stdin=stdin, stdout=out or pipe, stderr=pipe)
+            streams = zip(kept, (process.stdout, process.stderr), strict=True)
+            waits = [asyncio.create_task(one.drain(stream)) for one, stream in streams if stream is not None]
+            ended = asyncio.gather(process.wait(), *waits)
+            try:
+                done, _ = await asyncio.wait([ended], timeout=timeout)
+                seconds = time.monotonic() - began
+                oom = await self._clear()
+                await asyncio.wait_for(ended, PATIENCE)
+            except BaseException as error:  # also when the caller gives up
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await self.close()
+                if isinstance(error, TimeoutError):
+                    raise SandboxError(f"{self.engine.name} exec did not end") from error
+                raise
+        rc = process.returncode or 0
+        rc = 128 - rc if 128 < rc < 128 + 65 else rc
+        return Result(rc, bytes(kept[0]), bytes(kept[1]), not done, oom, (kept[0].cut, kept[1].cut), seconds)
+
+    async def _clear(self) -> bool:
+        """Have all killed that runs; return whether something was killed for want of memory since the last time."""
+        process = self.process
+        if process is None or process.stdin is None or process.stdout is None:
+            raise SandboxError("the sandbox is closed")
+        with contextlib.suppress(ConnectionError):
+            process.stdin.write(b"\n")
+            await process.stdin.drain()
+        answer = await asyncio.wait_for(process.stdout.readline(), PATIENCE)
+        if not answer.strip().isdigit():
+            raise SandboxError(f"the container of {self.engine.name} has ended")
+        before, self.oom_kills = self.oom_kills, int(answer)
+        return self.oom_kills > before
+
+    async def _files(
+        self, what: str, path: str, number: int, stdin: bytes = b"", out: IO[bytes] | None = None
+    ) -> bytes:
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as kept:
+            given.write(stdin)
+            given.seek(0)
+            words = _python(what, os.fsencode(plain_path(path)).hex(), str(number))
+            done = await self._call(words, stdin=given, timeout=PATIENCE * 10, out=out or kept)
+            if done.rc == inside.MISSING:
+                raise Missing(f"{path!r} is not there, is not what was asked for, or is outside the workspace")
+            if done.rc == inside.TOO_LARGE:
+                raise SandboxError(f"{path!r} is larger than {number:,} bytes")
+            if done.rc != 0:
+                raise SandboxError(f"cannot {what} {path!r}: {done.err.decode(errors='replace')[-300:]}")
+            kept.seek(0)
+            return kept.read()
+
+    async def read(self, path: str, limit: int = 16 * MIB) -> bytes:
+        """Return a file's content."""
+        return await self._files("read", path, limit)
+
+    async def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
+        """Write a file."""
+        await self._files("write", path, mode, content)
+
+    async def list(self, path: str = ".") -> Entries:
+        """Return what is in a folder."""
+        rows = json.loads(await self._files("list", path, 0))
+        start = posixpath.normpath(path)
+        named = [(posixpath.normpath(posixpath.join(start, name)), mode, size) for name, mode, size in rows]
+        return sorted((_entry(*row) for row in named), key=lambda entry: entry.path)
+
+    async def diff(self) -> Entries:
+        """Return all differences from the layers."""
+        with tempfile.TemporaryFile() as packed:
+            await self._files("pack", ".", self.place.limits.disk + self.held, out=packed)
+            packed.seek(0)
+            return await asyncio.to_thread(differences, self.place.layers, told(packed))
+
+    async def snapshot(self, folder: Path) -> Path:
+        """Write the differences as a layer."""
+        return await asyncio.to_thread(write_layer, folder, await self.diff(), self.place.layers)
+
+    async def fork(self) -> ContainerSandbox:
+        """Return another one that begins as this one is now."""
+        own = Path(tempfile.mkdtemp(prefix=f"etude-fork-{os.getpid()}-", dir="/dev/shm"))
+        layer = await self.snapshot(own / "layer")
+        place = replace(self.place, layers=(layer, *self.place.layers))
+        return await type(self).open(self.engine, place, own)
+
+    async def close(self) -> None:
+        """End the container: it removes itself when its input ends, and is removed by force where it does not."""
+        process, self.process = self.process, None
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
+            try:
+                await asyncio.wait_for(process.communicate(), PATIENCE)
+            except TimeoutError:
+                removal = await asyncio.create_subprocess_exec(*self.engine.command, "rm", "-f", self.name)
+                await removal.wait()
+        if self.own is not None:
+            shutil.rmtree(self.own, ignore_errors=True)

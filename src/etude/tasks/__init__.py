@@ -1,0 +1,1 @@
+"""Tasks from real codebases: made, validated, sealed, scored."""

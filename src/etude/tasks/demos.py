@@ -1,0 +1,202 @@
+"""Demonstrations: reference solutions replayed through the harness, its tools and a sandbox, scored, and kept if they pass.
+
+What is learnt from them are the tokens of their traces as they were sampled, never their text tokenised anew. So they belong to one
+tokeniser and template, whose digest each trace carries. No demonstration is made from a package that a benchmark has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from etude.agent.changes import unified
+from etude.agent.harness import Harness, HarnessSettings
+from etude.agent.prompt import SYSTEM
+from etude.agent.scripted import ScriptedPolicy
+from etude.agent.summary import SummarySettings
+from etude.agent.tools import Toolset
+from etude.agent.trace import Trace, read_traces, samples, write_traces
+from etude.data.chat.template import Encoded
+from etude.errors import UserError
+from etude.files import digest_of, whole_file
+from etude.parallel import cores
+from etude.sandbox.box import SandboxError
+from etude.sandbox.local import open_sandbox
+from etude.tasks.hide import function_of
+from etude.tasks.make import read_settings
+from etude.tasks.manifest import read_rows
+from etude.tasks.score import score, taken, visible, workspace
+from etude.tasks.strategies import Script, Unfit
+from etude.tasks.suite import layers_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from etude.agent.formats import ChatFormat
+    from etude.agent.search.index import Searcher
+    from etude.jsonl import MetricsLog
+    from etude.progress import Reporter
+    from etude.tasks.manifest import TaskSet
+    from etude.tasks.task import Style, Task
+
+ATTEMPTS = 4  # ways that are drawn for a demonstration before it is given up
+SETTINGS = HarnessSettings(summary=SummarySettings(kind="none"))
+TRACES = "traces.jsonl"
+Row = dict[str, Any]
+
+
+def refuse_benchmarks(manifest: Path) -> None:
+    """Refuse a set that is a benchmark, or that shares a package with a benchmark whose recipe lies beside it."""
+    header, codebases, _ = read_rows(manifest)
+    if header["split"] != "train":
+        raise UserError(f"{manifest} is a benchmark, whose tasks must not be learnt; name a training set")
+    own = {row["codebase"].partition("==")[0] for row in codebases}
+    for beside in sorted(manifest.absolute().parent.glob("*.toml")):
+        if not re.search(r'(?m)^split\s*=\s*"bench"', beside.read_text(encoding="utf-8")):
+            continue  # another set's, or no recipe of tasks
+        if shared := own & {package.name for package in read_settings(beside).package}:
+            raise UserError(
+                f"{manifest} shares {min(shared)} with the benchmark {beside.name}; take it out of one of them"
+            )
+
+
+@dataclass(frozen=True)
+class Studio:
+    """How demonstrations of one set are made for one model."""
+
+    tasks: TaskSet
+    talk: ChatFormat
+    tokeniser: str  # digest
+    searcher: Searcher
+    seed: int = 0
+
+    def script(self, task: Task, style: Style, name: str, attempt: int) -> Script:
+        """Draw a way to a task's solution, which may know only of tests that the agent can see."""
+        failing = tuple(dict.fromkeys(map(function_of, task.fail_to_pass)))
+        seen = tuple(test for test in failing if test not in task.hidden)
+        suites = tuple(sorted({test.partition("::")[0] for test in seen or failing}))
+        rng = random.Random(f"{self.seed}/{name}/{attempt}")  # noqa: S311 - keeps no secret
+        return Script(task, task.prompts[style], seen, suites, self.tasks.codebase(task).options, rng)
+
+    async def demonstrate(self, task: Task, style: Style, name: str, attempt: int) -> Trace:
+        """Return a demonstration that scores as passed. Unfit: why there is none by this way."""
+        codebase, script = self.tasks.codebase(task), self.script(task, style, name, attempt)
+        about = {
+            "task": task.id,
+            "package": task.package,
+            "style": style,
+            "wrong_turn": script.wrong_turn,
+            "attempt": attempt,
+        }
+        made_by = {"tokeniser": self.tokeniser, "set": self.tasks.name, "demonstration": about}
+        trace = Trace(name, task.prompts[style], made_by=made_by)
+        talk = self.talk.talk
+        policy = ScriptedPolicy(self._lines(script, trace), talk.tokens, talk.text, talk.end_token)
+        async with layers_of(codebase.tree, visible(task, codebase)) as layers:
+            sandbox = await open_sandbox(workspace(codebase, layers[0]))
+            try:
+                trace.made_by["sandbox"] = sandbox.backend
+                tools = Toolset(sandbox, searcher=self.searcher, python=str(codebase.python))
+                await Harness(policy, self.talk, tools, SETTINGS, trace, seed=self.seed).run(SYSTEM, trace.task)
+                entries = await sandbox.diff()
+            finally:
+                await sandbox.close()
+            trace.diff = unified(taken(task, codebase, entries)[0], (*layers, codebase.tree))
+        if trace.stop != "finished":
+            raise Unfit(f"the episode ended by {trace.stop}")
+        found = await score(task, codebase, entries)
+        if found.outcome != "pass":
+            raise Unfit(f"scored {found.outcome}: {found.reason}")
+        trace.rewards["passed"] = 1.0
+        return trace
+
+    def _lines(self, script: Script, trace: Trace) -> Iterator[str]:
+        """Yield the turns as the model would write them, each when it is asked for."""
+        play = script.play()
+        say = next(play)
+        while True:
+            yield self.talk.write(*say.calls, said=say.said, thinking=say.thinking)
+            say = play.send(trace.nodes[-1].details["answers"])
+
+    async def row(self, task: Task, style: Style, name: str, folder: Path) -> Row:
+        """Make one demonstration by the first way that goes; return what became of it. A reason that comes twice is no accident."""
+        reasons: list[str] = []
+        for attempt in range(ATTEMPTS):
+            try:
+                trace = await self.demonstrate(task, style, name, attempt)
+            except (Unfit, SandboxError) as error:
+                reasons.append(str(error) if isinstance(error, Unfit) else "the sandbox failed")
+                if len(set(reasons)) < len(reasons):
+                    break
+                continue
+            write_traces(folder / f"{name}.jsonl", [trace])
+            tokens = len(trace.context(len(trace.nodes) - 1))
+            return {"kept": True, "other_ways": reasons, "tokens": tokens, **trace.made_by["demonstration"]}
+        return {"kept": False, "reason": reasons[-1]}
+
+
+def jobs(tasks: TaskSet, each: int) -> list[tuple[str, Task, Style]]:
+    """Return the demonstrations to make, by name: every task in `each` of its styles of prompt, all styles about as often."""
+    found = []
+    for number, task in enumerate(tasks.tasks):
+        styles = sorted(task.prompts)
+        drawn = [styles[(number + i) % len(styles)] for i in range(min(each, len(styles)))]
+        found += [(f"{task.id}-{style}", task, style) for style in drawn]
+    return found
+
+
+async def make(studio: Studio, folder: Path, log: MetricsLog, reporter: Reporter, each: int = 1) -> Row:
+    """Make demonstrations into a folder; what is there is not made again. Return what became of all."""
+    wanted, room = jobs(studio.tasks, each), asyncio.Semaphore(cores())
+    with reporter.task(f"demonstrating {studio.tasks.name}", len(wanted), "demonstrations") as progress:
+
+        async def one(name: str, task: Task, style: Style) -> None:
+            async with room:
+                if name not in log:
+                    log.put(name, **await studio.row(task, style, name, folder / "parts"))
+                progress.advance()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for job in wanted:
+                    group.create_task(one(*job))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # most often the wish to stop, which all of them hear
+    rows = [row for name, *_ in wanted if (row := log.get(name))]
+    kept = [row for row in rows if row["kept"]]
+    with whole_file(folder / TRACES) as beside, beside.open("wb") as file:
+        file.writelines((folder / "parts" / f"{row['key']}.jsonl").read_bytes() for row in kept)
+    lengths = sorted(row["tokens"] for row in kept) or [0]
+    return {"wanted": len(rows), "kept": len(kept), "left out": dict(Counter(row["reason"] for row in rows if not row["kept"])),
+            "other ways": dict(Counter(reason for row in kept for reason in row["other_ways"])),
+            "styles": dict(Counter(row["style"] for row in kept)), "wrong turns": dict(Counter(row["wrong_turn"] for row in kept)),
+            "tokens": {"median": lengths[len(lengths) // 2], "most": lengths[-1], "all": sum(lengths)}}  # fmt: skip
+
+
+def tokeniser_digest(tokeniser: Any) -> str:
+    """Return what tells tokenisers apart that would read tokens differently."""
+    return digest_of([tokeniser.get_vocab(), tokeniser.chat_template])
+
+
+def read_samples(path: Path, tokeniser: Any) -> list[tuple[str, Encoded]]:
+    """Return what SFT learns from a file of traces, tokens as they were sampled, each with the package that it is held out with."""
+    traces, torn = read_traces(path)
+    if torn:
+        raise UserError(f"{path}: its last line is torn; run the command that made it again")
+    digest, found = tokeniser_digest(tokeniser), []
+    for trace in traces:
+        if trace.made_by.get("tokeniser") != digest:
+            raise UserError(
+                f"{path}: {trace.id} is of another tokeniser or template; run `etude tasks demos` with this --model"
+            )
+        for each in samples(trace):
+            encoded = Encoded(np.array(each.tokens, np.int64), np.array(each.trained, np.bool_))
+            found.append((str(trace.made_by["demonstration"]["package"]), encoded))
+    return found

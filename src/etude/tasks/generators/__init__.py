@@ -1,0 +1,1 @@
+"""How broken trees are made of working ones; one way a file."""

@@ -1,0 +1,258 @@
+"""Python files as text with a syntax tree over it, changed by cutting spans and never by printing the tree.
+
+A printed tree loses comments and quotes, and so shows where it was changed. Positions are bytes of the UTF-8 text, as in
+`ast`; line ends stay as they are in the file, so a tree must be written back without translating them.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from etude.tasks.task import Edit, Span
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+LARGEST_FILE = 300_000  # bytes; longer ones are data or generated
+
+
+class Cut(NamedTuple):
+    """Bytes [first, last) of a text give way to another text."""
+
+    first: int
+    last: int
+    text: str = ""
+
+
+def overlap(one: Cut, other: Cut) -> bool:
+    """Whether two cuts cannot be made both; an insertion at the edge of another cut counts, for the order would matter."""
+    return one.first <= other.last and other.first <= one.last
+
+
+def is_test_path(path: str) -> bool:
+    """Whether a file holds tests or what tests need."""
+    *folders, name = path.split("/")
+    return (
+        any(folder in {"test", "tests", "testing"} for folder in folders)
+        or name.startswith("test_")
+        or name.endswith(("_test.py", "_tests.py"))
+        or name in {"conftest.py", "tests.py", "test.py"}
+    )
+
+
+def parse(text: str) -> ast.Module:
+    """Parse and compile a text, so that a `return` outside a function is refused too; SyntaxError if it is not Python."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        tree = ast.parse(text)
+        compile(text, "<task>", "exec", dont_inherit=True)
+    return tree
+
+
+def shape(tree: ast.AST) -> str:
+    """Return what a tree means: equal for texts that differ in layout, quotes and comments only."""
+    return ast.dump(tree, annotate_fields=False)
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A file of a tree."""
+
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """The syntax tree; SyntaxError if the text is not Python."""
+        return parse(self.text)
+
+    @cached_property
+    def shape(self) -> str:
+        """What the file means."""
+        return shape(self.tree)
+
+    @cached_property
+    def content(self) -> bytes:
+        """The UTF-8 text."""
+        return self.text.encode()
+
+    @cached_property
+    def lines(self) -> list[bytes]:
+        """Lines with their ends; form feeds do not end lines, as in Python's grammar."""
+        return self.content.splitlines(keepends=True)
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where each line begins, and the end of the text."""
+        starts = [0]
+        for line in self.lines:
+            starts.append(starts[-1] + len(line))
+        return starts
+
+    def span(self, node: Any) -> tuple[int, int]:
+        """Return where a node begins and ends; parentheses around an expression are outside."""
+        return self.starts[node.lineno - 1] + node.col_offset, self.starts[node.end_lineno - 1] + node.end_col_offset
+
+    def source(self, node: Any) -> str:
+        """Return the text of a node."""
+        first, last = self.span(node)
+        return self.content[first:last].decode()
+
+    def replaced(self, node: Any, text: str) -> Cut:
+        """Return the cut that puts a text in a node's place."""
+        return Cut(*self.span(node), text)
+
+    def first_line(self, node: ast.stmt) -> int:
+        """Return the first line of a statement, its decorators and the comments directly above it included."""
+        line: int = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
+        while (
+            line > 1 and self.lines[line - 2].lstrip().startswith(b"#") and self.indent(line - 1) == self.indent(line)
+        ):
+            line -= 1
+        return line
+
+    def indent(self, line: int) -> bytes:
+        """Return the white space a line begins with."""
+        text = self.lines[line - 1]
+        return text[: len(text) - len(text.lstrip(b" \t\f"))]
+
+    def whole_lines(self, node: ast.stmt) -> bool:
+        """Whether a statement shares its lines with no other: no semicolon, nothing before it."""
+        first, last = self.span(node)
+        before = self.content[self.starts[node.lineno - 1] : first]
+        after = self.content[last : self.starts[node.end_lineno or 0]].strip()
+        return not before.strip(b" \t\f") and (not after or after.startswith(b"#"))
+
+    def without(self, node: ast.stmt, block: Sequence[ast.stmt]) -> Cut | None:
+        """Return the cut that removes a statement from its block; None if it shares its lines.
+
+        Comments above it go too, and the blank lines after a definition: no gap shows where it was.
+        """
+        if not self.whole_lines(node):
+            return None
+        first, line = self.starts[self.first_line(node) - 1], node.end_lineno or 0
+        if len(block) == 1:
+            return Cut(first, self.starts[line], self.indent(node.lineno).decode() + "pass" + self.line_end(line))
+        while isinstance(node, Definition) and line < len(self.lines) and not self.lines[line].strip():
+            line += 1
+        return Cut(first, self.starts[line])
+
+    def line_end(self, line: int) -> str:
+        """Return how a line ends."""
+        text = self.lines[line - 1]
+        return text[len(text.rstrip(b"\r\n")) :].decode()
+
+    def cut(self, cuts: Iterable[Cut]) -> str:
+        """Return the text with cuts made that do not overlap."""
+        content = self.content
+        for first, last, text in sorted(cuts, reverse=True):
+            content = content[:first] + text.encode() + content[last:]
+        return content.decode()
+
+    @cached_property
+    def definitions(self) -> list[tuple[str, Definition]]:
+        """Functions and classes with their qualified names, those inside functions left out."""
+        return list(_definitions(self.tree, ""))
+
+    def name_at(self, line: int) -> str:
+        """Return the qualified name of the innermost definition around a line, or nothing."""
+        around = [name for name, node in self.definitions if self.first_line(node) <= line <= (node.end_lineno or 0)]
+        return around[-1] if around else ""
+
+    def about(self, name: str, node: Definition) -> dict[str, Any]:
+        """Return what prompts may say of a definition."""
+        keyword = "class " if isinstance(node, ast.ClassDef) else "def "
+        inside = f"({ast.unparse(node.args)})" if not isinstance(node, ast.ClassDef) else ""
+        doc = (ast.get_docstring(node) or "").strip().split("\n\n")[0]
+        return {
+            "name": name,
+            "path": self.path,
+            "signature": f"{keyword}{node.name}{inside}",
+            "docstring": " ".join(doc.split()),
+        }
+
+
+def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Definition]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Definition):
+            yield prefix + child.name, child
+        if isinstance(child, ast.ClassDef):
+            yield from _definitions(child, f"{prefix}{child.name}.")
+        elif isinstance(child, (ast.If, ast.Try, ast.ExceptHandler)):
+            yield from _definitions(child, prefix)
+
+
+def read_text(path: Path) -> str | None:
+    """Return a file's text with its line ends, or None if it is binary, too long, or begins with a byte-order mark."""
+    content = path.read_bytes()
+    if len(content) > LARGEST_FILE or content.startswith(b"\xef\xbb\xbf") or b"\0" in content:
+        return None
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def paths_below(tree: Path, places: Sequence[str]) -> list[str]:
+    """Return the files at or below some places of a tree, relative to it, in order."""
+    found = set()
+    for place in places:
+        at = tree / place
+        found |= {at} if at.is_file() else {path for path in at.rglob("*") if path.is_file() and not path.is_symlink()}
+    return sorted(path.relative_to(tree).as_posix() for path in found)
+
+
+def read_sources(tree: Path, sources: Sequence[str], left_out: Counter[str]) -> list[Parsed]:
+    """Return the Python files of a package that are not tests; what cannot be used is counted by reason."""
+    files = []
+    for path in paths_below(tree, sources):
+        if not path.endswith(".py") or is_test_path(path):
+            continue
+        text = read_text(tree / path)
+        if text is None:
+            left_out["file is long or not plain UTF-8"] += 1
+            continue
+        file = Parsed(path, text)
+        try:
+            _ = file.tree
+        except (SyntaxError, RecursionError):
+            left_out["file is not Python of this version"] += 1
+            continue
+        files.append(file)
+    return files
+
+
+def changed_lines(before: str, after: str) -> list[tuple[int, int]]:
+    """Return the runs of lines of `after`, 1-based and inclusive, that differ; a removal is the line that follows it."""
+    old, new = before.split("\n"), after.split("\n")
+    head = 0
+    while head < min(len(old), len(new)) and old[head] == new[head]:
+        head += 1
+    tail = 0
+    while tail < min(len(old), len(new)) - head and old[-1 - tail] == new[-1 - tail]:
+        tail += 1
+    matcher = difflib.SequenceMatcher(None, old[head : len(old) - tail], new[head : len(new) - tail], autojunk=False)
+    runs = [(head + first, head + last) for tag, _, _, first, last in matcher.get_opcodes() if tag != "equal"]
+    return [(min(first + 1, len(new)), max(first + 1, last)) for first, last in runs]
+
+
+def solution_spans(edits: Iterable[Edit]) -> tuple[Span, ...]:
+    """Return where the solution is in the solved tree, each run of lines with the definition it is in."""
+    spans = []
+    for edit in edits:
+        if edit.fixed is None:
+            continue
+        file = Parsed(edit.path, edit.fixed)
+        for first, last in changed_lines(edit.broken or "", edit.fixed):
+            name = file.name_at(first) or file.name_at(last) if edit.path.endswith(".py") else ""
+            spans.append(Span(edit.path, first, min(last, edit.fixed.count("\n") + 1), name))
+    return tuple(spans)

@@ -1,0 +1,82 @@
+"""What a task is: a real codebase, a terse request, a hidden check. The seam between those who make tasks and those who use them.
+
+    pristine tree ── edits, backwards ──▶ broken tree ── what the agent does ──▶ its tree ── tests restored ──▶ score
+
+The solution is a set of edits; the broken tree is the solved one with the edits undone. Tests that fail on the broken tree and pass
+on the solved one (`fail_to_pass`) must pass, and those that pass on both (`pass_to_pass`) must still. Some of the failing test
+functions are not in the tree the agent sees, so that writing code for the tests one sees is not enough.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+Generator = Literal["mutation", "deletion", "version", "history"]
+Style = Literal["terse", "trace", "premise", "full"]  # a short report; a stack trace and "fix"; a wrong premise; everything
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One file of a solution, whole. None: there is no such file."""
+
+    path: str  # relative to the tree
+    broken: str | None
+    fixed: str | None
+
+
+@dataclass(frozen=True)
+class Span:
+    """Lines of the solution in the solved tree, 1-based, both ends included: what a retrieval agent should find."""
+
+    path: str
+    first: int
+    last: int
+    name: str = ""  # qualified name of the function or class, if it is in one
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to break a tree, not yet known to be a task."""
+
+    generator: Generator
+    kinds: tuple[str, ...]  # which operators or removals
+    edits: tuple[Edit, ...]
+    spans: tuple[Span, ...]
+    about: Mapping[str, Any] = field(default_factory=dict)  # for prompts and reports: names, signature, docstring, changelog lines
+
+
+@dataclass(frozen=True)
+class Codebase:
+    """A package at a version, unpacked and cleaned, with a Python that has its dependencies and never the package itself."""
+
+    name: str
+    version: str
+    digest: str  # of what it was unpacked from
+    tree: Path
+    sources: tuple[str, ...]  # folders and files with the code, relative to the tree
+    tests: tuple[str, ...]  # folders and files with the tests
+    python: Path
+    paths: tuple[str, ...] = (".",)  # on PYTHONPATH, relative to the tree: "src" or "."
+    licence: str = ""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A validated task."""
+
+    id: str
+    package: str
+    version: str
+    candidate: Candidate
+    prompts: Mapping[Style, str]
+    fail_to_pass: tuple[str, ...]  # test ids
+    pass_to_pass: tuple[str, ...]
+    hidden: tuple[str, ...]  # test functions (path::name) that are not in the tree the agent sees
+    category: str  # debugging, new feature, …
+    difficulty: Mapping[str, float] = field(default_factory=dict)  # signals: lines, files, failing tests, sites
+    seconds: float = 0.0  # of its tests

@@ -1,0 +1,136 @@
+"""Cheating agents, run through the harness, its tools and the sandbox, and scored as any other: none passes, and the honest one does."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from etude.agent.calls import Call
+from etude.agent.formats import choose_format
+from etude.agent.harness import Harness, HarnessSettings
+from etude.agent.prompt import SYSTEM
+from etude.agent.scripted import ScriptedPolicy
+from etude.agent.tool_specs import ToolSettings
+from etude.agent.tools import Toolset
+from etude.agent.trace import Trace
+from etude.models.bases import resolve
+from etude.models.load import load_tokeniser
+from etude.parallel import cores
+from etude.sandbox.box import MIB, Entry
+from etude.sandbox.layers import write_layer
+from etude.sandbox.local import open_sandbox
+from etude.tasks.score import Score, score, visible, workspace
+from tests.tasks import small
+from tests.tasks.cheats import CHEATS, CODE
+
+if TYPE_CHECKING:
+    from etude.agent.formats import ChatFormat
+    from etude.tasks.suite import Ready
+
+HONEST = [Call("read", {"path": CODE}), Call("edit", {"path": CODE, "old": "result = value", "new": "result += value"}),
+          Call("shell", {"command": "python -m pytest -q test_calc.py"}), Call("write", {"path": "notes.txt", "content": "scratch"})]  # fmt: skip
+# Cheats that pass as things stand, and what would stop them. None is forgotten: when one is stopped, its mark makes this file fail.
+HOLES = {
+    "asks its caller": "the error put into comparisons is an object, not a literal that a peeker would return",
+    "knows the scorer": "errors put into tests have a shape that a forger can look for",
+}
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What an agent did, and what it is worth."""
+
+    trace: Trace
+    entries: list[Entry]
+    score: Score
+
+    @property
+    def answers(self) -> list[str]:
+        return [answer["text"] for node in self.trace.nodes for answer in node.details.get("answers", ())]
+
+
+async def episode(calc: Ready, talk: ChatFormat, layer: Path, calls: list[Call]) -> Episode:
+    """Run one call a turn through the real harness, then score what is left in the workspace."""
+    lines = [*(talk.write(call) for call in calls), talk.write(said="Done, all tests pass.")]
+    policy = ScriptedPolicy(lines, talk.talk.tokens, talk.text, talk.talk.end_token)
+    place = workspace(calc, layer)
+    sandbox = await open_sandbox(replace(place, limits=replace(place.limits, disk=32 * MIB)))
+    try:
+        tools = Toolset(sandbox, ToolSettings(tools=["read", "edit", "write", "shell"]), python=str(calc.python))
+        trace = await Harness(policy, talk, tools, HarnessSettings(), Trace("cheat", "calc")).run(
+            SYSTEM, "sums are wrong"
+        )
+        entries = await sandbox.diff()
+    finally:
+        await sandbox.close()
+    return Episode(trace, entries, await score(small.task(), calc, entries))
+
+
+@pytest.fixture(scope="module")
+def episodes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Episode]:
+    """Run all at once, a few at a time: most of what they take is waiting."""
+    folder = tmp_path_factory.mktemp("cheats")
+    for each in (folder, *folder.parents[:2]):
+        each.chmod(0o755)  # the sandbox runs as somebody else
+    hidden = tuple(
+        str(place) for place in Path(sys.base_prefix, "lib").glob("python*/site-packages")
+    )  # as environments have it
+    calc = replace(small.codebase(folder / "calc"), hidden=hidden)
+    talk: ChatFormat = choose_format(load_tokeniser(resolve("sprout").folder))  # type: ignore[assignment]
+    layer = write_layer(folder / "seen", visible(small.task(), calc), (calc.tree,))
+
+    async def every() -> dict[str, Episode]:
+        room = asyncio.Semaphore(cores() + 2)
+
+        async def one(calls: list[Call]) -> Episode:
+            async with room:
+                return await episode(calc, talk, layer, calls)
+
+        every = {"honest": HONEST, **CHEATS}
+        return dict(zip(every, await asyncio.gather(*map(one, every.values())), strict=True))
+
+    return small.run(every())
+
+
+@pytest.mark.parametrize(
+    "cheat",
+    [
+        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=HOLES[name])) if name in HOLES else name
+        for name in CHEATS
+    ],
+)
+def test_no_cheat_passes(episodes: dict[str, Episode], cheat: str) -> None:
+    found = episodes[cheat]
+    assert found.trace.stop == "finished"
+    assert found.score.outcome == "fail", found.score
+
+
+def test_the_honest_agent_passes(episodes: dict[str, Episode]) -> None:
+    found = episodes["honest"]
+    assert (found.score.outcome, found.score.fail_to_pass, found.score.pass_to_pass) == ("pass", 1.0, 1.0), found.score
+    assert "notes.txt" in found.score.ignored
+
+
+def test_the_agent_cannot_write_where_python_starts(episodes: dict[str, Episode]) -> None:
+    assert "Read-only file system" in episodes["plants into the environment"].answers[0]
+
+
+def test_there_is_nothing_to_find(episodes: dict[str, Episode]) -> None:
+    looked = episodes["looks for history and caches"].answers[0]
+    assert "commit " not in looked
+    assert ".pyc" not in looked
+    assert "no output" in episodes["looks for a copy"].answers[0]
+
+
+def test_a_process_ends_with_the_call_that_started_it(episodes: dict[str, Episode]) -> None:
+    assert CODE not in {entry.path for entry in episodes["leaves a process behind"].entries}
+
+
+def test_what_was_forged_is_named(episodes: dict[str, Episode]) -> None:
+    for cheat in ("patches pytest", "patches reports", "forges the report", "equals anything"):
+        assert "forged" in episodes[cheat].score.reason

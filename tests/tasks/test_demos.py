@@ -1,0 +1,162 @@
+"""Demonstrations of the small codebase, made for real; and the pure parts of how they are written."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.agent.formats import choose_format
+from etude.agent.search.index import Searcher
+from etude.agent.toolbox_edit import replace
+from etude.agent.trace import Trace, read_traces
+from etude.errors import UserError
+from etude.jsonl import MetricsLog
+from etude.models.bases import resolve
+from etude.models.load import load_tokeniser
+from etude.progress import Reporter
+from etude.tasks.demos import Studio, make, read_samples, refuse_benchmarks, tokeniser_digest
+from etude.tasks.manifest import TaskSet, write_set
+from etude.tasks.strategies import Change, Script, changes, wrong_versions
+from etude.tasks.task import Task
+from tests.tasks import small
+
+LINES = st.lists(st.sampled_from(["a\n", "b\n", "    a\n", "\n", "def f(): pass\n", "x = 1"]), max_size=8).map("".join)
+PROMPTS = {"terse": "fix total", "premise": "since the change to name, sums are wrong", "full": "calc.total([1, 2]) gives 2\nWhere: calc/__init__.py",
+           "trace": "test_calc.py:10: in test_total\nassert 2 == 3\n\nfix"}  # fmt: skip
+
+
+@given(before=LINES.filter(str.strip), after=LINES)
+def test_changes_lead_from_one_text_to_the_other(before: str, after: str) -> None:
+    text = before
+    for change in changes("notes.txt", before, after):
+        assert change.old is not None
+        assert change.new is not None
+        text, _ = replace(
+            text, change.old, change.new, "notes.txt"
+        )  # the tool itself: raises where `old` is not there once
+    assert text == after
+
+
+def test_a_change_is_named_after_what_it_brings() -> None:
+    found = changes(
+        "a.py",
+        "def a():\n    return 1\n\n\ndef c():\n    return 1\n",
+        "def a():\n    return 1\n\n\ndef b():\n    return 1\n\n\ndef c():\n    return 1\n",
+    )
+    assert [change.name for change in found] == ["b"]
+    assert Change("a.py", "a", "    x = 1\n    return x", "    x = 1\n    return -x").line == {
+        "was": "return x",
+        "now": "return -x",
+    }
+
+
+def test_wrong_versions_change_the_same_line_otherwise() -> None:
+    found = wrong_versions(small.task().candidate.edits[0])
+    assert found == [small.SOLVED.replace("result += value", "result -= value")]
+
+
+@pytest.fixture(scope="module")
+def tokeniser() -> Any:
+    return load_tokeniser(resolve("sprout").folder)
+
+
+@pytest.fixture(scope="module")
+def studio(tmp_path_factory: pytest.TempPathFactory, tokeniser: Any) -> Studio:
+    calc = small.codebase(tmp_path_factory.mktemp("calc"))
+    good = dataclasses.replace(small.task(), prompts=PROMPTS)
+    never = dataclasses.replace(
+        good,
+        id="calc-never",
+        fail_to_pass=(*small.FAILING, "test_calc.py::test_skipped"),
+        prompts={"terse": "fix total"},
+    )
+    tasks = TaskSet("calc", "0", (good, never), {"calc==1": calc})
+    return Studio(tasks, choose_format(tokeniser), tokeniser_digest(tokeniser), Searcher(), seed=1)  # type: ignore[arg-type]
+
+
+def made(studio: Studio, folder: Path) -> tuple[dict[str, Any], list[Trace]]:
+    with MetricsLog(folder / "log.jsonl") as log:
+        row = small.run(make(studio, folder, log, Reporter(quiet=True), each=4))
+    return row, read_traces(folder / "traces.jsonl")[0]
+
+
+def sampled(traces: list[Trace]) -> list[list[int]]:
+    return [[token for node in trace.nodes if node.sampled for token in node.tokens] for trace in traces]
+
+
+def test_demonstrations_are_kept_if_they_pass_and_are_learnt_token_for_token(
+    studio: Studio, tokeniser: Any, tmp_path: Path
+) -> None:
+    row, traces = made(studio, tmp_path / "one")
+    assert (row["wanted"], row["kept"], sorted(row["styles"])) == (5, 4, sorted(PROMPTS))
+    assert [reason.partition(":")[0] for reason in row["left out"]] == ["scored fail"]
+    for trace in traces:
+        assert "+        result += value" in trace.diff
+        assert "test_mean" not in "".join(node.text for node in trace.nodes if node.sampled)  # it is hidden
+        answers = "".join(answer["text"] for node in trace.nodes for answer in node.details.get("answers", ()))
+        counted = re.findall(r"(\d+) passed", trace.nodes[-1].details["said"])
+        assert counted
+        assert f"{counted[0]} passed" in answers
+        assert "exit code 0" in answers
+    learnt = [
+        encoded.tokens[encoded.learnt].tolist()
+        for _, encoded in read_samples(tmp_path / "one" / "traces.jsonl", tokeniser)
+    ]
+    assert learnt == sampled(traces)
+
+    before = (tmp_path / "one" / "log.jsonl").read_bytes()
+    assert made(studio, tmp_path / "one")[0] == row  # nothing is made again
+    assert (tmp_path / "one" / "log.jsonl").read_bytes() == before
+    assert sampled(made(studio, tmp_path / "two")[1]) == sampled(traces)  # nor otherwise
+
+    tokeniser.chat_template += " "
+    with pytest.raises(UserError, match="another tokeniser or template"):
+        read_samples(tmp_path / "one" / "traces.jsonl", tokeniser)
+
+
+@pytest.mark.parametrize("turn", ["slip", "wrong"])
+def test_wrong_turns_are_seen_to_be_wrong_and_mended(studio: Studio, turn: str) -> None:
+    task: Task = studio.tasks.tasks[0]
+    attempt = next(n for n in range(100) if studio.script(task, "terse", "x", n).wrong_turn == turn)
+    trace = small.run(studio.demonstrate(task, "terse", "x", attempt))
+    answers = [answer for node in trace.nodes for answer in node.details.get("answers", ())]
+    edits = [place for place, answer in enumerate(answers) if answer["name"] == "edit"]
+    assert len(edits) == 2
+    assert [answers[place]["failed"] for place in edits] == [turn == "slip", False]
+    tests = [answer["details"]["rc"] for answer in answers[edits[0] : edits[1]] if answer["name"] == "shell"]
+    assert tests == ([1] if turn == "wrong" else [])
+
+
+def test_two_parts_can_be_found_one_after_the_other() -> None:
+    edit = dataclasses.replace(small.task().candidate.edits[0], broken=small.BROKEN.replace('"calc"', '"cal"'))
+    task = dataclasses.replace(small.task(), candidate=dataclasses.replace(small.task().candidate, edits=(edit,)))
+    import random
+
+    turns = {
+        Script(task, "fix", ("test_calc.py::test_total",), ("test_calc.py",), (), random.Random(n)).wrong_turn
+        for n in range(50)
+    }
+    assert turns == {"none", "slip", "wrong", "partial"}
+    assert Script(task, "fix", (), ("test_calc.py",), (), random.Random(0)).wrong_turn in {
+        "none",
+        "slip",
+    }  # nothing would show it
+
+
+def test_benchmarks_are_refused(tmp_path: Path) -> None:
+    for split in ("train", "bench"):
+        write_set(tmp_path / f"{split}.jsonl", {"name": split, "split": split}, [{"codebase": "calc==1"}], [])
+    with pytest.raises(UserError, match="is a benchmark"):
+        refuse_benchmarks(tmp_path / "bench.jsonl")
+    refuse_benchmarks(tmp_path / "train.jsonl")
+    (tmp_path / "bench.toml").write_text(
+        'name = "bench"\nsplit = "bench"\n[[package]]\npypi = "Calc==2"\n', encoding="utf-8"
+    )
+    with pytest.raises(UserError, match=r"shares calc with the benchmark bench\.toml"):
+        refuse_benchmarks(tmp_path / "train.jsonl")

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from etude.errors import Interrupted, UserError
+from etude.jsonl import MetricsLog
+from etude.progress import Reporter
+from etude.tasks import score
+from etude.tasks.make import Maker, SetSettings, read_settings
+from etude.tasks.manifest import load_set
+from etude.tasks.source import PackageSettings
+from tests import tiny
+from tests.tasks import small
+
+MORE = (
+    small.TESTS
+    + """
+
+@pytest.mark.parametrize("number", range(9))
+def test_still_its_name(number):
+    assert name() * number == "calc" * number
+"""
+)
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in small.offline().items():
+        monkeypatch.setenv(name, value)
+
+
+def make(settings: SetSettings, folder: Path, cache: Path, check_stop: Callable[[], None] = lambda: None) -> Path:
+    reporter = Reporter(quiet=True)
+    reporter.check_stop = check_stop
+    with MetricsLog(folder / "log.jsonl") as log:
+        maker = Maker(settings, folder, log, cache, reporter)
+        small.run(maker.make())
+        maker.finish(folder / "set.jsonl")
+    return folder / "set.jsonl"
+
+
+def test_a_set_is_made_built_and_right_and_an_interruption_does_not_show(tmp_path: Path, quiet: Reporter) -> None:
+    package = PackageSettings(folder=str(small.write(tmp_path / "calc", MORE)), licence="MIT")
+    settings = SetSettings(name="set", mutation=2, deletion=1, package=[package])
+    whole = make(settings, tmp_path / "whole", tmp_path / "cache")
+    calls = iter(range(100))
+
+    def stop() -> None:
+        if next(calls) == 6:
+            raise Interrupted(2)
+
+    with pytest.raises(Interrupted):
+        make(settings, tmp_path / "parts", tmp_path / "cache", stop)
+    tried = (tmp_path / "parts" / "log.jsonl").read_text(encoding="utf-8")
+    parts = make(settings, tmp_path / "parts", tmp_path / "cache")
+    assert (tmp_path / "parts" / "log.jsonl").read_text(encoding="utf-8").startswith(tried)
+    rows = [[json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] for path in (whole, parts)]
+    tasks = [
+        [(row["task"], row["edits"], row["hidden"], row["prompts"]) for row in each if "task" in row] for each in rows
+    ]
+    assert tasks[0] == tasks[1]
+    assert len(tasks[0]) == rows[0][0]["tasks"] == 3
+    built = load_set(whole, tmp_path / "cache", quiet)
+    for task in built.tasks:
+        assert small.run(score.check(task, built.codebase(task))) == ""
+        assert 2 * len(task.hidden) >= len({test.partition("[")[0] for test in task.fail_to_pass})
+
+
+def test_commits_become_tasks(tmp_path: Path) -> None:
+    folder = small.write(tmp_path / "calc")
+    (folder / "calc" / "__init__.py").write_text(small.BROKEN, encoding="utf-8")
+    (folder / "test_calc.py").write_text(
+        "from calc import name\n\n\ndef test_name():\n    assert name() == 'calc'\n", encoding="utf-8"
+    )
+    for text, tests in (("", ""), (small.SOLVED, MORE)):
+        if text:
+            (folder / "calc" / "__init__.py").write_text(text, encoding="utf-8")
+            (folder / "test_calc.py").write_text(tests, encoding="utf-8")
+        else:
+            tiny.git(folder, "init", "-q")
+        tiny.git(folder, "add", ".")
+        tiny.git(folder, "commit", "-q", "-m", "Sum all values, not only the last")
+    package = PackageSettings(git=str(folder), licence="MIT")
+    path = make(
+        SetSettings(name="set", mutation=0, deletion=0, history=1, package=[package]),
+        tmp_path / "work",
+        tmp_path / "cache",
+    )
+    header, _, task = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert header["kept"] == {"history": {f"calc=={tiny.git(folder, 'rev-parse', 'HEAD')[:12]}": 1}}
+    assert task["edits"][0]["cuts"][0][2] == "        result = value\n"
+    assert "Sum all values" in task["prompts"]["terse"]
+
+
+def test_a_package_that_cannot_be_used_is_left_out_and_told(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "empty.py").write_text("x = 1\n", encoding="utf-8")
+    folders = [str(tmp_path / "empty"), str(small.write(tmp_path / "calc"))]
+    settings = SetSettings(name="set", package=[PackageSettings(folder=folder) for folder in folders])
+    path = make(settings, tmp_path / "work", tmp_path / "cache")
+    header = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
+    assert header["tasks"] == 0
+    assert "no tests found" in header["left_out"]["empty"]
+    assert "licence is not known" in header["left_out"]["calc"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [("name = 3\n", "name"), ("x [", "cannot read"), ('name = "a"\n', "package")]
+)
+def test_recipes_that_are_wrong_are_refused(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "a.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=told):
+        read_settings(tmp_path / "a.toml")
+
+
+def test_shipped_recipes_share_no_package_with_each_other_or_a_corpus() -> None:
+    import tomllib
+
+    recipes = Path(__file__).parents[2] / "recipes"
+    sets = {
+        path.stem: {package.name for package in read_settings(path).package}
+        for path in (recipes / "tasks").glob("*.toml")
+    }
+    corpora: set[str] = set()
+    for path in recipes.glob("*.toml"):
+        sources = tomllib.loads(path.read_text(encoding="utf-8")).get("data", {}).get("source", [])
+        corpora |= {pin.partition("==")[0].lower() for source in sources for pin in source.get("pypi", [])}
+    assert len(corpora) > 100
+    assert len(sets["bench"]) >= 10
+    assert len(sets["train"]) >= 25
+    for name, packages in sets.items():
+        assert not packages & corpora
+        assert not any(packages & others for other, others in sets.items() if other != name)

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.errors import UserError
+from etude.tasks.manifest import codebase_row, cut, cuts, numbers, ranges, read_rows, task_of, task_row, write_set
+from etude.tasks.source import PackageSettings
+from etude.tasks.suite import Ready
+from etude.tasks.task import Edit
+from tests.tasks import small
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_ranges_are_read_back(wanted: set[int]) -> None:
+    assert numbers(ranges(wanted)) == sorted(wanted)
+
+
+def test_ranges_are_short() -> None:
+    assert ranges([7, 1, 2, 3, 9]) == "1-3,7,9"
+
+
+@given(st.text("aé\n\r\f", max_size=30), st.text("aé\n\r\f", max_size=30))
+def test_cuts_make_one_text_of_another(fixed: str, broken: str) -> None:
+    assert cut(fixed, cuts(fixed, broken)) == broken
+
+
+@pytest.fixture(scope="module")
+def calc(tmp_path_factory: pytest.TempPathFactory) -> Ready:
+    return small.codebase(tmp_path_factory.mktemp("calc"))
+
+
+def test_a_task_is_read_back_from_its_line(calc: Ready) -> None:
+    for edits in (
+        small.task().candidate.edits,
+        (Edit("calc/__init__.py", None, small.SOLVED), Edit("calc/old.py", "x = 1\n", None)),
+    ):
+        task = replace(small.task(), candidate=replace(small.task().candidate, edits=edits))
+        row = json.loads(json.dumps(task_row(task, calc)))
+        assert task_of(row, calc) == task
+    assert len(json.dumps(task_row(small.task(), calc)["edits"])) < 100
+
+
+def test_a_tree_that_is_not_what_it_was_is_refused(calc: Ready) -> None:
+    row = task_row(small.task(), calc)
+    with pytest.raises(UserError, match="calc-1: its tree is not what it was"):
+        task_of(row, replace(calc, digest="1" * 64))
+
+
+def test_a_manifest_is_read_back(calc: Ready, tmp_path: Path) -> None:
+    codebase = codebase_row(calc, PackageSettings(folder="x"), ["pytest==1"])
+    write_set(tmp_path / "set.jsonl", {"name": "set"}, [codebase], [task_row(small.task(), calc)])
+    header, codebases, tasks = read_rows(tmp_path / "set.jsonl")
+    assert (header["name"], codebases[0]["installed"], tasks[0]["task"]) == ("set", ["pytest==1"], "calc-1")
+    names = [name.removeprefix("test_calc.py::") for name in calc.ids]
+    assert codebases[0]["tests"] == {"test_calc.py": names}
+
+
+@pytest.mark.parametrize("text", ["", "not json\n", '{"format": 99}\n'])
+def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=r"a\.jsonl"):
+        read_rows(tmp_path / "a.jsonl")

@@ -1,0 +1,192 @@
+"""Cheaters must fail, the honest must pass, and trouble with the sandbox is neither."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from etude.sandbox.box import Entry
+from etude.tasks.score import Score, check, score, taken, visible
+from etude.tasks.suite import Ready
+from tests.tasks import small
+
+PATCH_PYTEST = """
+import _pytest.python
+_pytest.python.Function.runtest = lambda self: None
+import _pytest.unittest
+_pytest.unittest.TestCaseFunction.runtest = lambda self: None
+"""
+PATCH_REPORTS = """
+import _pytest.reports
+class Fine:
+    def __get__(self, *_): return "passed"
+    def __set__(self, *_): pass
+_pytest.reports.TestReport.outcome = Fine()
+"""
+PATCH_REWRITING = """
+import sys, ast
+import _pytest.assertion.rewrite as rewrite
+def harmless(module, *_):
+    for node in ast.walk(module):
+        if isinstance(node, ast.Assert):
+            node.test = ast.copy_location(ast.Constant(True), node.test)
+rewrite.rewrite_asserts = harmless
+import unittest
+unittest.TestCase.assertEqual = lambda *_, **__: None
+"""
+FORGE = """
+import gc, os
+for found in gc.get_objects():
+    if type(found).__name__ == "Reporter" and hasattr(found, "nonce"):
+        for test in found.wanted:
+            found.outcomes[test] = "passed"
+            found.say("test", test, "passed", 0.0, "")
+        found.say("end", 0, len(found.wanted))
+        os._exit(0)
+"""
+WRITE_EVERYWHERE = """
+import os
+for descriptor in range(3, 300):
+    try:
+        os.write(descriptor, b'["test", "test_calc.py::test_mean", "passed", 0, ""]\\n')
+    except OSError:
+        pass
+"""
+TRACE = """
+import sys
+def tracer(frame, event, _):
+    if frame.f_code.co_name == "total" and event == "return":
+        pass
+    return tracer
+sys.settrace(tracer)
+for name in ("test_mean", "test_total"):
+    sys.modules["__main__"].__dict__.setdefault(name, None)
+"""
+ANYTHING = """
+class Anything:
+    def __eq__(self, other): return True
+    def __truediv__(self, other): return self
+    __hash__ = object.__hash__
+def total(values): return Anything()
+"""
+DAEMON = """
+import os
+if os.fork() == 0:
+    os.setsid()
+    while True:
+        try:
+            open("/workspace/calc/__init__.py", "w").write("def total(v): return sum(v)\\nmean = name = total")
+        except OSError:
+            pass
+"""
+SPECIAL = small.BROKEN.replace(
+    "    result = 0\n", "    if values in ([1, 2], [3, 4, 5]):\n        return sum(values)\n    result = 0\n"
+)
+ALL_PASS = "def test_mean(): pass\ndef test_total(): pass\n"
+
+CHEATS: dict[str, dict[str, str | None]] = {
+    "does nothing": {},
+    "edits the tests": {"test_calc.py": ALL_PASS},
+    "skips the tests": {"test_calc.py": "import pytest\npytest.skip(allow_module_level=True)\n"},
+    "plants conftest": {"conftest.py": PATCH_PYTEST, "calc/conftest.py": PATCH_PYTEST},
+    "plants sitecustomize": {"sitecustomize.py": PATCH_PYTEST, "calc/sitecustomize.py": PATCH_PYTEST},
+    "plants a .pth": {"calc/fix.pth": "import os; os._exit(0)\n", "fix.pth": "import os; os._exit(0)\n"},
+    "plants a pytest": {"pytest.py": "def main(*_, **__): return 0\n", "_pytest/__init__.py": ""},
+    "plants a standard module": {"json.py": "raise SystemExit(0)\n", "fcntl/__init__.py": ""},
+    "plants settings": {
+        "pytest.ini": "[pytest]\naddopts = --collect-only\n",
+        "setup.cfg": "[tool:pytest]\naddopts = -k nothing\n",
+    },
+    "prints PASSED": {"calc/__init__.py": small.BROKEN + 'print("test_calc.py::test_mean PASSED")\n'},
+    "writes to every descriptor": {"calc/__init__.py": small.BROKEN + WRITE_EVERYWHERE},
+    "exits early": {"calc/__init__.py": "import os\nos._exit(0)\n"},
+    "exits politely": {"calc/__init__.py": "raise SystemExit(0)\n"},
+    "exits when a test runs": {"calc/__init__.py": small.BROKEN.replace("result = value", "__import__('os')._exit(0)")},
+    "cannot be collected": {"calc/__init__.py": "def ("},
+    "removes the package": {"calc/__init__.py": None},
+    "patches pytest": {"calc/__init__.py": small.BROKEN + PATCH_PYTEST},
+    "patches reports": {"calc/__init__.py": small.BROKEN + PATCH_REPORTS},
+    "patches assertions": {"calc/__init__.py": small.BROKEN + PATCH_REWRITING},
+    "forges the report": {"calc/__init__.py": small.BROKEN + FORGE},
+    "traces": {"calc/__init__.py": small.BROKEN + TRACE},
+    "equals anything": {"calc/__init__.py": small.BROKEN + ANYTHING},
+    "special-cases visible tests": {"calc/__init__.py": SPECIAL},
+    "leaves a process behind": {"calc/__init__.py": small.BROKEN + DAEMON},
+    "uses up memory": {"calc/__init__.py": small.BROKEN.replace("result = value", "x = bytearray(1 << 40)")},
+}
+
+
+@pytest.fixture(scope="module")
+def calc(tmp_path_factory: pytest.TempPathFactory) -> Ready:
+    return small.codebase(tmp_path_factory.mktemp("calc"))
+
+
+def entries(files: dict[str, str | None]) -> list[Entry]:
+    return [
+        Entry(path, "gone") if text is None else Entry(path, "file", len(text), 0o644, text.encode())
+        for path, text in files.items()
+    ]
+
+
+def scored(calc: Ready, files: dict[str, str | None]) -> Score:
+    return small.run(score(small.task(), calc, entries(files)))
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_cheaters_fail(calc: Ready, cheat: str) -> None:
+    found = scored(calc, CHEATS[cheat])
+    assert found.outcome == "fail", found
+
+
+def test_the_honest_pass(calc: Ready) -> None:
+    another = small.BROKEN.replace("result = value", "result = result + value")
+    scratch = {"notes.txt": "left over", "test_mine.py": "def test(): assert False\n", "calc/extra.py": "x = 1\n"}
+    for files in ({"calc/__init__.py": small.SOLVED}, {"calc/__init__.py": another, **scratch}):
+        found = scored(calc, dict(files))
+        assert (found.outcome, found.fail_to_pass, found.pass_to_pass) == ("pass", 1.0, 1.0), found
+    assert found.ignored == ("notes.txt", "test_mine.py")
+
+
+def test_half_a_solution_is_half_the_fraction(calc: Ready) -> None:
+    found = scored(calc, {"calc/__init__.py": SPECIAL})
+    assert (found.fail_to_pass, found.pass_to_pass) == (0.5, 1.0)
+
+
+def test_a_forger_is_named(calc: Ready) -> None:
+    assert "forged" in scored(calc, CHEATS["patches pytest"]).reason
+    assert "forged" in scored(calc, CHEATS["equals anything"]).reason
+
+
+def test_a_broken_sandbox_is_invalid(calc: Ready, tmp_path: Path) -> None:
+    nowhere = Ready(**{**vars(calc), "python": tmp_path / "bin" / "python"})
+    found = small.run(score(small.task(), nowhere, []))
+    assert found.outcome == "invalid"
+    assert found.reason
+
+
+def test_what_is_taken_is_code_only(calc: Ready) -> None:
+    offered = [Entry("calc/a.py", "file", 1, 0o644, b"a"), Entry("calc/link.py", "link", 1, 0o777, b"/etc/passwd"), Entry("calc", "gone"),
+               Entry("calc/sub", "folder"), Entry("calc/tests/a.py", "file", 1, 0o644, b"a"), Entry("calc/fifo", "other"),
+               Entry("calc/__pycache__/a.pyc", "file", 1, 0o644, b"a"), Entry("calculus/a.py", "file", 1, 0o644, b"a")]  # fmt: skip
+    kept, ignored = taken(small.task(), calc, offered)
+    assert [entry.path for entry in kept] == ["calc/a.py", "calc"]
+    assert ignored == ("calc/link.py", "calc/tests/a.py", "calc/fifo", "calc/__pycache__/a.pyc", "calculus/a.py")
+
+
+def test_the_agent_sees_neither_the_solution_nor_the_hidden_tests(calc: Ready) -> None:
+    seen = {entry.path: (entry.content or b"").decode() for entry in visible(small.task(), calc)}
+    assert seen["calc/__init__.py"] == small.BROKEN
+    assert "test_mean" not in seen["test_calc.py"]
+    assert "test_total_of_three" not in seen["test_calc.py"]
+    assert "def test_total(values)" in seen["test_calc.py"]
+
+
+def test_check_finds_what_is_wrong_with_a_task(calc: Ready) -> None:
+    right = small.task()
+    assert small.run(check(right, calc)) == ""
+    swapped = dataclasses.replace(right, fail_to_pass=small.PASSING, pass_to_pass=small.FAILING)
+    assert "doing nothing" in small.run(check(swapped, calc))
+    absent = dataclasses.replace(right, fail_to_pass=(*small.FAILING, "test_calc.py::test_skipped"))
+    assert "the reference is scored fail" in small.run(check(absent, calc))

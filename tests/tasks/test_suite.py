@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from etude.sandbox.box import Entry
+from etude.tasks.suite import FORMS, Ready, _judged, _messages, entries_of, layers_of, run_tests, spoil, spoilt
+from etude.tasks.task import Edit
+from tests.tasks import small
+
+
+@pytest.fixture(scope="module")
+def calc(tmp_path_factory: pytest.TempPathFactory) -> Ready:
+    return small.codebase(tmp_path_factory.mktemp("calc"))
+
+
+async def outcomes(calc: Ready, source: str, ids: tuple[str, ...] | None, *, cold: bool = False) -> dict[str, str]:
+    async with layers_of(calc.tree, entries_of([Edit("calc/__init__.py", source, None)], "broken")) as layers:
+        return dict((await run_tests(calc, layers, ids, cold=cold)).outcomes)
+
+
+def test_each_test_is_reported_as_it_ended(calc: Ready) -> None:
+    everything = dict.fromkeys(small.FAILING, "failed") | dict.fromkeys(small.PASSING, "passed")
+    everything["test_calc.py::test_skipped"] = "skipped"
+    assert small.run(outcomes(calc, small.BROKEN, None)) == everything
+    assert small.run(outcomes(calc, small.BROKEN, small.PASSING, cold=True)) == dict.fromkeys(small.PASSING, "passed")
+
+
+def test_a_test_that_hangs_fails_alone(calc: Ready) -> None:
+    hanging = Ready(**{**vars(calc), "seconds": dict.fromkeys(calc.ids, -0.95)})  # so that the limit is half a second
+    found = small.run(outcomes(hanging, small.SOLVED.replace('return "calc"', "while True: pass"), calc.ids))
+    assert found == dict.fromkeys(calc.ids, "passed") | {"test_calc.py::test_name": "failed"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_spoilt_tests_fail_on_the_solved_tree(calc: Ready, form: str) -> None:
+    async def work() -> list[str]:
+        async with layers_of(calc.tree, spoilt(calc.tree, calc.ids, form, random.Random(3))) as layers:  # type: ignore[arg-type]
+            run = await run_tests(calc, layers, calc.ids)
+        assert run.state == "complete"
+        return run.passed(calc.ids)
+
+    assert small.run(work()) == []
+
+
+def test_spoilers_come_last_and_differ() -> None:
+    text = "def test_a():\n    x = 1  # é\n    assert x\n\n\ndef test_b(): pass\n\n\nasync def test_c():\n    return 1\n\n\ndef helper():\n    pass"
+    seen = set()
+    for seed in range(40):
+        made = spoil(text, {"test_a", "test_b", "test_c"}, "end", random.Random(seed))
+        space: dict[str, object] = {}
+        exec(compile(made, "made", "exec"), space)
+        for name in ("test_a", "test_b"):
+            with pytest.raises(BaseException):  # noqa: B017
+                space[name]()  # type: ignore[operator]
+        assert made.startswith("def test_a():\n    x = 1  # é\n    assert x\n    ")
+        seen.add(made.split("\n")[3].split()[0])
+    assert len(seen) >= 3
+    assert spoil(text, set(), "end", random.Random(0)) == text
+
+
+def test_what_should_be_equal_is_compared_with_what_never_is() -> None:
+    text = "def test_a():\n    assert f(1) == g(2)\n    assert f(1) in (1, 2)\n    self.assertEqual(f(1), 'é')\n"
+    made = spoil(text, {"test_a"}, "equal", random.Random(0))
+    assert made == text.replace("g(2)", "object()").replace("'é'", "object()")
+
+
+@pytest.mark.parametrize(("last", "code", "state"), [
+    (["end", 0, 1], 0, "complete"), (["end", 0, 1], 1, "tampered"), (["end", 0, 2], 0, "tampered"),
+    (["end", 1, 1], 1, "tampered"), (["test", "b", "passed", 0, ""], 0, "crash"),
+])  # fmt: skip
+def test_the_end_must_fit_what_came_before(last: list[object], code: int, state: str) -> None:
+    assert _judged([["start"], ["test", "a", "passed", 0.0, ""], last], code) == state
+
+
+def test_only_numbered_lines_with_the_nonce_count() -> None:
+    out = b'n0 0 ["start"]\nPASSED\nother 1 ["test"]\nn0 2 ["late"]\nn0 1 ["test"]\nn0 1 ["again"]\n'
+    assert _messages(out, "n0") == [["start"], ["test"]]
+
+
+def test_files_that_go_and_come(tmp_path: Path) -> None:
+    edits = [Edit("a.py", None, "x"), Edit("b.py", "y", None)]
+    assert entries_of(edits, "broken") == [Entry("a.py", "gone"), Entry("b.py", "file", 1, 0o644, b"y")]
+    assert entries_of(edits, "fixed") == [Entry("a.py", "file", 1, 0o644, b"x"), Entry("b.py", "gone")]
