@@ -15,19 +15,21 @@ from etude.agent.formats import choose_format
 from etude.agent.search.index import Searcher
 from etude.agent.toolbox_edit import replace
 from etude.agent.trace import Trace, read_traces
+from etude.data.chat.template import ChatTemplate
 from etude.errors import UserError
 from etude.jsonl import MetricsLog
 from etude.models.bases import resolve
 from etude.models.load import load_tokeniser
 from etude.progress import Reporter
+from etude.run.stages.sft import SftSettings, _packed
 from etude.tasks.demos import Studio, make, read_samples, refuse_benchmarks, tokeniser_digest
 from etude.tasks.manifest import TaskSet, write_set
 from etude.tasks.strategies import Change, Script, changes, wrong_versions
-from etude.tasks.task import Task
+from etude.tasks.task import Style, Task
 from tests.tasks import small
 
 LINES = st.lists(st.sampled_from(["a\n", "b\n", "    a\n", "\n", "def f(): pass\n", "x = 1"]), max_size=8).map("".join)
-PROMPTS = {"terse": "fix total", "premise": "since the change to name, sums are wrong", "full": "calc.total([1, 2]) gives 2\nWhere: calc/__init__.py",
+PROMPTS: dict[Style, str] = {"terse": "fix total", "premise": "since the change to name, sums are wrong", "full": "calc.total([1, 2]) gives 2\nWhere: calc/__init__.py",
            "trace": "test_calc.py:10: in test_total\nassert 2 == 3\n\nfix"}  # fmt: skip
 
 
@@ -109,12 +111,20 @@ def test_demonstrations_are_kept_if_they_pass_and_are_learnt_token_for_token(
         for _, encoded in read_samples(tmp_path / "one" / "traces.jsonl", tokeniser)
     ]
     assert learnt == sampled(traces)
+    settings = SftSettings(traces=[str(tmp_path / "one" / "traces.jsonl")], length=8192, heldout=0.0)
+    chats, _ = _packed(settings, ChatTemplate(tokeniser, "base"), 8192, seed=0)
+    rows = chats.splits["train"]["chat"]
+    batch = chats.read([rows[row] for row in range(len(rows))])
+    assert batch.learnt is not None
+    assert int(batch.learnt.sum()) == sum(map(len, sampled(traces)))
 
     before = (tmp_path / "one" / "log.jsonl").read_bytes()
     assert made(studio, tmp_path / "one")[0] == row  # nothing is made again
     assert (tmp_path / "one" / "log.jsonl").read_bytes() == before
     assert sampled(made(studio, tmp_path / "two")[1]) == sampled(traces)  # nor otherwise
 
+    with pytest.raises(UserError, match="another set, model or seed"):
+        made(dataclasses.replace(studio, seed=2), tmp_path / "one")
     tokeniser.chat_template += " "
     with pytest.raises(UserError, match="another tokeniser or template"):
         read_samples(tmp_path / "one" / "traces.jsonl", tokeniser)
@@ -123,8 +133,13 @@ def test_demonstrations_are_kept_if_they_pass_and_are_learnt_token_for_token(
 @pytest.mark.parametrize("turn", ["slip", "wrong"])
 def test_wrong_turns_are_seen_to_be_wrong_and_mended(studio: Studio, turn: str) -> None:
     task: Task = studio.tasks.tasks[0]
-    attempt = next(n for n in range(100) if studio.script(task, "terse", "x", n).wrong_turn == turn)
-    trace = small.run(studio.demonstrate(task, "terse", "x", attempt))
+    drawn = next(
+        each
+        for n in range(100)
+        if (each := dataclasses.replace(studio, seed=n)).script(task, "terse", "x", 0).wrong_turn == turn
+    )
+    assert drawn.script(task, "terse", "x", 1).wrong_turn == "none"
+    trace = small.run(drawn.demonstrate(task, "terse", "x", 0))
     answers = [answer for node in trace.nodes for answer in node.details.get("answers", ())]
     edits = [place for place, answer in enumerate(answers) if answer["name"] == "edit"]
     assert len(edits) == 2

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
-from etude.sandbox.box import Entry
-from etude.tasks.score import Score, check, score, taken, visible
+from etude.sandbox.box import Entry, Place
+from etude.sandbox.local import open_sandbox
+from etude.tasks.score import Score, check, score, taken, tried, visible
 from etude.tasks.suite import Ready
+from etude.tasks.task import Edit
 from tests.tasks import small
+from tests.tasks.cheats import ASKS_THE_CALLER, KNOWS_THE_SCORER
 
 PATCH_PYTEST = """
 import _pytest.python
@@ -84,6 +89,10 @@ if os.fork() == 0:
 SPECIAL = small.BROKEN.replace(
     "    result = 0\n", "    if values in ([1, 2], [3, 4, 5]):\n        return sum(values)\n    result = 0\n"
 )
+KNOWS_A_TEST = """
+if "assert total(values) == sum(values)\\n\\n\\n" in open("te" + "st_calc.py").read():
+    exec(%r)
+"""
 ALL_PASS = "def test_mean(): pass\ndef test_total(): pass\n"
 
 CHEATS: dict[str, dict[str, str | None]] = {
@@ -112,6 +121,9 @@ CHEATS: dict[str, dict[str, str | None]] = {
     "forges the report": {"calc/__init__.py": small.BROKEN + FORGE},
     "traces": {"calc/__init__.py": small.BROKEN + TRACE},
     "equals anything": {"calc/__init__.py": small.BROKEN + ANYTHING},
+    "asks its caller": {"calc/__init__.py": small.BROKEN + ASKS_THE_CALLER},
+    "knows the scorer": {"calc/__init__.py": small.BROKEN + KNOWS_THE_SCORER % PATCH_PYTEST},
+    "knows a test that it has seen": {"calc/__init__.py": small.BROKEN + KNOWS_A_TEST % PATCH_PYTEST},
     "special-cases visible tests": {"calc/__init__.py": SPECIAL},
     "leaves a process behind": {"calc/__init__.py": small.BROKEN + DAEMON},
     "uses up memory": {"calc/__init__.py": small.BROKEN.replace("result = value", "x = bytearray(1 << 40)")},
@@ -134,10 +146,18 @@ def scored(calc: Ready, files: dict[str, str | None]) -> Score:
     return small.run(score(small.task(), calc, entries(files)))
 
 
+def run(calc: Ready, files: dict[str, str | None]) -> Score:
+    task = small.task()
+    return small.run(tried(task, calc, taken(task, calc, entries(files))[0]))
+
+
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_cheaters_fail(calc: Ready, cheat: str) -> None:
     found = scored(calc, CHEATS[cheat])
     assert found.outcome == "fail", found
+    if "touches" in found.reason:  # caught by reading it; running it must be enough too
+        found = run(calc, CHEATS[cheat])
+        assert found.outcome == "fail", found
 
 
 def test_the_honest_pass(calc: Ready) -> None:
@@ -155,8 +175,24 @@ def test_half_a_solution_is_half_the_fraction(calc: Ready) -> None:
 
 
 def test_a_forger_is_named(calc: Ready) -> None:
-    assert "forged" in scored(calc, CHEATS["patches pytest"]).reason
-    assert "forged" in scored(calc, CHEATS["equals anything"]).reason
+    assert "import of _pytest in calc/__init__.py, line 20" in scored(calc, CHEATS["patches pytest"]).reason
+    for cheat in (
+        "patches pytest",
+        "asks its caller",
+        "knows the scorer",
+        "knows a test that it has seen",
+        "equals anything",
+    ):
+        assert "forged" in run(calc, CHEATS[cheat]).reason
+
+
+def test_code_may_use_what_it_used_before(calc: Ready) -> None:
+    files: dict[str, str | None] = {"calc/__init__.py": small.SOLVED, "calc/extra.py": "import sys\n\nsys.modules\n"}
+    assert "sys.modules in calc/extra.py, line 3" in scored(calc, files).reason
+    right = small.task()
+    edits = (*right.candidate.edits, Edit("calc/extra.py", None, "import sys\nsys.modules\n"))
+    allowed = dataclasses.replace(right, candidate=dataclasses.replace(right.candidate, edits=edits))
+    assert small.run(score(allowed, calc, entries(files))).outcome == "pass"
 
 
 def test_a_broken_sandbox_is_invalid(calc: Ready, tmp_path: Path) -> None:
@@ -173,6 +209,30 @@ def test_what_is_taken_is_code_only(calc: Ready) -> None:
     kept, ignored = taken(small.task(), calc, offered)
     assert [entry.path for entry in kept] == ["calc/a.py", "calc"]
     assert ignored == ("calc/link.py", "calc/tests/a.py", "calc/fifo", "calc/__pycache__/a.pyc", "calculus/a.py")
+
+
+def test_every_warm_call_gets_its_own_standard_input(tmp_path: Path) -> None:
+    """A runner that gets no order, or another's, makes a score invalid. Orders are longer than a pipe holds, and come ten at once."""
+    tmp_path.chmod(0o755)
+    python = small.python()
+    place = Place((tmp_path,), (python.parent.parent,), warm=(python, ("json.tool",)))
+    words = [str(python), "-m", "json.tool", "--compact"]
+
+    async def calls(seed: int) -> int:
+        sandbox = await open_sandbox(place)
+        orders = [json.dumps([f"{seed} {number}", "x" * 9973 * number]).encode() for number in range(10)]
+        try:
+            results = await asyncio.gather(*(sandbox.exec(words, stdin=order) for order in orders * 2))
+        finally:
+            await sandbox.close()
+        return sum(
+            json.loads(result.out) == json.loads(order) for result, order in zip(results, orders * 2, strict=True)
+        )
+
+    async def work() -> list[int]:
+        return await asyncio.gather(*map(calls, range(5)))
+
+    assert small.run(work()) == [20] * 5
 
 
 def test_the_agent_sees_neither_the_solution_nor_the_hidden_tests(calc: Ready) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -55,16 +56,42 @@ def test_spoilers_come_last_and_differ() -> None:
         for name in ("test_a", "test_b"):
             with pytest.raises(BaseException):  # noqa: B017
                 space[name]()  # type: ignore[operator]
-        assert made.startswith("def test_a():\n    x = 1  # é\n    assert x\n    ")
-        seen.add(made.split("\n")[3].split()[0])
+        assert made.startswith(
+            ("def test_a():\n    x = 1  # é\n    assert x\n    ", "def test_a():\n    x = 1  # é\n    assert not (x)\n")
+        )
+        seen.add(" ".join(made.split("\n")[2:4]).split()[-3])
+        assert not re.search(r"\d{4}", made), "a number that no test would have"
     assert len(seen) >= 3
     assert spoil(text, set(), "end", random.Random(0)) == text
 
 
-def test_what_should_be_equal_is_compared_with_what_never_is() -> None:
-    text = "def test_a():\n    assert f(1) == g(2)\n    assert f(1) in (1, 2)\n    self.assertEqual(f(1), 'é')\n"
-    made = spoil(text, {"test_a"}, "equal", random.Random(0))
-    assert made == text.replace("g(2)", "object()").replace("'é'", "object()")
+EQUALITIES = """def test_a():
+    assert f(1) == g(2), "why"
+    assert f(1) in (1, 2)
+    self.assertEqual(f(1), 'é')
+    assert 7 == f(1)
+    assert f(1) == b"xy"
+    assert f(1) == 0.5
+    assert f(1) == True
+"""
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_should_be_equal_is_compared_with_another_value_of_its_kind(seed: int) -> None:
+    made = spoil(EQUALITIES, {"test_a"}, "equal", random.Random(seed))
+    shape = r"""def test_a\(\):
+    assert f\(1\) == \d{8,9}, "why"
+    assert f\(1\) in \(1, 2\)
+    self.assertEqual\(f\(1\), '[a-z]{8}'\)
+    assert (\d+) == f\(1\)
+    assert f\(1\) == b'[a-z]{8}'
+    assert f\(1\) == (\d+.5)
+    assert f\(1\) == \d{8,9}
+"""
+    found = re.fullmatch(shape, made)
+    assert found, made
+    assert found[1] != "7"
+    assert found[2] != "0.5"
 
 
 @pytest.mark.parametrize(("last", "code", "state"), [

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from etude.tasks.manifest import TaskSet
     from etude.tasks.task import Style, Task
 
-ATTEMPTS = 4  # ways that are drawn for a demonstration before it is given up
+ATTEMPTS = 3  # ways that are drawn for a demonstration before it is given up
 SETTINGS = HarnessSettings(summary=SummarySettings(kind="none"))
 TRACES = "traces.jsonl"
 Row = dict[str, Any]
@@ -83,7 +83,9 @@ class Studio:
         seen = tuple(test for test in failing if test not in task.hidden)
         suites = tuple(sorted({test.partition("::")[0] for test in seen or failing}))
         rng = random.Random(f"{self.seed}/{name}/{attempt}")  # noqa: S311 - keeps no secret
-        return Script(task, task.prompts[style], seen, suites, self.tasks.codebase(task).options, rng)
+        script = Script(task, task.prompts[style], seen, suites, self.tasks.codebase(task).options, rng)
+        script.wrong_turn = "none" if attempt else script.wrong_turn  # the first way failed: go straight
+        return script
 
     async def demonstrate(self, task: Task, style: Style, name: str, attempt: int) -> Trace:
         """Return a demonstration that scores as passed. Unfit: why there is none by this way."""
@@ -154,6 +156,11 @@ def jobs(tasks: TaskSet, each: int) -> list[tuple[str, Task, Style]]:
 
 async def make(studio: Studio, folder: Path, log: MetricsLog, reporter: Reporter, each: int = 1) -> Row:
     """Make demonstrations into a folder; what is there is not made again. Return what became of all."""
+    about = {"set": studio.tasks.digest, "tokeniser": studio.tokeniser, "seed": studio.seed}
+    if log.get("about") is None:
+        log.put("about", **about)
+    if about != {name: (log.get("about") or {})[name] for name in about}:
+        raise UserError(f"{folder} has demonstrations of another set, model or seed; choose another --out")
     wanted, room = jobs(studio.tasks, each), asyncio.Semaphore(cores())
     with reporter.task(f"demonstrating {studio.tasks.name}", len(wanted), "demonstrations") as progress:
 

@@ -192,11 +192,16 @@ class Script:
     def _grep(self) -> Turns:
         """Look for a name that the request or an answer gives, if one does."""
         code = "\n".join(edit.broken or "" for edit in self.edits)
-        names = re.findall(r"[A-Za-z_][\w.]*\w", self.seen)
+        names = dict.fromkeys(re.findall(r"\w+", self.seen))  # a class of errors is no place to look, but for one
         words = [
-            name.rpartition(".")[2] for name in names if re.search(r"[_.]|[a-z][A-Z]", name) or f"def {name}(" in code
+            name for name in names if re.search(r"_|[a-z][A-Z]", name) or re.search(rf"(def|class) {name}\b", code)
         ]
-        if known := [word for word in dict.fromkeys(words) if re.search(rf"\b{word}\b", code)]:
+        words = [
+            word
+            for word in words
+            if word == "NotImplementedError" or not word.endswith(("Error", "Exception", "Warning"))
+        ]
+        if known := [word for word in words if re.search(rf"\b{word}\b", code)]:
             word = self.rng.choice(known[:3])
             forms = [rf"\b{word}\b", word, f"(def|class) {word}"]
             pattern = self.rng.choice(forms if re.search(rf"(def|class) {word}\b", code) else forms[:1])

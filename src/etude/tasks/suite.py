@@ -14,6 +14,7 @@ import ast
 import json
 import os
 import secrets
+import string
 import tempfile
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -129,10 +130,13 @@ async def _run(
         said = result.err[-4000:].decode(errors="replace")
         messages = _messages(result.out, nonce)
         if not messages or messages[0][0] != "start":
-            raise SandboxError(f"{codebase.name}: the test runner did not start: {said[-500:]}")
+            what = f"it ended with {result.rc} and {len(result.out)} bytes of output"
+            raise SandboxError(f"{codebase.name}: the test runner did not start: {what}: {said[-500:]}")
         state: State = "timeout" if result.timed_out else "memory" if result.oom else _judged(messages, result.rc)
         if result.cut[0]:
             state = "tampered"
+        if state == "crash":
+            said += f"\n(exit code {result.rc} after {messages[-1][:2]}, {result.out.count(nonce.encode())} reports)"
         content = await sandbox.read(COVERAGE, 1 << 28) if cover and state == "complete" else b""
     finally:
         await sandbox.close()
@@ -201,8 +205,9 @@ def spoilt(tree: Path, tests: Iterable[str], form: Form, rng: random.Random) -> 
 def spoil(text: str, names: Collection[str], form: Form, rng: random.Random) -> str:
     """Return a test file whose functions of these names must fail.
 
-    `end`: an error of one of several kinds, drawn anew, comes last. `equal`: what should equal something is compared with an
-    object that equals nothing but itself, which finds out values that claim to equal anything.
+    `end`: an error of one of several kinds, drawn anew, comes last, or the last assertion is turned into its opposite. `equal`: what
+    should equal something is compared with another value, which finds out values that claim to equal anything and code that
+    reads in its caller what it should return. Both look as tests do: nothing in them tells a forger that they are spoilt.
     """
     file = Parsed("", text)
     cuts: list[Cut] = []
@@ -211,16 +216,18 @@ def spoil(text: str, names: Collection[str], form: Form, rng: random.Random) -> 
             found = (
                 [_last_words(file, node, rng)]
                 if form == "end"
-                else [file.replaced(each, "object()") for each in _expected(node)]
+                else [file.replaced(each, _another(each, rng)) for each in _expected(node)]
             )
             cuts += [each for each in found if not any(overlap(each, other) for other in cuts)]
     return file.cut(cuts)
 
 
 def _last_words(file: Parsed, node: ast.FunctionDef | ast.AsyncFunctionDef, rng: random.Random) -> Cut:
-    one = rng.randrange(10**6, 10**9)
-    spoiler = rng.choice(SPOILERS).format(one=one, two=one + rng.randrange(1, 10**6))
     (start, end), last = file.span(node.body[-1]), node.body[-1]
+    if isinstance(last, ast.Assert) and rng.random() < 0.5:
+        return file.replaced(last.test, f"not ({file.source(last.test)})")
+    one = rng.randrange(2, 100)
+    spoiler = rng.choice(SPOILERS).format(one=one, two=one + rng.randrange(1, 100))
     indent = file.indent(last.lineno).decode() if last.lineno != node.lineno else ""
     if last.lineno == node.lineno or isinstance(last, ast.Return):
         return Cut(start, start, f"{spoiler}; " if not indent else f"{spoiler}\n{indent}")
@@ -228,12 +235,28 @@ def _last_words(file: Parsed, node: ast.FunctionDef | ast.AsyncFunctionDef, rng:
 
 
 def _expected(function: ast.AST) -> Iterator[ast.expr]:
-    """Yield what values are asserted to equal."""
+    """Yield what values are asserted to equal: of two sides the one that is written out, else the second."""
     for node in ast.walk(function):
+        sides: list[ast.expr] = []
         if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare) and isinstance(node.test.ops[0], ast.Eq):
-            yield node.test.comparators[0]
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "assertEqual" and len(node.args) > 1:
-            yield node.args[1]
+            sides = [node.test.left, node.test.comparators[0]]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "assertEqual":
+            sides = node.args[:2]
+        if len(sides) > 1:
+            yield sides[0] if isinstance(sides[0], ast.Constant) else sides[1]
+
+
+def _another(expected: ast.expr, rng: random.Random) -> str:
+    """Return what does not equal what was expected, written out, of the same kind where that is a number or a text."""
+    value = expected.value if isinstance(expected, ast.Constant) else None
+    letters = "".join(
+        rng.choices(string.ascii_lowercase, k=max(8, len(value) if isinstance(value, str | bytes) else 0))
+    )
+    if isinstance(value, str | bytes):
+        return repr(letters if isinstance(value, str) else letters.encode())
+    if isinstance(value, int | float) and not isinstance(value, bool) and value < 10**15:  # else it may stay the same
+        return repr(value + rng.randrange(2, 100))
+    return str(rng.randrange(10**7, 10**9))
 
 
 def entries_of(edits: Iterable[Edit], side: Literal["broken", "fixed"]) -> list[Entry]:

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Generator = Literal["mutation", "deletion", "version", "history"]
-Style = Literal["terse", "trace", "premise", "full"]  # a short report; a stack trace and "fix"; a wrong premise; everything
+Style = Literal[
+    "terse", "trace", "premise", "full"
+]  # a short report; a stack trace and "fix"; a wrong premise; everything
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,9 @@ class Candidate:
     kinds: tuple[str, ...]  # which operators or removals
     edits: tuple[Edit, ...]
     spans: tuple[Span, ...]
-    about: Mapping[str, Any] = field(default_factory=dict)  # for prompts and reports: names, signature, docstring, changelog lines
+    about: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # for prompts and reports: names, signature, docstring, changelog lines
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,6 +38,9 @@ class SftSettings(TrainSettings):
         default=None, ge=16, description="tokens in a row; default 2048, or the model's context if shorter"
     )
     conversations: list[str] = Field(default=[], description="JSONL files of conversations in OpenAI's form")
+    traces: list[str] = Field(
+        default=[], description="files of episodes, as `etude tasks demos` writes them; learnt token for token"
+    )
     code: str | None = Field(default=None, description="a folder of Python code to make conversations of")
     template: str = Field(default="auto", description="auto: the base's, else chatml; base; chatml; or a .jinja file")
     too_long: Literal["drop", "cut"] = Field(
@@ -56,8 +60,10 @@ class SftSettings(TrainSettings):
     def _has_data(self) -> SftSettings:
         if self.mtp and self.lora:
             raise ValueError("`mtp` trains heads along with all weights, `lora` none of them; leave one of the two out")
-        if not self.conversations and not self.code:
-            raise ValueError("nothing to learn from; name `conversations` (JSONL files), or a folder of `code`")
+        if not (self.conversations or self.traces or self.code):
+            raise ValueError(
+                "nothing to learn from; name `conversations` or `traces` (JSONL files), or a folder of `code`"
+            )
         if self.shares:
             raise ValueError("`shares` means nothing here: the corpus is measured on, not learnt from")
         if self.tokens and self.epochs != SftSettings.model_fields["epochs"].default:
@@ -75,9 +81,11 @@ class SftStage(TrainingStage):
         """Refuse files that are not there, or not what they should be: stages before this one may take days."""
         from etude.data.chat.conversations import read_conversations
 
+        for field, names in {"conversations": settings.conversations, "traces": settings.traces}.items():
+            for name in names:
+                if not Path(name).expanduser().is_file():
+                    raise UserError(f"sft.{field}: {name!r} is not a file (looked in {Path.cwd()})")
         for name in settings.conversations:
-            if not Path(name).expanduser().is_file():
-                raise UserError(f"sft.conversations: {name!r} is not a file (looked in {Path.cwd()})")
             read_conversations(Path(name).expanduser())
         if settings.template not in {"auto", "base", "chatml"} and not Path(settings.template).is_file():
             raise UserError(
@@ -88,11 +96,15 @@ class SftStage(TrainingStage):
 
     def inputs(self, settings: SftSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:
         """Return settings, and the conversations, code and template by content."""
-        files = [*settings.conversations, *([settings.template] if Path(settings.template).is_file() else [])]
+        files = [
+            *settings.conversations,
+            *settings.traces,
+            *([settings.template] if Path(settings.template).is_file() else []),
+        ]
         content = [sha256_file(Path(name).expanduser()) for name in files]
         content += [read_codebase(Path(settings.code).expanduser()).digest] if settings.code else []
         found = super().inputs(settings, parent_digest, seed)
-        paths = {"conversations", "code"}
+        paths = {"conversations", "traces", "code"}
         return {**found, "settings": {k: v for k, v in found["settings"].items() if k not in paths}, "content": content}
 
     def train(self, training: Training, world: World, work: Work | None) -> None:
@@ -138,7 +150,7 @@ class SftStage(TrainingStage):
     def data_uses(self, settings: SftSettings, job: Job, seen: dict[str, float]) -> list[DataUse]:  # noqa: ARG002 - as its parent's
         """Return the files and the code that conversations came from."""
         uses = []
-        for name in settings.conversations:
+        for name in [*settings.conversations, *settings.traces]:
             path = Path(name).expanduser()
             uses.append(DataUse(name=path.name, source=f"file {path.absolute()}", revision=None, digest=sha256_file(path),
                                 files=1, bytes=path.stat().st_size, left_out={}))  # fmt: skip
@@ -155,6 +167,8 @@ def _packed(settings: SftSettings, template: ChatTemplate, length: int, seed: in
     from etude.data.chat.conversations import read_conversations, split
     from etude.data.chat.from_code import conversations_from_code
     from etude.data.chat.rows import pack_chat
+    from etude.data.heldout import choose_heldout
+    from etude.tasks.demos import read_samples
 
     every: list[Conversation] = [
         each for name in settings.conversations for each in read_conversations(Path(name).expanduser())
@@ -169,6 +183,10 @@ def _packed(settings: SftSettings, template: ChatTemplate, length: int, seed: in
         "train": [e for c in train for e in template.encode(c)],
         "heldout": [e for c in heldout for e in template.encode(c)],
     }
+    told = [each for name in settings.traces for each in read_samples(Path(name).expanduser(), template.tokeniser)]
+    held = choose_heldout({"chat": Counter(package for package, _ in told)}, settings.heldout, seed)
+    for package, episode in told:
+        encoded["heldout" if package in held else "train"].append(episode)
     chats, became = pack_chat(
         encoded,
         length=length,
