@@ -90,7 +90,7 @@ def run_module(module: str, arguments: list[str], env: dict[str, str]) -> None:
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
     sys.argv = [module, *arguments]
-    sys.path.insert(0, os.getcwd())
+    sys.path[:0] = [os.getcwd(), *filter(None, env.get("PYTHONPATH", "").split(":"))]
     code = 0
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -85,7 +85,7 @@ class Keeper:
         """Work until the host closes the socket."""
         while True:
             for key, events in self.selector.select(self.patience()):
-                if key.fd in self.selector.get_map():  # it may have ended with another of this round
+                if self.selector.get_map().get(key.fd) is key:  # it may have ended with another of this round
                     key.data(events)
             now = time.monotonic()
             for job in list(self.jobs.values()):
@@ -308,7 +308,8 @@ class Keeper:
         words, env = request["words"], request["env"]
         if not self.warm or len(words) < 3 or words[1] != "-m" or words[2] not in self.warm["modules"]:
             return None
-        if any(name.startswith("PYTHON") and name != "PYTHONDONTWRITEBYTECODE" for name in env):
+        settings = {name: env[name] for name in env if name.startswith("PYTHON") and name != "PYTHONPATH"}
+        if settings != self.warm.get("settings"):
             return None  # they are read when Python starts, which this one did long ago
         found = shutil.which(words[0], path=env.get("PATH"))
         return words[2] if found == self.warm["python"] else None

@@ -59,13 +59,13 @@ _lock = threading.Lock()
 class Launcher:
     """The host's end of a launcher."""
 
-    def __init__(self, warm: tuple[Path, tuple[str, ...]] | None) -> None:
+    def __init__(self, warm: tuple[Path, tuple[str, ...]] | None, settings: Mapping[str, str]) -> None:
         python, modules = (str(warm[0]), warm[1]) if warm else (sys.executable, ())
         # A warm Python must find its packages; it is not isolated (-I), because that would show in what it runs.
         flags = ["-s"] if warm else ["-I", "-S"]
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [python, *flags, "-c", "import os; exec(os.environ.pop('LAUNCHER'))", *modules]
-        env = {**ENVIRONMENT, "LAUNCHER": BOOTSTRAP, "ETUDE": str(PACKAGE)}
+        env = {**ENVIRONMENT, **settings, "LAUNCHER": BOOTSTRAP, "ETUDE": str(PACKAGE)}
         with theirs:
             try:
                 self.process = subprocess.Popen(
@@ -82,13 +82,14 @@ class Launcher:
             raise SandboxError(f"the launcher has gone: {error.strerror}") from error
 
 
-def _launcher(warm: tuple[Path, tuple[str, ...]] | None) -> Launcher:
-    """Return the launcher for some warm modules; one that has ended, or was this process's parent's, is not used."""
-    key = (os.getpid(), warm)
+def _launcher(place: Place) -> Launcher:
+    """Return the launcher for a place's warm modules; one that has ended, or was this process's parent's, is not used."""
+    settings = warm_settings(place)
+    key = (os.getpid(), place.warm, *sorted(settings.items()))
     with _lock:
         known = _launchers.get(key)
         if known is None or known.process.poll() is not None:
-            known = _launchers[key] = Launcher(warm)
+            known = _launchers[key] = Launcher(place.warm, settings)
         return known
 
 
@@ -123,7 +124,7 @@ class LocalSandbox:
         service, theirs = socket.socketpair()
         gone, ended = os.pipe()
         try:
-            _launcher(self.place.warm).open(dataclasses.asdict(self.place.limits), theirs, ended)
+            _launcher(self.place).open(dataclasses.asdict(self.place.limits), theirs, ended)
         except BaseException:
             service.close()
             os.close(gone)
@@ -299,9 +300,17 @@ def describe(place: Place, backend: str) -> dict[str, Any]:
             (source, target) for target, source in shown.items() if not f"{target}/".startswith("/usr/")
         ),
         "hidden": list(place.hidden),
-        "warm": {"python": str(place.warm[0]), "modules": place.warm[1]} if place.warm else None,
+        "warm": {"python": str(place.warm[0]), "modules": place.warm[1], "settings": warm_settings(place)}
+        if place.warm
+        else None,
         "limits": dataclasses.asdict(place.limits),
     }
+
+
+def warm_settings(place: Place) -> dict[str, str]:
+    """Return what a warm Python must be started with to be as a fresh one would be: all that Python reads only then."""
+    given = {**ENVIRONMENT, **place.env} if place.warm else {}
+    return {name: value for name, value in given.items() if name.startswith("PYTHON") and name != "PYTHONPATH"}
 
 
 def _python_base(folder: Path) -> list[Path]:
