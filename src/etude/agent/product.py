@@ -18,6 +18,7 @@ from etude.agent.changes import unified
 from etude.agent.harness import Harness, HarnessSettings
 from etude.agent.prompt import SYSTEM
 from etude.agent.repository import check_size, files_of
+from etude.agent.search.embedder import installed_embedder
 from etude.agent.search.index import Searcher
 from etude.agent.tools import Toolset
 from etude.agent.trace import Trace
@@ -93,7 +94,7 @@ async def attempt(
     watch: Callable[[Node], None] | None = None,
 ) -> tuple[Trace, list[Entry]]:
     """Have the agent work on a request; return its trace and what it changed."""
-    searcher = Searcher(cache) if "search" in tools.tools else None
+    searcher = Searcher(cache, installed_embedder()) if "search" in tools.tools else None
     toolset = Toolset(shop.sandbox, tools, searcher)
     trace = Trace(uuid.uuid4().hex[:12], request)
     trace.made_by["sandbox"] = shop.sandbox.backend
