@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 SYSTEM, USER, ASSISTANT, END = range(256, 260)
 ROLES = {SYSTEM: "system", USER: "user", ASSISTANT: "assistant"}
-CONTEXT = 400_000  # bytes; an endpoint does not say how many tokens it takes, and refuses what is too long
+BYTES = 4  # of text in a token, about
+CONTEXT = 32_768  # tokens; an endpoint does not say how many it takes, and refuses what is too long
 TRIES = 4
 
 
@@ -83,18 +85,22 @@ def messages_of(prompt: Sequence[int]) -> list[dict[str, str]]:
 class EndpointPolicy:
     """A `Policy` over /chat/completions; made by `open`."""
 
-    def __init__(self, url: str, model: str, token: str, timeout: float) -> None:
+    def __init__(self, url: str, model: str, token: str, timeout: float, context: int) -> None:
         self._url = url.rstrip("/")
-        self.info = PolicyInfo(model, CONTEXT, 260, {"url": self._url, "tokens": "bytes of text, not for training"})
+        self.info = PolicyInfo(
+            model, BYTES * context, 260, {"url": self._url, "tokens": "bytes of text, not for training"}
+        )
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._client = httpx2.AsyncClient(
             headers=headers, timeout=httpx2.Timeout(timeout, connect=10.0), trust_env=False
         )
 
     @classmethod
-    async def open(cls, url: str, model: str = "", token: str = "", timeout: float = 600.0) -> EndpointPolicy:
+    async def open(
+        cls, url: str, model: str = "", token: str = "", timeout: float = 600.0, context: int = CONTEXT
+    ) -> EndpointPolicy:
         """Connect to an endpoint such as http://127.0.0.1:8000/v1 and choose its first model, or the one named."""
-        policy = cls(url, model, token, timeout)
+        policy = cls(url, model, token, timeout, context)
         try:
             reply = await policy._ask("GET", "/models")
             names = [str(card["id"]) for card in reply["data"]]
@@ -109,7 +115,7 @@ class EndpointPolicy:
         if not names or (model and model not in names):
             await policy.close()
             raise UserError(f"{url} serves no model {model!r}{nearest(model, names)}")
-        policy.info = PolicyInfo(model or names[0], CONTEXT, 260, policy.info.details)
+        policy.info = replace(policy.info, name=model or names[0])
         return policy
 
     async def generate(

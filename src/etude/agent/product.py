@@ -20,6 +20,7 @@ from etude.agent.prompt import SYSTEM
 from etude.agent.repository import check_size, files_of
 from etude.agent.search.embedder import installed_embedder
 from etude.agent.search.index import Searcher
+from etude.agent.summary import SummarySettings
 from etude.agent.tools import Toolset
 from etude.agent.trace import Trace
 from etude.sandbox.box import Limits, Place
@@ -80,6 +81,16 @@ def _place(layer: Path, python: Path | None) -> Place:
 def active_environment() -> Path | None:
     """Return the virtual environment this process runs in, if it is in one."""
     return Path(sys.prefix) if sys.prefix != sys.base_prefix else None
+
+
+def settings_for(policy: Policy, *, turns: int, seconds: float, temperature: float) -> HarnessSettings:
+    """Return limits that fit a policy's context, whatever its tokens are: an endpoint's are bytes."""
+    context = policy.info.context
+    summary = SummarySettings(trigger=max(64, context * 3 // 4), tokens=max(1, context // 16))
+    return HarnessSettings(
+        turns=turns, seconds=seconds, temperature=temperature, turn_tokens=max(1, context // 4),
+        tokens=max(65_536, 16 * context), summary=summary,
+    )  # fmt: skip
 
 
 async def attempt(

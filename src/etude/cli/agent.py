@@ -32,13 +32,15 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
     minutes: Annotated[float, typer.Option(min=0.01, help="Minutes at most.")] = 30.0,
     temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling; 0 takes the likeliest token.")] = 0.7,
     trace: Annotated[Path | None, typer.Option(help="File to append the episode's trace to.")] = None,
+    context: Annotated[
+        int | None, typer.Option(min=512, help="Tokens at most; default: the model's; an endpoint's: 32768.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     cache: CacheFolder = None,
 ) -> None:
     """Work on a request in a sandboxed copy of a repository; show the diff and apply it after a yes."""
     from etude.agent.changes import apply, refuse
-    from etude.agent.harness import HarnessSettings
-    from etude.agent.product import active_environment, attempt, workshop
+    from etude.agent.product import active_environment, attempt, settings_for, workshop
     from etude.agent.show import Live
     from etude.agent.tool_specs import BASH_ONLY, ToolSettings
     from etude.agent.trace import append_trace
@@ -47,13 +49,13 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
     if not request.strip():
         raise UserError("the request is empty; say what is to be done")
     console, folder = Console(), cache.absolute() if cache else default_cache()
-    settings = HarnessSettings(turns=turns, seconds=60 * minutes, temperature=temperature)
     tools = ToolSettings(tools=BASH_ONLY) if only_bash else ToolSettings()
 
     live = Live(console)
 
     async def work() -> None:
-        policy, talk = await (await find(model, name, token_file, device, folder)).open()
+        policy, talk = await (await find(model, name, token_file, device, folder, context)).open()
+        settings = settings_for(policy, turns=turns, seconds=60 * minutes, temperature=temperature)
         try:
             async with workshop(repo.absolute(), sandbox, active_environment()) as shop:
                 console.print(

@@ -24,14 +24,17 @@ class Found:
     folder: Path | None  # of its weights; none: an endpoint, whose tokens are bytes of text
 
 
-async def find(model: str, name: str, token_file: Path | None, device: str, cache: Path) -> Found:
+async def find(
+    model: str, name: str, token_file: Path | None, device: str, cache: Path, context: int | None = None
+) -> Found:
     """Find a model; `name`, or what follows # in an endpoint's address, says which of an endpoint's models."""
     if model.startswith(("http://", "https://")):
-        from etude.agent.endpoint import EndpointPolicy, message_format
+        from etude.agent.endpoint import CONTEXT, EndpointPolicy, message_format
         from etude.serve.run import read_token
 
         url, _, chosen = model.partition("#")
-        policy = await EndpointPolicy.open(url, name or chosen, read_token(token_file) if token_file else "")
+        token = read_token(token_file) if token_file else ""
+        policy = await EndpointPolicy.open(url, name or chosen, token, context=context or CONTEXT)
 
         async def opened() -> tuple[Policy, Format]:
             return policy, message_format()
@@ -47,7 +50,7 @@ async def find(model: str, name: str, token_file: Path | None, device: str, cach
         from etude.inference.local import LocalPolicy
         from etude.models.load import load_tokeniser
 
-        made = LocalPolicy.open(folder, name=called, device=device, say=reporter.say)
+        made = LocalPolicy.open(folder, name=called, device=device, context=context, say=reporter.say)
         return made, choose_format(load_tokeniser(folder))
 
     return Found(called, load, folder)
