@@ -20,7 +20,13 @@ SMALL = ["--set", "window=64", "--set", "stride=32", "--set", "state_tasks=2", "
          "--set", "speed_prompt=8", "--set", "speed_steps=2", "--set", "speed_batch=2"]  # fmt: skip
 
 
-@pytest.mark.parametrize("command", [["run"], ["compare"], ["serve"], ["status"], ["bases"], ["lineage", "show"]])
+COMMANDS = ["run", "compare", "serve", "agent", "status", "bases"]
+GROUPED = [["lineage", "show"], ["tasks", "make"], ["tasks", "build"], ["tasks", "show"], ["tasks", "check"], ["tasks", "demos"],
+           ["trace", "show"], ["trace", "list"], ["trace", "export"], ["trace", "import"], ["sandbox", "probe"], ["sandbox", "shell"],
+           ["bench", "compare"]]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", [*([name] for name in COMMANDS), *GROUPED], ids=" ".join)
 def test_every_command_has_help_with_an_example(etude: Etude, command: list[str]) -> None:
     said = etude(*command, "--help")
     assert said.code == 0
@@ -29,7 +35,7 @@ def test_every_command_has_help_with_an_example(etude: Etude, command: list[str]
 
 def test_there_is_no_command_without_a_test_of_its_help() -> None:
     names = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-    assert names == {"run", "compare", "serve", "status", "bases"}
+    assert names == set(COMMANDS)
 
 
 def test_version(etude: Etude) -> None:
