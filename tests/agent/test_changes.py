@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.agent.changes import apply, kept_to, unified
+from etude.agent.changes import apply, unified
 from etude.errors import UserError
 from etude.sandbox.box import Entry
 
@@ -118,6 +118,9 @@ def test_a_binary_file_is_named_and_odd_names_stay_one_line(tmp_path: Path) -> N
     assert "+++ b/n\\nm\\xff" in text
 
 
-def test_only_allowed_paths_are_kept() -> None:
-    entries = [Entry("src/a.py", "file"), Entry("srcs/b.py", "file"), Entry("c.py", "file"), Entry("src", "folder")]
-    assert [each.path for each in kept_to(entries, ["src", "c.py"])] == ["src/a.py", "c.py", "src"]
+def test_a_change_of_mode_alone_is_shown_and_applied(tmp_path: Path) -> None:
+    layer, folder = write(tmp_path / "layer", {"run": "x\n"}), write(tmp_path / "repo", {"run": "x\n"})
+    entries = [Entry("run", "file", mode=0o755, content=b"x\n")]
+    assert unified(entries, [layer]) == "diff --git a/run b/run\nold mode 100644\nnew mode 100755\n"
+    apply(entries, folder, layer)
+    assert os.access(folder / "run", os.X_OK)

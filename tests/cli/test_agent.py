@@ -14,7 +14,7 @@ from tests.agent.chat_server import ChatServer
 from tests.conftest import Etude
 
 EDIT = "I mend it.\n@edit\npath: app.py\nold: return a - b\nnew: return a + b\n@end"
-RUN = "@shell\ncommand: python3 -c 'import app; print(app.add(1, 2))'; cat secret.env; ls -a\n@end"
+RUN = "@shell\ncommand: python3 -c 'import app; print(app.add(1, 2))'; mkdir .pytest_cache && echo x > .pytest_cache/x; cat secret.env; ls -a\n@end"
 
 
 @pytest.fixture
@@ -41,6 +41,8 @@ def test_after_a_yes_the_change_is_there(etude: Etude, repository: Path, tmp_pat
     assert code == 0, err
     assert (repository / "app.py").read_text() == "def add(a, b):\n    return a + b\n"
     assert "+    return a + b" in out
+    assert "2 files and folders of caches are left out" in out
+    assert not (repository / ".pytest_cache").exists()
     (trace,), torn = read_traces(tmp_path / "t.jsonl")
     assert (trace.stop, torn, trace.made_by["policy"]) == ("finished", 0, "scripted")
     answer = trace.nodes[4].details["answers"][0]["text"]

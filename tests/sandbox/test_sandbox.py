@@ -379,7 +379,7 @@ def test_all_this_holds_for_an_ordinary_user() -> None:
             check=False,
         )
         assert done.returncode == 0, done.stdout[-3000:]
-        assert done.stdout.count(".") > 30, "they did run"
+        assert done.stdout.count(".") > 15 * sum(tried.works for tried in WORKS.values()), "they did run"
     finally:
         shutil.rmtree(folder)
 

@@ -61,7 +61,7 @@ def test_a_manifest_is_read_back(calc: Ready, tmp_path: Path) -> None:
     assert codebases[0]["tests"] == {"test_calc.py": names}
 
 
-@pytest.mark.parametrize("text", ["", "not json\n", '{"format": 99}\n'])
+@pytest.mark.parametrize("text", ["", "not json\n", '{"format": 99, "name": "a"}\n', '{"format": 1}\n', "[1]\n"])
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=r"a\.jsonl"):

@@ -1,4 +1,4 @@
-"""What an episode changed: shown as a unified diff, kept to some paths, written to the user's folder.
+"""What an episode changed: shown as a unified diff, written to the user's folder.
 
 Entries come out of a sandbox and are not trusted. A path never leads out of the folder, not through a link either,
 nor into its `.git`; a file that the user has changed meanwhile is not overwritten.
@@ -51,17 +51,29 @@ def _one(entry: Entry, layers: Sequence[Path]) -> str:
         files = sorted(each for each in before.rglob("*") if each.is_file())
         return "".join(_text(f"{entry.path}/{each.relative_to(before)}", each.read_bytes(), None) for each in files)
     old = content_of(before) if before is not None else None
+    if before is not None and entry.kind == "file" and old == entry.content and not before.is_symlink():
+        modes = [f"100{'755' if mode & 0o100 else '644'}" for mode in (before.stat().st_mode, entry.mode)]
+        return "" if modes[0] == modes[1] else f"{_head(entry.path)}old mode {modes[0]}\nnew mode {modes[1]}\n"
     return _text(entry.path, old, None if entry.kind == "gone" else entry.content or b"")
 
 
+def _shown(path: str) -> str:
+    return (
+        path.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="backslashreplace").replace("\n", "\\n")
+    )
+
+
+def _head(path: str) -> str:
+    return f"diff --git a/{_shown(path)} b/{_shown(path)}\n"
+
+
 def _text(path: str, old: bytes | None, new: bytes | None) -> str:
-    shown = path.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="backslashreplace")
-    shown = shown.replace("\n", "\\n")
+    shown = _shown(path)
     names = ("/dev/null" if old is None else f"a/{shown}", "/dev/null" if new is None else f"b/{shown}")
     if old == new:
         return ""
     made = "new file mode 100644\n" if old is None else "deleted file mode 100644\n" if new is None else ""
-    head = f"diff --git a/{shown} b/{shown}\n{made}"
+    head = f"{_head(path)}{made}"
     try:
         texts = [(each or b"").decode("utf-8") for each in (old, new)]
     except UnicodeDecodeError:
@@ -72,12 +84,6 @@ def _text(path: str, old: bytes | None, new: bytes | None) -> str:
     return head + "".join(
         line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in changes
     )
-
-
-def kept_to(entries: Iterable[Entry], allowed: Iterable[str]) -> list[Entry]:
-    """Return the entries whose paths are allowed or below an allowed folder."""
-    folders = tuple(f"{path.rstrip('/')}/" for path in allowed)
-    return [entry for entry in entries if f"{entry.path}/".startswith(folders)]
 
 
 def refuse(entries: Sequence[Entry], folder: Path, layer: Path) -> None:

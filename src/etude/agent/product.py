@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from etude.agent.changes import unified
 from etude.agent.harness import Harness, HarnessSettings
 from etude.agent.prompt import SYSTEM
-from etude.agent.repository import check_size, files_of
+from etude.agent.repository import SKIPPED, check_size, files_of
 from etude.agent.search.embedder import installed_embedder
 from etude.agent.search.index import Searcher
 from etude.agent.summary import SummarySettings
@@ -110,6 +110,8 @@ async def attempt(
     trace = Trace(uuid.uuid4().hex[:12], request)
     trace.made_by["sandbox"] = shop.sandbox.backend
     await Harness(policy, talk, toolset, settings, trace, watch=watch).run(SYSTEM, request)
-    entries = await shop.sandbox.diff()
+    changed = await shop.sandbox.diff()
+    entries = [entry for entry in changed if not SKIPPED & set(entry.path.split("/"))]
+    trace.counts["cache_entries_left_out"] = len(changed) - len(entries)
     trace.diff = unified(entries, [shop.layer])
     return trace, entries

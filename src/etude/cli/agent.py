@@ -11,10 +11,11 @@ from rich.console import Console
 
 from etude.cli.options import CacheFolder  # noqa: TC001 - as above
 from etude.cli.policies import find
-from etude.errors import UserError
+from etude.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from etude.agent.trace import Trace
+    from etude.sandbox.box import Entry
 
 
 def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
@@ -39,12 +40,12 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
     cache: CacheFolder = None,
 ) -> None:
     """Work on a request in a sandboxed copy of a repository; show the diff and apply it after a yes."""
-    from etude.agent.changes import apply, refuse
     from etude.agent.product import active_environment, attempt, settings_for, workshop
     from etude.agent.show import Live
     from etude.agent.tool_specs import BASH_ONLY, ToolSettings
     from etude.agent.trace import append_trace
     from etude.models.fetch import default_cache
+    from etude.sandbox.box import SandboxError
 
     if not request.strip():
         raise UserError("the request is empty; say what is to be done")
@@ -74,17 +75,26 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
                 if trace is not None:
                     append_trace(trace, episode)
                 _tell(console, episode)
-                if not episode.diff:
-                    return
-                refuse(entries, repo.absolute(), shop.layer)
-                if yes or typer.confirm("Apply these changes?", default=False):
-                    console.print(f"{apply(entries, repo.absolute(), shop.layer)} files changed in {repo.absolute()}")
-                else:
-                    console.print("Nothing was applied.")
+                if episode.diff:
+                    _offer(console, entries, repo.absolute(), shop.layer, yes=yes)
         finally:
             await policy.close()
 
-    asyncio.run(work())
+    try:
+        asyncio.run(work())
+    except SandboxError as error:
+        raise UserError(f"{one_line(error)}; `etude sandbox probe` says what works here") from None
+
+
+def _offer(console: Console, entries: list[Entry], repo: Path, layer: Path, *, yes: bool) -> None:
+    """Apply the changes after a yes; what cannot be applied is said before anybody is asked."""
+    from etude.agent.changes import apply, refuse
+
+    refuse(entries, repo, layer)
+    if yes or typer.confirm("Apply these changes?", default=False):
+        console.print(f"{apply(entries, repo, layer)} files changed in {repo}")
+    else:
+        console.print("Nothing was applied.")
 
 
 def _tell(console: Console, episode: Trace) -> None:
@@ -98,4 +108,6 @@ def _tell(console: Console, episode: Trace) -> None:
     console.print(
         f"{why} · {counts.get('turns', 0)} turns · {counts.get('calls', 0)} calls · {counts.get('sampled', 0)} tokens"
     )
+    if caches := counts.get("cache_entries_left_out"):
+        console.print(f"{caches} files and folders of caches are left out", style="dim")
     console.print(shown_diff(episode.diff) if episode.diff else "No file was changed.")

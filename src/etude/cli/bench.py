@@ -118,7 +118,8 @@ def _settings(given: dict[str, Any]) -> BenchSettings:
 
 async def _contestants(words: Sequence[str], token_file: Path | None, device: str, cache: Path) -> list[Contestant]:
     """Return who is measured. All are found before any is loaded."""
-    from etude.bench.agent.contestant import BUILT_IN, BYTES, Contestant
+    from etude.agent.endpoint import BYTES
+    from etude.bench.agent.contestant import BUILT_IN, Contestant
 
     made: dict[str, Contestant] = {}
     for word in words:

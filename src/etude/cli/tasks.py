@@ -60,7 +60,7 @@ def make(
 
 
 def _show_header(header: dict[str, Any]) -> None:
-    kept: dict[str, dict[str, int]] = header["kept"]
+    kept: dict[str, dict[str, int]] = header.get("kept", {})
     table = Table("package", *kept, box=None)
     for package in sorted({name for counts in kept.values() for name in counts}):
         table.add_row(package, *(str(counts.get(package, 0)) for counts in kept.values()))

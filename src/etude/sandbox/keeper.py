@@ -327,6 +327,9 @@ class Keeper:
         inside.do(request, payload)
 
 
+BUBBLEWRAP = "/usr/bin/bwrap"
+
+
 def bubblewrap_words(program: bytes) -> list[str]:
     """Return the command line before a call's own; the filter is in a pipe that it inherits."""
     source, target = os.pipe()
@@ -346,7 +349,7 @@ def bubblewrap_words(program: bytes) -> list[str]:
     ]
     # Bubblewrap's own first process would be outside of the filter; this one has no more rights than what it runs.
     first = ["/bin/sh", "-c", '"$0" "$@"; exit $?']  # it says 127 where there is no such command
-    return ["/usr/bin/bwrap", *options, "--seccomp", str(source), "--", *first]
+    return [BUBBLEWRAP, *options, "--seccomp", str(source), "--", *first]
 
 
 def _above_standard(descriptor: int) -> int:

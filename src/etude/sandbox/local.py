@@ -23,6 +23,7 @@ from etude.errors import UserError, nearest
 from etude.sandbox import cgroups, launcher, wire
 from etude.sandbox.box import Entry, Missing, Result, Sandbox, SandboxError
 from etude.sandbox.diff import checked, differences
+from etude.sandbox.keeper import BUBBLEWRAP
 from etude.sandbox.layers import write_layer
 
 if TYPE_CHECKING:
@@ -325,6 +326,10 @@ def _python_base(folder: Path) -> list[Path]:
 
 async def open_own(place: Place, backend: str) -> LocalSandbox:
     """Open a sandbox that this module isolates itself."""
+    if backend == "bubblewrap" and not os.access(BUBBLEWRAP, os.X_OK):
+        raise SandboxError(
+            f"no bubblewrap sandbox: there is no {BUBBLEWRAP}; install bubblewrap, or use another backend"
+        )
     sandbox = LocalSandbox(place, backend)
     await sandbox.start()
     return sandbox

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from etude.agent.harness import HarnessSettings
 
 Player = Callable[[Task], tuple[Policy, Format]]  # who plays a task, and how they talk
-BYTES = 4  # of text in a token, about: where tokens are bytes, bounds are so many times as large
 UNBOUNDED, CONTEXT = 1 << 12, 1 << 30
 
 
