@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from etude.bench.agent.diffs import size
+from etude.rewards.diffs import size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from etude.agent.trace import Trace
-    from etude.bench.agent.diffs import Change
     from etude.bench.agent.results import Trial
     from etude.bench.agent.statistics import Row
+    from etude.rewards.diffs import Change
     from etude.tasks.task import Task
 
 

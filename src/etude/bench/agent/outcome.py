@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from etude.agent.changes import content_of, under
-from etude.bench.agent.interaction import Premise
+from etude.rewards.interaction import Premise
 from etude.sandbox.box import Entry
 from etude.tasks.prompts import suspects
 from etude.tasks.seal import FOLDERS
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from etude.bench.agent.diffs import Change
+    from etude.rewards.diffs import Change
     from etude.tasks.task import Style, Task
 
 MOST_BYTES = 1 << 20  # of a file that is compared: an agent may write a gigabyte

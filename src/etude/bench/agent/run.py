@@ -21,13 +21,13 @@ from etude.agent.tool_specs import ToolSettings
 from etude.agent.tools import Toolset
 from etude.agent.trace import Trace, append_trace
 from etude.bench.agent.axes import effort, reference_change, set_statistics, vector
-from etude.bench.agent.interaction import interaction
 from etude.bench.agent.outcome import asked, change_of, own_changes, premise_of
-from etude.bench.agent.quality import Work, measure
 from etude.bench.agent.results import Header, Trial, TrialLog, trial_key
 from etude.errors import UserError, one_line
 from etude.files import digest_of
 from etude.parallel import cores
+from etude.rewards.interaction import interaction
+from etude.rewards.quality import Work, measure
 from etude.sandbox.local import open_sandbox
 from etude.sandbox.probe import strongest
 from etude.tasks.score import score, visible, workspace

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.bench.agent.diffs import churn, decisions, hunks, owners, size, touched
-from etude.bench.agent.quality import Work, measure
+from etude.rewards.diffs import churn, decisions, hunks, owners, size, touched
+from etude.rewards.quality import Work, measure
 
 BEFORE = textwrap.dedent("""
     import os

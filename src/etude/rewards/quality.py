@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from etude.bench.agent.diffs import churn, decisions, hunks, owners, parsed, size, touched
 from etude.errors import UserError
+from etude.rewards.diffs import churn, decisions, hunks, owners, parsed, size, touched
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from etude.bench.agent.diffs import Change, Pair
+    from etude.rewards.diffs import Change, Pair
 
     Findings = Mapping[tuple[str, str], Counter[str]]  # by name and text of a file: findings by rule
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from etude.agent.trace import Node, Trace
-from etude.bench.agent.interaction import Interaction, Premise, interaction
+from etude.rewards.interaction import Interaction, Premise, interaction
 
 EDIT = ("edit", {"path": "a.py", "old": "1", "new": "2"}, {"text": "done"})
 REFUSED = ("edit", {"path": "a.py", "old": "1", "new": "2"}, {"text": "old is not in it", "failed": True})
