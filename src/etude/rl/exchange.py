@@ -1,0 +1,122 @@
+"""What orchestrator and trainer hand each other: batches one way, reports the other, as files in a folder.
+
+A file appears whole or not at all and never changes. So either side may be killed at any moment, or be on another machine that
+shares the folder, and the other only sees that nothing new comes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from etude.files import write_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STOP = "stop"
+
+
+@dataclass(frozen=True)
+class TrainedEpisode:
+    """An episode to learn from."""
+
+    file: str  # its trace, relative to the run's folder
+    reward: float  # all parts, weighted
+
+
+@dataclass(frozen=True)
+class TrainedGroup:
+    """Episodes of one task, to be compared with each other."""
+
+    group: int
+    task: str
+    episodes: tuple[TrainedEpisode, ...]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step learns from."""
+
+    step: int  # from 1
+    groups: tuple[TrainedGroup, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one step did."""
+
+    step: int
+    version: int  # of the weights published after it
+    metrics: dict[str, float]  # flat; NaN is left out
+
+
+class Exchange:
+    """The folder. Both sides open their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("batches", "reports", "again"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+
+    def put_batch(self, batch: Batch) -> None:
+        """Give a step to the trainer; putting the same again does nothing."""
+        _put(self.folder / "batches" / _name(batch.step), asdict(batch))
+
+    def batch(self, step: int) -> Batch | None:
+        """Return the batch of a step, if it is there."""
+        if (found := _get(self.folder / "batches" / _name(step))) is None:
+            return None
+        groups = tuple(
+            TrainedGroup(each["group"], each["task"], tuple(TrainedEpisode(**episode) for episode in each["episodes"]))
+            for each in found["groups"]
+        )
+        return Batch(found["step"], groups)
+
+    def put_report(self, report: Report) -> None:
+        """Say that a step is trained and published. One that a kill made the trainer do again is kept apart: it was spent again."""
+        path = self.folder / "reports" / _name(report.step)
+        if path.exists():
+            path = self.folder / "again" / f"{report.step:08d}-{report.version:08d}.json"
+        _put(path, asdict(report))
+
+    def report(self, step: int) -> Report | None:
+        """Return the report of a step, if it is there."""
+        found = _get(self.folder / "reports" / _name(step))
+        return Report(**found) if found else None
+
+    def spent_again(self) -> list[Report]:
+        """Return the reports of steps that were done again after a kill."""
+        return [Report(**json.loads(path.read_text())) for path in sorted((self.folder / "again").glob("*.json"))]
+
+    def stop(self) -> None:
+        """Tell the trainer that no more batches will come."""
+        write_text(self.folder / STOP, "")
+
+    @property
+    def stopped(self) -> bool:
+        """Whether no more batches will come."""
+        return (self.folder / STOP).exists()
+
+
+def episode_file(group: int, episode: int) -> str:
+    """Return where the trace of an episode lies, relative to the run's folder."""
+    return f"episodes/{group:06d}/{episode:03d}.json"
+
+
+def _name(step: int) -> str:
+    return f"{step:08d}.json"
+
+
+def _put(path: Path, value: dict[str, Any]) -> None:
+    if not path.exists():
+        write_text(path, json.dumps(value))
+
+
+def _get(path: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return found
