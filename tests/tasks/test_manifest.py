@@ -9,7 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import UserError
-from etude.tasks.manifest import codebase_row, cut, cuts, numbers, ranges, read_rows, task_of, task_row, write_set
+from etude.progress import Reporter
+from etude.tasks.manifest import (
+    codebase_row,
+    cut,
+    cuts,
+    load_set,
+    numbers,
+    ranges,
+    read_rows,
+    task_of,
+    task_row,
+    write_set,
+)
 from etude.tasks.source import PackageSettings
 from etude.tasks.suite import Ready
 from etude.tasks.task import Edit
@@ -66,3 +78,12 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=r"a\.jsonl"):
         read_rows(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("kind", ["codebase", "task"])
+def test_a_line_that_lacks_something_is_one_clear_line(calc: Ready, tmp_path: Path, kind: str) -> None:
+    rows = {"codebase": codebase_row(calc, PackageSettings(folder="x"), []), "task": task_row(small.task(), calc)}
+    del rows[kind]["seconds"]
+    write_set(tmp_path / "set.jsonl", {"name": "calc"}, [rows["codebase"]], [rows["task"]])
+    with pytest.raises(UserError, match=f"{kind} .* has no 'seconds'"):
+        load_set(tmp_path / "set.jsonl", tmp_path / "cache", Reporter(quiet=True))

@@ -97,8 +97,11 @@ class Maker:
         self.passed_over: Counter[str] = Counter()  # by generators, before any try
 
     def _wanted(self, package: PackageSettings) -> int:
-        usual = self.settings.mutation + self.settings.deletion
+        usual = sum(self._share(package, generator) for generator in GENERATORS)
         return usual + self.settings.version * bool(package.older) + self.settings.history * bool(package.git)
+
+    def _share(self, package: PackageSettings, generator: str) -> int:
+        return round(getattr(self.settings, generator) * package.share)
 
     async def make(self, workers: int = 0) -> None:
         """Try candidates of all packages until there are enough tasks of each."""
@@ -130,7 +133,7 @@ class Maker:
             candidates = module.candidates(
                 codebase.tree, codebase.sources, drawn, coverage.run_by_tests(), self.passed_over
             )
-            wanted = getattr(self.settings, generator)
+            wanted = self._share(package, generator)
             kept = await self._generated(codebase, coverage, candidates, wanted, progress)
             progress.skip(wanted - kept)
         if self.settings.version and package.older:
@@ -181,7 +184,7 @@ class Maker:
                 f"{package.name}: its licence is {unpacked.licence or 'not known'}; state it as `licence` if it is permissive"
             )
         key = f"{unpacked.name}=={unpacked.version}"
-        note = self.state / "codebases" / f"{key}-{digest_of(package.model_dump(exclude={'older'}))[:8]}.json"
+        note = self.state / "codebases" / f"{key}-{digest_of(package.model_dump(exclude={'older', 'share'}))[:8]}.json"
         if not note.exists():
             python = await asyncio.to_thread(environment, unpacked, package, self.cache)
             plain = Ready(unpacked.name, unpacked.version, unpacked.digest, unpacked.tree, unpacked.sources, unpacked.tests,

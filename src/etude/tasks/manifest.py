@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 Row = dict[str, Any]
+CODEBASE_KEYS = frozenset({"codebase", "digest", "licence", "settings", "installed", "tests", "unspoilable", "seconds"})
+TASK_KEYS = frozenset({"task", "codebase", "generator", "kinds", "edits", "spans", "fail_to_pass", "pass_to_pass", "hidden", "prompts",
+                       "category", "difficulty", "seconds", "digest"})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -174,9 +177,21 @@ def ready(row: Row, cache: Path, reporter: Reporter) -> Ready:
                  dict(zip(ids, row["seconds"], strict=True)))  # fmt: skip
 
 
+def _refuse_incomplete(path: Path, rows: Iterable[Row], tasks: Iterable[Row]) -> None:
+    """Refuse lines that were cut short by hand: what they lack cannot be guessed."""
+    for kind, some, needed in (("codebase", rows, CODEBASE_KEYS), ("task", tasks, TASK_KEYS)):
+        for row in some:
+            if lacking := sorted(needed - row.keys()):
+                name = str(row.get(kind, "without a name"))
+                raise UserError(
+                    f"{path}: {kind} {name} has no {lacking[0]!r}; make the set anew with `etude tasks make`"
+                )
+
+
 def load_set(path: Path, cache: Path, reporter: Reporter, only: str = "") -> TaskSet:
     """Build a set from its manifest, or only the tasks whose ids begin with `only`."""
     header, rows, tasks = read_rows(path)
+    _refuse_incomplete(path, rows, tasks)
     wanted = [row for row in tasks if row["task"].startswith(only)]
     named = {row["codebase"] for row in wanted}
     codebases = {}

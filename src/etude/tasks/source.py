@@ -70,6 +70,9 @@ class PackageSettings(BaseModel):
         [], description="pypi: earlier versions, newest first: each is a task with the next one as its solution"
     )
     licence: str = Field("", description="its licence (SPDX), where its metadata do not say")
+    share: float = Field(
+        1.0, gt=0, le=1, description="of the mutations and deletions wanted of every package: less where tests are slow"
+    )
 
     @model_validator(mode="after")
     def _one_place(self) -> PackageSettings:
