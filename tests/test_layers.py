@@ -15,7 +15,7 @@ import pytest
 import etude
 
 ROOT = Path(etude.__file__).parent
-FOUNDATION = {"errors", "files", "jsonl", "parallel", "progress", "work"}
+FOUNDATION = {"errors", "files", "jsonl", "parallel", "progress", "syntax", "work"}
 LAYERS = (  # from below; those on one level may import each other
     {"lineage"},
     {"models"},

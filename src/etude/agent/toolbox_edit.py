@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from etude.agent.toolbox_files import LINE, Refused, clip, content, decode, lines_of, put, shown
+from etude.syntax import parse_python
 
 
 def syntax(path: str, data: bytes) -> tuple[str, bool | None]:
@@ -17,11 +18,10 @@ def syntax(path: str, data: bytes) -> tuple[str, bool | None]:
     line = 0
     try:
         if path.endswith(".py"):
-            import ast
             import warnings
 
             warnings.simplefilter("ignore")
-            ast.parse(data)
+            parse_python(data)
         elif path.endswith(".json"):
             json.loads(data)
         elif path.endswith(".toml") and sys.version_info >= (3, 11):

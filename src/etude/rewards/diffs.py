@@ -9,6 +9,8 @@ import warnings
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from etude.syntax import parse_python
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -76,7 +78,7 @@ def parsed(text: str) -> ast.Module | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
         try:
-            tree = ast.parse(text)
+            tree = parse_python(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return None
     level: list[ast.AST] = [tree]

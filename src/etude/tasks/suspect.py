@@ -18,6 +18,8 @@ import sys
 import warnings
 from typing import TYPE_CHECKING
 
+from etude.syntax import parse_python
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -61,7 +63,7 @@ def findings(content: bytes) -> dict[str, int]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd escapes
-            tree = ast.parse(content)  # bytes: in the encoding that Python would take
+            tree = parse_python(content)  # bytes: in the encoding that Python would take
         found = sorted((line, what) for what, line in _Reader(tree).read())
     except (SyntaxError, ValueError):
         return {}

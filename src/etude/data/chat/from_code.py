@@ -17,6 +17,7 @@ from etude.data.chat.conversations import Conversation
 from etude.data.chat.template import CHATML_TOKENS
 from etude.errors import UserError
 from etude.files import digest_of
+from etude.syntax import parse_python
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,7 +57,7 @@ def _of_file(path: str, text: str, seed: int, most_chars: int) -> Iterator[Conve
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # odd escapes are not our affair
-            found = list(_functions(ast.parse(text)))
+            found = list(_functions(parse_python(text)))
     except (SyntaxError, ValueError, RecursionError):
         yield "file is not Python"
         return

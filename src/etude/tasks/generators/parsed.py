@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from etude.syntax import parse_python
 from etude.tasks.task import Edit, Span
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def parse(text: str) -> ast.Module:
     """Parse and compile a text, so that a `return` outside a function is refused too; SyntaxError if it is not Python."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
-        tree = ast.parse(text)
+        tree = parse_python(text)
         compile(text, "<task>", "exec", dont_inherit=True)
     return tree
 
