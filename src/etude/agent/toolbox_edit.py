@@ -10,7 +10,6 @@ import sys
 from typing import Any
 
 from etude.agent.toolbox_files import LINE, Refused, clip, content, decode, lines_of, put, shown
-from etude.syntax import parse_python
 
 
 def syntax(path: str, data: bytes) -> tuple[str, bool | None]:
@@ -18,10 +17,11 @@ def syntax(path: str, data: bytes) -> tuple[str, bool | None]:
     line = 0
     try:
         if path.endswith(".py"):
+            import ast
             import warnings
 
             warnings.simplefilter("ignore")
-            parse_python(data)
+            ast.parse(data)
         elif path.endswith(".json"):
             json.loads(data)
         elif path.endswith(".toml") and sys.version_info >= (3, 11):
