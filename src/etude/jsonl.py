@@ -37,6 +37,12 @@ def _whole_rows(content: bytes) -> tuple[list[Row], int]:
     return rows, good
 
 
+def read_rows(path: Path, prefix: str = "") -> list[Row]:
+    """Return the rows whose keys start with `prefix`, for those who only look: another process may be writing."""
+    rows, _ = _whole_rows(path.read_bytes())
+    return [row for row in rows if str(row.get("key", "")).startswith(prefix)]
+
+
 class MetricsLog:
     """Rows by key, on disk as they come. Use as a context manager."""
 

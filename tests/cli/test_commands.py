@@ -23,7 +23,7 @@ SMALL = ["--set", "window=64", "--set", "stride=32", "--set", "state_tasks=2", "
 COMMANDS = ["run", "compare", "serve", "agent", "status", "bases"]
 GROUPED = [["lineage", "show"], ["tasks", "make"], ["tasks", "build"], ["tasks", "show"], ["tasks", "check"], ["tasks", "demos"],
            ["trace", "show"], ["trace", "list"], ["trace", "export"], ["trace", "import"], ["sandbox", "probe"], ["sandbox", "shell"],
-           ["bench", "compare"]]  # fmt: skip
+           ["bench", "compare"], ["rl", "report"], ["rl", "weights"], ["rl", "watch"]]  # fmt: skip
 
 
 @pytest.mark.parametrize("command", [*([name] for name in COMMANDS), *GROUPED], ids=" ".join)

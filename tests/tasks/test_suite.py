@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from etude.sandbox.box import Entry
+from etude.tasks import report_plugin, suite
 from etude.tasks.suite import FORMS, Ready, _judged, _messages, entries_of, layers_of, run_tests, spoil, spoilt
 from etude.tasks.task import Edit
 from tests.tasks import small
@@ -111,3 +114,9 @@ def test_files_that_go_and_come(tmp_path: Path) -> None:
     edits = [Edit("a.py", None, "x"), Edit("b.py", "y", None)]
     assert entries_of(edits, "broken") == [Entry("a.py", "gone"), Entry("b.py", "file", 1, 0o644, b"y")]
     assert entries_of(edits, "fixed") == [Entry("a.py", "file", 1, 0o644, b"x"), Entry("b.py", "gone")]
+
+
+def test_nothing_of_the_product_needs_pytest_itself() -> None:
+    code = "import sys; sys.modules['pytest'] = None; import etude.bench.agent.run, etude.tasks.make, etude.tasks.demos"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert suite.COVERAGE == report_plugin.COVERAGE

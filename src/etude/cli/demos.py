@@ -25,13 +25,14 @@ def demos(
 ) -> None:  # fmt: skip
     """Replay reference solutions through the harness and keep what passes. Run the same command again to go on."""
     from etude.agent.formats import ChatFormat, choose_format
-    from etude.agent.search.index import Searcher
+    from etude.agent.tool_specs import ToolSettings
     from etude.cli.serve import locate
     from etude.data.chat.template import choose_template
     from etude.jsonl import MetricsLog
     from etude.models.fetch import default_cache
     from etude.models.load import load_tokeniser
     from etude.run.interrupt import StopRequest
+    from etude.tasks.attempt import searcher_for
     from etude.tasks.demos import TRACES, Studio, make, refuse_benchmarks, tokeniser_digest
     from etude.tasks.manifest import load_set
 
@@ -42,7 +43,7 @@ def demos(
     talk = choose_format(tokeniser)
     assert isinstance(talk, ChatFormat)
     tasks = load_set(manifest, place, reporter, only)
-    studio = Studio(tasks, talk, tokeniser_digest(tokeniser), Searcher(place / "search"), seed)
+    studio = Studio(tasks, talk, tokeniser_digest(tokeniser), searcher_for(ToolSettings(), place), seed)
     folder = out or Path("runs", "demos", tasks.name)
     with StopRequest(reporter.say) as stop, MetricsLog(folder / "log.jsonl") as log:
         reporter.check_stop = stop.check

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 import etude
-from etude.cli import agent, bench, demos, mtp, run, sandbox, serve, show, tasks, trace
+from etude.cli import agent, bench, demos, mtp, rl, run, sandbox, serve, show, tasks, trace
 from etude.errors import UserError, storage_error
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app.add_typer(mtp_app, name="mtp")
 app.add_typer(bench.app, name="bench")
 app.add_typer(tasks.app, name="tasks")
 tasks.app.command(epilog="Example: etude tasks demos recipes/tasks/quick.jsonl --model sprout")(demos.demos)
+app.add_typer(rl.app, name="rl")
 app.add_typer(trace.app, name="trace")
 app.add_typer(sandbox.app, name="sandbox")
 

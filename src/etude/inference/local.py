@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import threading
+import time
 from collections import deque
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from etude.inference.policy import Sampling, Token
     from etude.inference.request import Request
+    from etude.inference.runner import Staged
 
 PAGE = 64  # positions, on a GPU; on a CPU a page is as long as the context, so that attention reads it in place
 ROWS = {"cpu": 32, "cuda": 512}
@@ -101,9 +103,26 @@ class LocalPolicy:
         finally:
             self._pending -= 1
 
-    async def update(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Put new weights in between two steps; requests under way go on with them."""
-        await self._ask(lambda: self.engine.update(weights, version))
+    async def update(self, weights: Mapping[str, torch.Tensor], version: int) -> float:
+        """Put new weights in between two steps; requests under way go on with them. Return the seconds they had to wait."""
+        paused = list[float]()
+
+        def doing() -> None:
+            began = time.perf_counter()
+            self.engine.update(weights, version)
+            paused.append(time.perf_counter() - began)
+
+        await self._ask(doing)
+        return paused[0]
+
+    def stage(self, weights: Mapping[str, torch.Tensor]) -> Staged:
+        """Do of an update what can be done while requests run; in any thread."""
+        staged: Staged = self.engine.runner.stage(weights)
+        return staged
+
+    async def beat(self) -> None:
+        """Return when the engine comes to it, between two steps: at once if it is well, never if it hangs."""
+        await self._ask(lambda: None)
 
     async def forget(self, session: str) -> None:
         """Say that a session is over: what was kept for it may go."""

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 TRIED = 12  # tokens
 
 
+class Staged(dict[str, torch.Tensor]):
+    """New weights that were checked and lie on the model's device: all that is left is to copy them over the old ones."""
+
+
 class Runner:
     """A model, and its cache once that is allotted."""
 
@@ -131,11 +135,37 @@ class Runner:
             return self.lean.trunk(tokens_N, where.position_N)
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def stage(self, weights: Mapping[str, torch.Tensor]) -> Staged:
+        """Check new weights and bring them to the device. In any thread, while the model runs: nothing of it is touched."""
+        if self.device.type != "cuda":
+            self._check(weights)
+            return Staged(weights)
+        stream = torch.cuda.Stream(self.device)  # or the model's next step would wait for the copies
+        with torch.cuda.stream(stream):
+            staged = Staged({name: new.to(self.device, non_blocking=True) for name, new in weights.items()})
+            self._check(staged)
+        stream.synchronize()
+        return staged
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
     def replace(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy new weights over the old ones, in place, so that graphs stay good: all of them, or none if one does not fit."""
-        own = self.model.state_dict()  # parameters, and what a router is balanced with
+        if not isinstance(weights, Staged):
+            self._check(weights)
+        own = self._weights()
+        for name, new in weights.items():
+            own[name].copy_(new, non_blocking=True)
+            if new.is_cuda:
+                new.record_stream(torch.cuda.current_stream(self.device))  # its memory is not to be had before that
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        own: dict[str, torch.Tensor] = self.model.state_dict()  # parameters, and what a router is balanced with
         if self.heads:
             own |= {f"mtp.{name}": value for name, value in self.heads.state_dict().items()}
+        return own
+
+    def _check(self, weights: Mapping[str, torch.Tensor]) -> None:
+        own = self._weights()
         for name, new in weights.items():
             if name not in own:
                 raise UserError(f"new weights have {name}, which this model does not; they are of another model")
@@ -146,8 +176,6 @@ class Runner:
                 raise UserError(
                     f"new weights are damaged: {name} holds values that are not finite; nothing was changed"
                 )
-        for name, new in weights.items():
-            own[name].copy_(new, non_blocking=True)
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def guess(self, depth: int, hidden_ND: torch.Tensor, next_N: torch.Tensor, where: Plan) -> torch.Tensor:

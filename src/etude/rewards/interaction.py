@@ -81,9 +81,8 @@ def interaction(
     trace: Trace, *, changed: Sequence[str], edits_asked: bool = True, premise: Premise | None = None
 ) -> Interaction:
     """Return what a trace shows. `changed`: the files of its diff; `premise`: given where the request's is wrong."""
-    turns = [node.details for node in trace.nodes if node.kind == "turn" and "said" in node.details]
-    said = str(turns[-1]["said"]) if turns and trace.stop == "finished" else ""
-    thoughts = "\n".join(str(turn["thinking"]) for turn in turns)
+    said = final_message(trace)
+    thoughts = "\n".join(str(turn["thinking"]) for turn in _turns(trace))
     claimed = any(CLAIM.search(each) and not HEDGE.search(each) for each in SENTENCE.split(said))
     steps = list(_steps(trace))
     lists = [step.answer["details"]["open"] for step in steps if step.name == "todo" and not step.answer["failed"]]
@@ -96,6 +95,16 @@ def interaction(
         premise_noticed=_noticed(premise, said, thoughts) if premise else None,
         malformed=trace.counts.get("malformed", 0),
     )
+
+
+def final_message(trace: Trace) -> str:
+    """Return what was said last to the user; nothing where a limit ended the episode."""
+    turns = _turns(trace)
+    return str(turns[-1]["said"]) if turns and trace.stop == "finished" else ""
+
+
+def _turns(trace: Trace) -> list[dict[str, Any]]:
+    return [node.details for node in trace.nodes if node.kind == "turn" and "said" in node.details]
 
 
 def _steps(trace: Trace) -> Iterator[_Step]:
@@ -115,20 +124,21 @@ def _verified(steps: Sequence[_Step]) -> bool:
 
 def _noticed(premise: Premise, said: str, thoughts: str) -> bool:
     """Tell whether the true place is named, and no sentence of the final message upholds the blamed one."""
-    true, blamed = _names(premise.true), _names(premise.blamed)
+    true, blamed = names_of(premise.true), names_of(premise.blamed)
     true, blamed = true - blamed, blamed - true
     upheld = (
-        _mentions(each, blamed) and not _mentions(each, true) and not CONTRAST.search(each)
+        mentions(each, blamed) and not mentions(each, true) and not CONTRAST.search(each)
         for each in SENTENCE.split(said)
     )
-    return _mentions(f"{said}\n{thoughts}", true) and not any(upheld)
+    return mentions(f"{said}\n{thoughts}", true) and not any(upheld)
 
 
-def _names(places: Iterable[str]) -> set[str]:
+def names_of(places: Iterable[str]) -> set[str]:
     """Return the words by which people call a path or a qualified name: its last part, and a file also without its ending."""
     last = {re.split(r"[/:]", place)[-1] for place in places}
     return {name for each in last for name in (each, each.removesuffix(".py").rsplit(".", 1)[-1]) if len(name) > 2}
 
 
-def _mentions(text: str, names: Iterable[str]) -> bool:
+def mentions(text: str, names: Iterable[str]) -> bool:
+    """Tell whether a text holds one of the names as a word of its own."""
     return any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) for name in names)

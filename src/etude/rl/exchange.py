@@ -78,7 +78,8 @@ class Exchange:
         """Say that a step is trained and published. One that a kill made the trainer do again is kept apart: it was spent again."""
         path = self.folder / "reports" / _name(report.step)
         if path.exists():
-            path = self.folder / "again" / f"{report.step:08d}-{report.version:08d}.json"
+            before = sum(1 for _ in (self.folder / "again").glob("*.json"))
+            path = self.folder / "again" / f"{before:04d}-{report.step:08d}.json"
         _put(path, asdict(report))
 
     def report(self, step: int) -> Report | None:

@@ -15,25 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from etude.agent.changes import unified
 from etude.agent.harness import Harness, HarnessSettings
-from etude.agent.prompt import SYSTEM
 from etude.agent.scripted import ScriptedPolicy
 from etude.agent.summary import SummarySettings
-from etude.agent.tools import Toolset
+from etude.agent.tool_specs import ToolSettings
 from etude.agent.trace import Trace, read_traces, samples, write_traces
 from etude.data.chat.template import Encoded
 from etude.errors import UserError
 from etude.files import digest_of, whole_file
 from etude.parallel import cores
 from etude.sandbox.box import SandboxError
-from etude.sandbox.local import open_sandbox
+from etude.tasks.attempt import work_on
 from etude.tasks.hide import function_of
 from etude.tasks.make import read_settings
 from etude.tasks.manifest import read_rows
-from etude.tasks.score import score, taken, visible, workspace
+from etude.tasks.score import score
 from etude.tasks.strategies import Script, Unfit
-from etude.tasks.suite import layers_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,6 +38,7 @@ if TYPE_CHECKING:
 
     from etude.agent.formats import ChatFormat
     from etude.agent.search.index import Searcher
+    from etude.agent.tools import Toolset
     from etude.jsonl import MetricsLog
     from etude.progress import Reporter
     from etude.tasks.manifest import TaskSet
@@ -74,7 +72,7 @@ class Studio:
     tasks: TaskSet
     talk: ChatFormat
     tokeniser: str  # digest
-    searcher: Searcher
+    searcher: Searcher | None
     seed: int = 0
 
     def script(self, task: Task, style: Style, name: str, attempt: int) -> Script:
@@ -101,19 +99,14 @@ class Studio:
         trace = Trace(name, task.prompts[style], made_by=made_by)
         talk = self.talk.talk
         policy = ScriptedPolicy(self._lines(script, trace), talk.tokens, talk.text, talk.end_token)
-        async with layers_of(codebase.tree, visible(task, codebase)) as layers:
-            sandbox = await open_sandbox(workspace(codebase, layers[0]))
-            try:
-                trace.made_by["sandbox"] = sandbox.backend
-                tools = Toolset(sandbox, searcher=self.searcher, python=str(codebase.python))
-                await Harness(policy, self.talk, tools, SETTINGS, trace, seed=self.seed).run(SYSTEM, trace.task)
-                entries = await sandbox.diff()
-            finally:
-                await sandbox.close()
-            trace.diff = unified(taken(task, codebase, entries)[0], (*layers, codebase.tree))
+
+        def begin(tools: Toolset) -> Harness:
+            return Harness(policy, self.talk, tools, SETTINGS, trace, seed=self.seed)
+
+        left = await work_on(task, codebase, trace, ToolSettings(), self.searcher, begin)
         if trace.stop != "finished":
             raise Unfit(f"the episode ended by {trace.stop}")
-        found = await score(task, codebase, entries)
+        found = await score(task, codebase, left.entries)
         if found.outcome != "pass":
             raise Unfit(f"scored {found.outcome}: {found.reason}")
         trace.rewards["passed"] = 1.0

@@ -101,7 +101,7 @@ class Maker:
         return usual + self.settings.version * bool(package.older) + self.settings.history * bool(package.git)
 
     def _share(self, package: PackageSettings, generator: str) -> int:
-        return round(getattr(self.settings, generator) * package.share)
+        return round(float(getattr(self.settings, generator)) * package.share)
 
     async def make(self, workers: int = 0) -> None:
         """Try candidates of all packages until there are enough tasks of each."""

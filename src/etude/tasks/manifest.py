@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import platform
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -192,6 +193,10 @@ def load_set(path: Path, cache: Path, reporter: Reporter, only: str = "") -> Tas
     """Build a set from its manifest, or only the tasks whose ids begin with `only`."""
     header, rows, tasks = read_rows(path)
     _refuse_incomplete(path, rows, tasks)
+    made, here = (version.split(".")[:2] for version in (str(header.get("python", "")), platform.python_version()))
+    if made not in ([""], here):
+        told = f"made and validated with Python {'.'.join(made)}, and this is {'.'.join(here)}"
+        reporter.say(f"{header['name']} was {told}: some tests may differ; `etude tasks check` tells")
     wanted = [row for row in tasks if row["task"].startswith(only)]
     named = {row["codebase"] for row in wanted}
     codebases = {}

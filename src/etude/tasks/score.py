@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from etude.sandbox.box import Entry, SandboxError
 from etude.tasks.generators.parsed import is_test_path
 from etude.tasks.hide import hide
-from etude.tasks.suite import FORMS, entries_of, layers_of, place_of, run_tests, spoilt
+from etude.tasks.suite import FORMS, entries_of, layers_of, longest_run, place_of, run_tests, spoilt
 from etude.tasks.suspect import suspicious
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ STARTS_BY_ITSELF = {
     "pyproject.toml",
 }
 NOT_SOURCE = (".pth", ".pyc", ".pyo", ".so", ".pyd")
+OPENING = 30.0  # seconds for the sandboxes of one scoring, on a busy machine
+MOST_BYTES = 4 << 20  # of a file that is taken: it is written anew for every run of the tests, into memory
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,9 @@ def taken(task: Task, codebase: Ready, entries: Sequence[Entry]) -> tuple[list[E
             or name in STARTS_BY_ITSELF
             or name.endswith(NOT_SOURCE)
         )
-        plain = entry.kind == "gone" or (entry.kind == "file" and entry.content is not None)
+        plain = entry.kind == "gone" or (
+            entry.kind == "file" and entry.content is not None and len(entry.content) <= MOST_BYTES
+        )
         if code and plain and not own and not holds_tests:
             kept.append(entry)
         else:
@@ -131,6 +135,12 @@ async def tried(task: Task, codebase: Ready, changes: Sequence[Entry], ignored: 
         return replace(plain, outcome="fail", reason=caught) if caught else plain
     except SandboxError as error:
         return Score("invalid", reason=str(error), ignored=ignored)
+
+
+def longest_scoring(task: Task, codebase: Ready) -> float:
+    """Return after how many seconds scoring has ended, unless the machine hangs: every run at its limit, and time to open them."""
+    ids = [*task.fail_to_pass, *task.pass_to_pass]
+    return longest_run(codebase, ids) + len(FORMS) * longest_run(codebase, task.fail_to_pass) + OPENING
 
 
 async def _plain(task: Task, codebase: Ready, changes: Sequence[Entry], ignored: tuple[str, ...]) -> Score:

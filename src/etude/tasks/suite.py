@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from etude.sandbox import cgroups
 from etude.sandbox.box import WORKSPACE, Entry, Limits, Place, SandboxError
 from etude.sandbox.layers import write_layer
 from etude.sandbox.local import open_sandbox
 from etude.tasks.environment import RUNNER
 from etude.tasks.generators.parsed import Cut, Parsed, overlap
-from etude.tasks.report_plugin import COVERAGE
 from etude.tasks.task import Codebase
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ FAST = "/dev/shm"  # noqa: S108 - a private folder is made in it
 LIMITS = Limits(output=32 << 20)
 ENVIRONMENT = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONHASHSEED": "0", "TZ": "UTC", "COLUMNS": "80"}
 Form = Literal["end", "equal"]
+COVERAGE = ".etude-coverage.json"  # as report_plugin.py has it, which is not imported: only environments have pytest
 FORMS: tuple[Form, ...] = ("end", "equal")
 SPOILERS = (
     "assert {one} == {two}", "assert {one} > {two}", "raise AssertionError({one})", "assert not {one}",
@@ -118,10 +119,10 @@ async def _run(
         [f"{WORKSPACE}/{place}{'' if place.endswith('.py') else '/*'}" for place in codebase.sources] if cover else []
     )
     files = codebase.tests if ids is None else sorted({each.partition("::")[0] for each in ids})
-    usual = [codebase.seconds.get(each, 0.1) for each in ids or ()]
+    usual = _usual(codebase, ids)
     order = {"nonce": nonce, "ids": None if ids is None else sorted(ids), "files": list(files), "options": list(codebase.options),
              "paths": paths, "traces": traces, "cover": include, "limit": 10 + 10 * max(usual, default=2.0)}  # fmt: skip
-    seconds = 600.0 if ids is None else 60 + 8 * sum(usual)
+    seconds = longest_run(codebase, ids)
     sandbox = await open_sandbox(place_of(codebase, layers))
     try:
         words = [str(codebase.python), "-m", RUNNER]
@@ -141,6 +142,15 @@ async def _run(
     finally:
         await sandbox.close()
     return _gathered(messages, state, result.seconds, said), content
+
+
+def _usual(codebase: Ready, ids: Collection[str] | None) -> list[float]:
+    return [codebase.seconds.get(each, 0.1) for each in ids or ()]
+
+
+def longest_run(codebase: Ready, ids: Collection[str] | None) -> float:
+    """Return after how many seconds a run of tests is ended."""
+    return 600.0 if ids is None else 60 + 8 * sum(_usual(codebase, ids))
 
 
 def _messages(out: bytes, nonce: str) -> list[list[object]]:
@@ -278,8 +288,12 @@ def lay(tree: Path, entries: Iterable[Entry]) -> None:
 
 @asynccontextmanager
 async def layers_of(tree: Path, *differences: Sequence[Entry]) -> AsyncIterator[tuple[Path, ...]]:
-    """Write differences as layers above a tree, the lowest first, for as long as the body runs; return the uppermost first."""
-    with tempfile.TemporaryDirectory(prefix="etude-layers-", dir=FAST if os.access(FAST, os.W_OK) else None) as work:
+    """Write differences as layers above a tree, the lowest first, for as long as the body runs; return the uppermost first.
+
+    The folder is named after this process: if it is killed, the launcher of any later sandbox removes it.
+    """
+    prefix = f"etude-layers-{cgroups.namespace()}-{os.getpid()}-{cgroups.start_time(os.getpid())}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=FAST if os.access(FAST, os.W_OK) else None) as work:
         layers: tuple[Path, ...] = ()
         for number, entries in enumerate(differences):
             if entries:

@@ -11,12 +11,12 @@ import pytest
 from etude.agent.calls import Call
 from etude.agent.trace import read_traces
 from etude.bench.agent.contestant import BUILT_IN, Contestant, Player, scripted
-from etude.bench.agent.outcome import change_of, own_changes, premise_of
 from etude.bench.agent.results import Results, Trial, read_results
 from etude.bench.agent.run import BenchSettings, run_benchmark
 from etude.errors import UserError
 from etude.progress import Reporter
-from etude.sandbox.box import Entry, SandboxError
+from etude.sandbox.box import SandboxError
+from etude.tasks.attempt import premise_of
 from etude.tasks.manifest import TaskSet
 from tests.bench.agent import calc_set
 from tests.tasks import small
@@ -166,22 +166,6 @@ def test_the_style_is_asked_for_where_there_is_one(calc: tuple[TaskSet, Path], t
     premise = premise_of(calc[0].tasks[0], "premise", "bug in name: sums are wrong")
     assert premise is not None
     assert (premise.blamed, premise.true) == (("name",), ("total",))
-
-
-def test_changes_leave_out_caches_and_unfold_folders(tmp_path: Path) -> None:
-    for name in ("upper/pkg/a.py", "lower/pkg/a.py", "lower/pkg/b.py", "lower/keep.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
-    layers = (tmp_path / "upper", tmp_path / "lower")
-    long = b"x" * (3 << 20)
-    entries = [Entry("pkg", "gone"), Entry("pkg/__pycache__/a.pyc", "file", 1, 0o644, b"a"), Entry(".pytest_cache", "folder"),
-               Entry("keep.py", "file", 13, 0o644, b"lower/keep.py"), Entry("long.txt", "file", len(long), 0o644, long)]  # fmt: skip
-    change = change_of(own_changes(entries, layers), layers)
-    assert change == {
-        "pkg/a.py": ("upper/pkg/a.py", None),
-        "pkg/b.py": ("lower/pkg/b.py", None),
-        "long.txt": (None, "x" * (1 << 20)),
-    }
 
 
 def test_bounds_are_in_a_contestant_s_own_tokens() -> None:

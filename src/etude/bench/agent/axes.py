@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from etude.rewards.diffs import size
+from etude.tasks.attempt import reference_change
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from etude.agent.trace import Trace
     from etude.bench.agent.results import Trial
     from etude.bench.agent.statistics import Row
-    from etude.rewards.diffs import Change
     from etude.tasks.task import Task
 
 
@@ -142,11 +142,6 @@ def effort(trace: Trace) -> dict[str, Any]:
         "seconds": seconds,
         "stop": trace.stop,
     }
-
-
-def reference_change(task: Task) -> Change:
-    """Return what the reference solution does to each file."""
-    return {edit.path: (edit.broken, edit.fixed) for edit in task.candidate.edits}
 
 
 def set_statistics(tasks: Sequence[Task], prompts: Mapping[str, str]) -> dict[str, float]:

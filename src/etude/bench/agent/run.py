@@ -13,35 +13,28 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from etude.agent.changes import unified
 from etude.agent.harness import VERSION, Harness, HarnessSettings
-from etude.agent.prompt import SYSTEM
-from etude.agent.search.index import Searcher
 from etude.agent.tool_specs import ToolSettings
-from etude.agent.tools import Toolset
 from etude.agent.trace import Trace, append_trace
-from etude.bench.agent.axes import effort, reference_change, set_statistics, vector
-from etude.bench.agent.outcome import asked, change_of, own_changes, premise_of
+from etude.bench.agent.axes import effort, set_statistics, vector
 from etude.bench.agent.results import Header, Trial, TrialLog, trial_key
 from etude.errors import UserError, one_line
 from etude.files import digest_of
 from etude.parallel import cores
-from etude.rewards.interaction import interaction
-from etude.rewards.quality import Work, measure
-from etude.sandbox.local import open_sandbox
+from etude.rewards.quality import measure
 from etude.sandbox.probe import strongest
-from etude.tasks.score import score, visible, workspace
-from etude.tasks.suite import layers_of
+from etude.tasks.attempt import asked, judge, searcher_for, work_on
 from etude.tasks.task import Style, Task
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from etude.agent.search.index import Searcher
+    from etude.agent.tools import Toolset
     from etude.bench.agent.contestant import Contestant, Player
     from etude.progress import Reporter
     from etude.progress import Task as Progress
-    from etude.sandbox.box import Entry
     from etude.tasks.manifest import TaskSet
 
 TRACES = "traces.jsonl"
@@ -104,7 +97,7 @@ async def run_benchmark(
     header = Header(integrity=integrity, harness=VERSION, tasks=found.digest, sampling=sampling, about=about)
     tasks = sorted(found.tasks, key=lambda task: digest_of(task.id))[: settings.limit or None]
     numbered = [(task, number) for number in range(1, settings.k + 1) for task in tasks]
-    searcher = Searcher(cache) if "search" in settings.tools.tools else None
+    searcher = searcher_for(settings.tools, cache)
     total = len(numbered) * len(contestants)
     with TrialLog(folder, header) as log, reporter.task(f"benchmark {found.name}", total, "trials") as progress:
         for each in contestants:
@@ -174,41 +167,23 @@ class Benchmark:
             why = one_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {one_line(error)}"
             return attempt.trial(outcome="invalid", why=why), None
 
-    async def _scored(self, player: Player, attempt: Attempt) -> tuple[Trial, Trace | None]:
+    async def _scored(self, player: Player, attempt: Attempt) -> tuple[Trial, Trace]:
         """Let the contestant work, and look at what it did along all four axes."""
-        task, codebase = attempt.task, self.found.codebase(attempt.task)
-        async with layers_of(codebase.tree, visible(task, codebase)) as (layer,):
-            trace, entries = await self._episode(player, attempt, layer)
-            layers = (layer, codebase.tree)
-            own = await asyncio.to_thread(own_changes, entries, layers)
-            trace.diff = await asyncio.to_thread(unified, own, layers)
-            change = await asyncio.to_thread(change_of, own, layers)
-        async with self.scoring:
-            scored = await score(task, codebase, entries)
-        if scored.outcome == "invalid":
-            return attempt.trial(outcome="invalid", why=" ".join(scored.reason.split())[:300]), None
-        works = [Work(change, reference_change(task), codebase.tests)] if change else []
-        quality = [vector(each) for each in await asyncio.to_thread(measure, works)]
-        seen = interaction(trace, changed=list(change), premise=premise_of(task, attempt.style, attempt.prompt))
-        expected = {"fail_to_pass": len(task.fail_to_pass), "pass_to_pass": len(task.pass_to_pass)}
-        shares = {name: float(getattr(scored, name)) for name in expected}
-        passed = {name: round(share * expected[name]) for name, share in shares.items()}
-        trace.rewards = {"pass": float(scored.outcome == "pass"), **shares}
-        trace.made_by["score"] = {"outcome": scored.outcome, "reason": scored.reason, "ignored": list(scored.ignored)}
-        trial = attempt.trial(outcome=scored.outcome, passed=passed, expected=expected, **effort(trace), trace=f"{TRACES}#{trace.id}",
-                              quality=quality[0] if quality else {}, interaction=vector(seen))  # fmt: skip
-        return trial, trace
+        task, codebase, (policy, talk) = attempt.task, self.found.codebase(attempt.task), player(attempt.task)
+        trace = Trace(f"{attempt.model}:{task.id}:{attempt.number}", attempt.prompt)
+        bounded, seed = self.contestant.bounded(self.settings.harness), int(digest_of(attempt.key)[:12], 16)
 
-    async def _episode(self, player: Player, attempt: Attempt, layer: Path) -> tuple[Trace, list[Entry]]:
-        """Return the trace of an episode and all differences it left."""
-        policy, talk = player(attempt.task)
-        sandbox = await open_sandbox(workspace(self.found.codebase(attempt.task), layer))
-        try:
-            trace = Trace(f"{attempt.model}:{attempt.task.id}:{attempt.number}", attempt.prompt)
-            trace.made_by["sandbox"] = sandbox.backend
-            tools = Toolset(sandbox, self.settings.tools, self.searcher)
-            bounded, seed = self.contestant.bounded(self.settings.harness), int(digest_of(attempt.key)[:12], 16)
-            await Harness(policy, talk, tools, bounded, trace, seed=seed).run(SYSTEM, attempt.prompt)
-            return trace, await sandbox.diff()
-        finally:
-            await sandbox.close()
+        def begin(tools: Toolset) -> Harness:
+            return Harness(policy, talk, tools, bounded, trace, seed=seed)
+
+        left = await work_on(task, codebase, trace, self.settings.tools, self.searcher, begin)
+        async with self.scoring:
+            judged = await judge(task, codebase, trace, left, attempt.style)
+        expected = {"fail_to_pass": len(task.fail_to_pass), "pass_to_pass": len(task.pass_to_pass)}
+        shares = {name: float(getattr(judged.score, name)) for name in expected}
+        passed = {name: round(share * expected[name]) for name, share in shares.items()}
+        trace.rewards = {"pass": float(judged.score.outcome == "pass"), **shares}
+        quality = vector(judged.quality) if judged.quality else {}
+        trial = attempt.trial(outcome=judged.score.outcome, passed=passed, expected=expected, **effort(trace), quality=quality,
+                              interaction=vector(judged.interaction), trace=f"{TRACES}#{trace.id}")  # fmt: skip
+        return trial, trace

@@ -12,6 +12,7 @@ from etude.run.stages.data import DataStage
 from etude.run.stages.extend import ExtendStage
 from etude.run.stages.mtp import MtpStage
 from etude.run.stages.pretrain import PretrainStage
+from etude.run.stages.rl import RlStage
 from etude.run.stages.sft import SftStage
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ STAGES: dict[str, Stage] = {
     "extend": ExtendStage(),
     "sft": SftStage(),
     "mtp": MtpStage(),
+    "rl": RlStage(),
     "compare": CompareStage(),
 }
 

@@ -1,0 +1,117 @@
+"""What asynchrony is worth: the same tasks, model and settings, sampled and trained one after the other, then at the same time.
+
+    python benchmarks/rl.py RECIPE... [--steps 10] [--warm 2] [--out FILE] [--set rl.groups=4 …]
+
+RECIPE is one whose last stage is `rl`; the stages before it are run first, once. Both modes start from the same weights in folders
+of their own, with real sandboxes and real test runs. The first `--warm` steps are left out: kernels are compiled in them.
+Steps an hour are counted from the end of the last warm step to the end of the last one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from etude.lineage import environment
+
+MODES = ("sync", "async")
+
+
+def command(arguments: argparse.Namespace, *more: str) -> list[str]:
+    """Return a call of `etude run` for the recipe."""
+    settings = [word for each in arguments.set for word in ("--set", each)]
+    return [sys.executable, "-m", "etude", "run", *arguments.recipes, *settings, *more]
+
+
+def rows_of(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the rows of the steps, in their order, and those of weight updates."""
+    path = max(run.rglob("metrics.jsonl"), key=lambda file: file.stat().st_mtime)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    steps = sorted((row for row in rows if row["key"].startswith("train/")), key=lambda row: row["key"])
+    return steps, [row for row in rows if row["key"].startswith("swap/")]
+
+
+def mean(rows: list[dict[str, Any]], name: str) -> float | None:
+    """Return the mean of what rows have."""
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return statistics.fmean(values) if values else None
+
+
+def measured(run: Path, warm: int, seconds: float) -> dict[str, Any]:
+    """Return what one mode did after its warm-up."""
+    steps, swaps = rows_of(run)
+    if len(steps) <= warm:
+        raise SystemExit(f"{run} has only {len(steps)} steps; give --steps more than --warm {warm}")
+    span = steps[-1]["time"] - steps[warm - 1]["time"]
+    counted = steps[warm:]
+    names = [name for name in counted[-1] if name.startswith(("idle_", "queue_"))]
+    means = ("reward", "solved", "entropy", "mismatch_mean", "mismatch_p99", "masked", "staleness_mean", *names)
+    later = swaps[1:] or swaps
+    update = {
+        "seconds": mean(later, "seconds"), "paused_ms": 1e3 * (mean(later, "paused") or 0),
+        "paused_most_ms": 1e3 * max((row["paused"] for row in later), default=0.0),
+        "delta_bytes": mean([row for row in later if row.get("kind") != "anchor"], "bytes"), "full_bytes": mean(later, "full_bytes"),
+    }  # fmt: skip
+    return {
+        "steps": len(counted), "seconds": span, "seconds_with_start": seconds, "steps_an_hour": 3600 * len(counted) / span,
+        "episodes": sum(row.get("episodes", 0) for row in counted),
+        "sampled_a_second": sum(row.get("sampled", 0) for row in counted) / span,
+        "trained_a_second": sum(row.get("trained", 0) for row in counted) / span,
+        "update": update, "means": {name: mean(counted, name) for name in means},
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Run both modes and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recipes", nargs="+")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--work", type=Path, default=Path("runs/benchmark-rl"))
+    parser.add_argument("--modes", nargs="+", default=list(MODES))
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    found: dict[str, Any] = {}
+    for mode in arguments.modes:
+        run = arguments.work / mode
+        shutil.rmtree(run, ignore_errors=True)
+        began = time.monotonic()
+        staleness = ["--set", "rl.staleness=0"] if mode == "sync" else []
+        subprocess.run(command(arguments, "--out", str(run), "--set", f"rl.mode={mode}", "--set", f"rl.steps={arguments.steps}",
+                               *staleness), check=True)  # fmt: skip
+        found[mode] = measured(run, arguments.warm, time.monotonic() - began)
+    ratio = found["async"]["steps_an_hour"] / found["sync"]["steps_an_hour"] if len(found) == len(MODES) else None
+    width = max(map(len, ("steps_an_hour", "sampled_a_second", "trained_a_second", "paused_most_ms")))
+    for name in ("steps_an_hour", "sampled_a_second", "trained_a_second", "episodes"):
+        print(f"{name:{width}}  " + "  ".join(f"{mode} {each[name]:,.1f}" for mode, each in found.items()))
+    for name in ("seconds", "paused_ms", "paused_most_ms", "delta_bytes", "full_bytes"):
+        print(f"{name:{width}}  " + "  ".join(f"{mode} {each['update'][name] or 0:,.2f}" for mode, each in found.items()))
+    for mode, each in found.items():
+        print(mode, {name: round(value, 4) for name, value in each["means"].items() if value is not None})
+    if ratio:
+        print(f"asynchronous / synchronous: {ratio:.2f} times the steps an hour")
+    import torch
+
+    result = {
+        "date": datetime.date.today().isoformat(), "command": " ".join(sys.argv), "settings": arguments.set, "steps": arguments.steps,
+        "warm": arguments.warm, "device": environment.device_name("cuda" if torch.cuda.is_available() else "cpu"),
+        "versions": environment.versions() if hasattr(environment, "versions") else {"torch": torch.__version__},
+        "modes": found, "ratio": ratio,
+    }  # fmt: skip
+    line = json.dumps(result)
+    if arguments.out:
+        arguments.out.write_text(line + "\n")
+    print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Which task comes next: weights for drawing without replacement, from what was seen of a task and of its kin.
+
+    weight = effort^(hard · ramp) · (1 − solved · ramp · (2p − 1)²)
+
+effort: turns and thinking tokens of its episodes, each as a share of the mean of all, averaged; Composer 2 draws harder tasks more
+often later, by these two. p: share solved; (2p − 1)² is 0 where half the episodes pass, which teaches most, and 1 where all or none
+do, which gives a flat group and teaches nothing. ramp: 0 at first, so that all kin are seen before any is judged, then up to 1.
+A task seldom seen is taken for what its kin is, a kin seldom seen for what all are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from etude.rl.arena import Item
+    from etude.rl.events import Finished
+    from etude.rl.settings import CurriculumSettings
+
+PRIOR = 8  # episodes that what is expected of a task or kin counts as much as: a group of the usual size
+
+
+@dataclass(frozen=True)
+class Trait:
+    """Means over episodes."""
+
+    solved: float
+    turns: float
+    thinking: float
+
+
+@dataclass
+class Tally:
+    """Sums over episodes."""
+
+    episodes: int = 0
+    solved: int = 0
+    turns: float = 0.0
+    thinking: float = 0.0
+
+    def add(self, finished: Finished) -> None:
+        """Count an episode."""
+        self.episodes += 1
+        self.solved += finished.outcome == "pass"
+        self.turns += finished.turns
+        self.thinking += finished.behaviour.get("thinking_tokens", 0.0)
+
+    def trait(self, expected: Trait, prior: int = PRIOR) -> Trait:
+        """Return the means, with `expected` counted as `prior` episodes."""
+        number = self.episodes + prior
+        return Trait(
+            (self.solved + prior * expected.solved) / number,
+            (self.turns + prior * expected.turns) / number,
+            (self.thinking + prior * expected.thinking) / number,
+        )
+
+
+@dataclass
+class Experience:
+    """What was seen of the tasks so far."""
+
+    all: Tally = field(default_factory=Tally)
+    kin: dict[str, Tally] = field(default_factory=dict)
+    task: dict[str, Tally] = field(default_factory=dict)
+
+    def add(self, item: Item, finished: Finished) -> None:
+        """Count an episode of a task."""
+        for tally in (self.all, self.kin.setdefault(item.kin, Tally()), self.task.setdefault(item.id, Tally())):
+            tally.add(finished)
+
+    def weights(self, items: Iterable[Item], settings: CurriculumSettings, progress: float) -> list[float]:
+        """Return the weight of each item. `progress`: share of the steps that is done."""
+        items, ramp = list(items), ramp_at(progress, settings.begin)
+        if ramp == 0 or not self.all.episodes:
+            return [1.0] * len(items)
+        mean = self.all.trait(Trait(0.5, 0.0, 0.0), prior=0)
+        kin = {name: self.kin.get(name, Tally()).trait(mean) for name in {item.kin for item in items}}
+        traits = (self.task.get(each.id, Tally()).trait(kin[each.kin]) for each in items)
+        return [_weight(trait, mean, settings, ramp) for trait in traits]
+
+
+def ramp_at(progress: float, begin: float) -> float:
+    """Return how far the curriculum counts: 0 until `begin`, 1 from twice that on."""
+    return min(max((progress - begin) / begin, 0.0), 1.0) if begin else 1.0
+
+
+def _weight(trait: Trait, mean: Trait, settings: CurriculumSettings, ramp: float) -> float:
+    shares = [each / whole for each, whole in ((trait.turns, mean.turns), (trait.thinking, mean.thinking)) if whole]
+    effort = sum(shares) / len(shares) if shares else 1.0
+    certain = (2 * trait.solved - 1) ** 2
+    return float(effort ** (settings.hard * ramp)) * (1 - settings.solved * ramp * certain)

@@ -1,0 +1,91 @@
+"""The events of a run on disk: one line of JSON each, written by one `write` and flushed before anything builds on it.
+
+A kill can tear the last line only; whoever reads next passes over it, and the next append cuts it off. A line that is whole and
+yet makes no sense was not torn by us: then going on would forget events, so the run stops and says which line it is.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any, get_args
+
+from pydantic import TypeAdapter, ValidationError
+
+from etude.errors import UserError
+from etude.files import canonical_json, fsync_folder
+from etude.rl.events import Event
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KINDS: dict[str, TypeAdapter[Event]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Event)}
+FIELDS = {kind.__name__: {"event", *(each.name for each in fields(kind))} for kind in get_args(Event)}
+
+
+def to_line(event: Event) -> bytes:
+    """Return an event as a line of JSON. A cause may quote a file name that is no text: that must not end the run."""
+    return canonical_json({"event": type(event).__name__, **asdict(event)}).encode(errors="replace") + b"\n"
+
+
+def from_line(line: bytes) -> Event:
+    """Return the event of a line. Raise ValueError saying why it is none."""
+    found: Any = json.loads(line)
+    name = found.get("event") if isinstance(found, dict) else None
+    if not isinstance(name, str) or name not in KINDS:
+        raise ValueError(f"{name!r} is no known event")
+    if unlike := FIELDS[name] ^ found.keys():
+        raise ValueError(f"{name} lacks or does not know {', '.join(sorted(unlike))}")
+    try:
+        return KINDS[name].validate_json(line, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{name}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+class Ledger:
+    """Appends and reads. One process appends; any may read meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> tuple[list[Event], int]:
+        """Return all events, and the bytes of a torn last line."""
+        content = self.path.read_bytes() if self.path.exists() else b""
+        *lines, torn = content.split(b"\n")
+        events: list[Event] = []
+        for number, line in enumerate(lines, 1):
+            try:
+                events.append(from_line(line))
+            except ValueError as error:
+                advice = "the file was changed or is of another version of Etude; begin in a new folder"
+                raise UserError(f"line {number} of {self.path} is damaged: {error}; {advice}") from None
+        return events, len(torn)
+
+    def append(self, event: Event) -> None:
+        """Write an event; when this returns it survives a power cut. When it raises, nothing was written.
+
+        The file is opened for each event: there are few a second, and flushing takes far longer.
+        """
+        line = to_line(event)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a+b", buffering=0) as file:
+            size = self._cut(file.seek(0, os.SEEK_END))
+            file.truncate(size)
+            try:
+                if file.write(line) != len(line):  # the disk was full in the middle of it
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(size)
+                raise
+        if size == 0:
+            fsync_folder(self.path.parent)
+
+    def _cut(self, size: int) -> int:
+        """Return the size without a torn last line."""
+        with self.path.open("rb") as file:
+            file.seek(max(size - 1, 0))
+            return size if file.read() == b"\n" else self.path.read_bytes().rfind(b"\n") + 1

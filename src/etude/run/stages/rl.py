@@ -1,0 +1,153 @@
+"""The `rl` stage: learn from one's own attempts at tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etude.errors import UserError
+from etude.files import fsync_tree, read_json, sha256_file, write_json
+from etude.lineage import environment
+from etude.lineage.record import DataUse, Parent
+from etude.models.checkpoint import weight_files
+from etude.rl.settings import RlSettings
+from etude.run.folder import MODEL
+from etude.run.stage import Job, Outcome
+from etude.run.stages.training import carry_heads, copy_side_files
+from etude.tasks.demos import refuse_benchmarks
+from etude.tasks.manifest import load_set, read_rows
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from etude.tasks.manifest import TaskSet
+
+RESULTS = "results.json"
+WITHOUT_EFFECT = {"micro", "checkpoint_every", "anchor_every", "engine_memory", "processes", "keep_traces", "tasks"}
+SCRATCH = ("exchange", "weights", "trainer", "job.json", "engine.log", "learner.log", "reward_weights.json")
+CHECKED = 3  # tasks whose check is tried before any time is spent on episodes
+
+
+class RlStage:
+    """Trains on tasks."""
+
+    version = 1
+    settings = RlSettings
+    makes_model = True
+    reads_corpus = False
+
+    def check(self, settings: RlSettings) -> None:
+        """Refuse a manifest that is not there, or has no task to play."""
+        refuse_benchmarks(_manifest(settings))
+        _, _, tasks = read_rows(_manifest(settings))
+        if not any(row["task"].startswith(settings.only) for row in tasks):
+            begins = f" whose id begins with {settings.only!r}" if settings.only else ""
+            raise UserError(f"rl.tasks: {settings.tasks} has no task{begins}; make some with `etude tasks make`")
+
+    def inputs(self, settings: RlSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:
+        """Return the settings that decide the result, and the tasks by content."""
+        if parent_digest is None:
+            raise UserError(
+                "rl needs a model to start from; set `base` in the recipe, or put a stage before it that makes one"
+            )
+        found = settings.model_dump(mode="json", exclude=WITHOUT_EFFECT)
+        return {"settings": found, "seed": seed, "tasks": sha256_file(_manifest(settings))}
+
+    def run(self, settings: RlSettings, job: Job) -> Outcome:
+        """Train, unless that was done before the session was interrupted, and tidy up."""
+        assert job.parent is not None
+        folder, record = job.work.folder, job.parent.record
+        if not _is_trained(folder):
+            found = load_set(_manifest(settings), job.work.cache, job.work.reporter, settings.only)
+            _trained(found, settings, job)
+        for name in (*SCRATCH, *([] if settings.keep_traces else ["episodes"])):
+            path = folder / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        results = read_json(folder / RESULTS)
+        return Outcome(
+            parents=[Parent(name=record.stage, role="weights", record=record.id, model_digest=record.model_digest)],
+            lineages=[job.parent.lineage],
+            data=[_data_use(settings, results["tasks"])],
+            device=results["device"],
+            summary=results["summary"],
+        )
+
+    def show(self, folder: Path, console: Console) -> None:
+        """Print what came of it."""
+        from etude.rl.report import PAGE, steps_of, verdict
+
+        for line in [*verdict(steps_of(folder)), *read_json(folder / RESULTS)["notes"], f"report: {folder / PAGE}"]:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _manifest(settings: RlSettings) -> Path:
+    path = Path(settings.tasks).expanduser()
+    if not path.is_file():
+        raise UserError(
+            f"rl.tasks: {settings.tasks!r} is not a file (looked in {Path.cwd()}); make one with `etude tasks make`"
+        )
+    return path
+
+
+def _is_trained(folder: Path) -> bool:
+    """Return whether a training came to its end here: its results are written last."""
+    with contextlib.suppress(UserError):
+        return (folder / RESULTS).exists() and bool(weight_files(folder / MODEL))
+    return False
+
+
+def _trained(found: TaskSet, settings: RlSettings, job: Job) -> None:
+    from etude.models.load import choose_device
+    from etude.models.mtp import keep_apart
+    from etude.rl.conductor import conduct
+    from etude.rl.report import write_report
+    from etude.rl.task_arena import TaskArena
+
+    assert job.parent is not None
+    parent, work, model = job.parent.folder, job.work, job.work.folder / MODEL
+    arena = TaskArena(found, settings, work.cache)
+    asyncio.run(conduct(arena, parent.absolute(), settings, work, job.seed, before=lambda: _tasks_work(found)))
+    copy_side_files(parent, model)
+    heads = carry_heads(parent, model)
+    keep_apart(model)
+    fsync_tree(model)  # before the results, which say that it is there
+    write_report(work.folder, work.folder)
+    notes = ["the parent's MTP heads came along untrained: they know the parent; train them again"] if heads else []
+    device = environment.device_name(choose_device(settings.device).type)
+    write_json(
+        work.folder / RESULTS,
+        {"device": device, "tasks": len(found.tasks), "summary": _summary(work.folder), "notes": notes},
+    )
+
+
+async def _tasks_work(found: TaskSet) -> None:
+    """Refuse a set whose checks are broken here: every reward would be 0, and nothing would be learnt from it."""
+    from etude.tasks.score import check
+
+    spread = found.tasks[:: max(1, len(found.tasks) // CHECKED)][:CHECKED]
+    for task, wrong in zip(spread, await asyncio.gather(*(check(t, found.codebase(t)) for t in spread)), strict=True):
+        if wrong:
+            told = f"task {task.id}: its check is broken: {wrong}"
+            raise UserError(f"{told}; look at the set with `etude tasks check`, and make it anew")
+
+
+def _summary(folder: Path) -> dict[str, float | int]:
+    """Return what the record tells: rewards and tasks solved at the beginning and at the end, and how much was done."""
+    from etude.rl.report import ends, steps_of
+
+    rows = steps_of(folder)
+    both = {name: ends(rows, name) or (0.0, 0.0) for name in ("reward", "solved")}
+    told = {
+        f"{name}_{end}": round(both[name][place], 4) for name in both for place, end in enumerate(("first", "last"))
+    }
+    sums = {name: sum(row.get(name, 0) for row in rows) for name in ("episodes", "sampled_tokens")}
+    return {"steps": len(rows), **sums, **told}
+
+
+def _data_use(settings: RlSettings, tasks: int) -> DataUse:
+    path = _manifest(settings)
+    return DataUse(name=f"{path.name} ({tasks} tasks)", source=f"file {path.absolute()}", revision=None, digest=sha256_file(path),
+                   files=1, bytes=path.stat().st_size, left_out={})  # fmt: skip

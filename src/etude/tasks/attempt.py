@@ -1,0 +1,194 @@
+"""One attempt at a task, whoever makes it: a benchmark, a demonstration or training.
+
+All of them give an agent the same tree, tools and search, and look at what it left in the same way: so what is trained is what is
+measured. Whatever is raised here is the machinery's doing: what an agent gets wrong comes as answers, and as a score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from etude.agent.changes import content_of, under, unified
+from etude.agent.prompt import SYSTEM
+from etude.agent.search.embedder import installed_embedder
+from etude.agent.search.index import Searcher
+from etude.agent.tool_specs import BadCall
+from etude.agent.tools import Outcome, Toolset
+from etude.rewards.interaction import Interaction, Premise, interaction
+from etude.rewards.quality import Quality, Work, measure
+from etude.sandbox.box import Entry, SandboxError
+from etude.sandbox.local import open_sandbox
+from etude.tasks.prompts import suspects
+from etude.tasks.score import Score, score, taken, visible, workspace
+from etude.tasks.seal import FOLDERS
+from etude.tasks.suite import layers_of
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+    from pathlib import Path
+
+    from etude.agent.harness import Harness
+    from etude.agent.tool_specs import ToolSettings
+    from etude.agent.trace import Trace
+    from etude.rewards.diffs import Change
+    from etude.sandbox.box import Place, Sandbox
+    from etude.tasks.suite import Ready
+    from etude.tasks.task import Style, Task
+
+MOST_BYTES = (
+    1 << 20
+)  # of all files that are compared: an agent may write a gigabyte, and lint takes seconds for this much
+CLOSING = 5.0  # seconds a sandbox has to end
+
+
+@dataclass(frozen=True)
+class Left:
+    """What an agent left behind."""
+
+    entries: list[Entry]  # all differences from the tree it saw
+    change: Change  # the files it changed, as text
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What that is worth; its score is never `invalid`."""
+
+    score: Score
+    quality: Quality | None  # None: nothing was changed
+    interaction: Interaction
+
+
+class PunctualToolset(Toolset):
+    """Tools that end with the episode: the harness looks at its clock between turns, and one turn may ask for hours of commands."""
+
+    until = math.inf  # of time.monotonic()
+
+    async def _do(self, name: str, given: dict[str, Any]) -> Outcome:
+        left = self.until - time.monotonic()
+        if left <= 0:
+            raise BadCall("late", "Not run: the time of this episode is over.")
+        if name in {"shell", "bash"}:
+            given["timeout"] = math.ceil(min(given.get("timeout", self.settings.shell_seconds), left))
+        return await super()._do(name, given)
+
+
+def searcher_for(tools: ToolSettings, cache: Path) -> Searcher | None:
+    """Return the index behind the tool `search`, as a user's agent has it; None where there is no such tool."""
+    return Searcher(cache, installed_embedder()) if "search" in tools.tools else None
+
+
+def asked(task: Task, style: Style) -> tuple[Style, str]:
+    """Return a task's request in a style, or in the first it has."""
+    return min(task.prompts.items(), key=lambda pair: pair[0] != style)
+
+
+async def work_on(
+    task: Task,
+    codebase: Ready,
+    trace: Trace,
+    tools: ToolSettings,
+    searcher: Searcher | None,
+    begin: Callable[[Toolset], Harness],
+) -> Left:
+    """Have an agent work on a task in a sandbox of its own, and put its diff into its trace. `begin`: its harness, on tools.
+
+    SandboxError: the sandbox failed. Cancelled, nothing is left behind.
+    """
+    async with layers_of(codebase.tree, visible(task, codebase)) as layers:
+        async with _opened(workspace(codebase, layers[0])) as sandbox:
+            trace.made_by["sandbox"] = sandbox.backend
+            toolset = PunctualToolset(sandbox, tools, searcher, str(codebase.python))
+            harness = begin(toolset)
+            toolset.until = harness.began + harness.settings.seconds
+            await harness.run(SYSTEM, trace.task)
+            entries = await sandbox.diff()
+        below = (*layers, codebase.tree)
+        own = await asyncio.to_thread(own_changes, entries, below)
+        trace.diff = await asyncio.to_thread(unified, own, below)
+        return Left(entries, await asyncio.to_thread(change_of, own, below))
+
+
+@asynccontextmanager
+async def _opened(place: Place) -> AsyncIterator[Sandbox]:
+    """Open a sandbox. One that does not end when it should is left to its launcher, which ends it with this process."""
+    sandbox = await open_sandbox(place)
+    try:
+        yield sandbox
+    finally:
+        try:
+            async with asyncio.timeout(CLOSING):
+                await sandbox.close()
+        except TimeoutError:
+            logging.getLogger(__name__).warning("a sandbox did not end within %.0f s", CLOSING)
+
+
+async def judge(
+    task: Task, codebase: Ready, trace: Trace, left: Left, style: Style, *, test_idle: bool = True
+) -> Judged:
+    """Run the tests of a task on what was left, and look at it and at the trace along the other axes.
+
+    Without `test_idle`, code that was left as it was is known to fail, as validation found, and no test is run.
+    """
+    changes, ignored = taken(task, codebase, left.entries)
+    if changes or test_idle:
+        found = await score(task, codebase, left.entries)
+    else:
+        found = Score("fail", 0.0, 1.0, "the code is as it was", ignored)
+    if found.outcome == "invalid":
+        raise SandboxError(found.reason)
+    works = [Work(left.change, reference_change(task), codebase.tests)] if left.change else []
+    quality = await asyncio.to_thread(measure, works)
+    seen = interaction(trace, changed=list(left.change), premise=premise_of(task, style, trace.task))
+    trace.made_by["score"] = {"outcome": found.outcome, "reason": found.reason, "ignored": list(found.ignored)}
+    return Judged(found, quality[0] if quality else None, seen)
+
+
+def premise_of(task: Task, style: Style, prompt: str) -> Premise | None:
+    """Return what a request with a wrong premise blames, as far as its words tell, and what is at fault."""
+    words = set(re.findall(r"\w+", prompt))
+    blamed = tuple(name for name in suspects(task.candidate) if name.rpartition(".")[2] in words)
+    names = tuple(span.name for span in task.candidate.spans if span.name)
+    return Premise(blamed, names or tuple(edit.path for edit in task.candidate.edits)) if style == "premise" else None
+
+
+def reference_change(task: Task) -> Change:
+    """Return what the reference solution does to each file."""
+    return {edit.path: (edit.broken, edit.fixed) for edit in task.candidate.edits}
+
+
+def own_changes(entries: Sequence[Entry], layers: Sequence[Path]) -> list[Entry]:
+    """Return the files an agent changed: a folder that went is what was in it; caches, which no user would commit, are none.
+
+    Of the longest ones, where there is too much, the beginning stands for the whole.
+    """
+    found, room = [], MOST_BYTES
+    for entry in sorted(entries, key=lambda each: each.size):
+        if entry.kind == "folder" or FOLDERS & set(entry.path.split("/")):
+            continue
+        if entry.kind != "gone":
+            found.append(replace(entry, content=(entry.content or b"")[:room]))
+            room -= len(found[-1].content or b"")
+            continue
+        inside = [(layer, path) for layer in layers for path in (layer / entry.path).rglob("*") if path.is_file()]
+        gone = {path.relative_to(layer).as_posix() for layer, path in inside} or {entry.path}
+        found += [Entry(path, "gone") for path in gone]
+    return sorted(found, key=lambda each: each.path)
+
+
+def change_of(entries: Sequence[Entry], layers: Sequence[Path]) -> Change:
+    """Return changed files before and after, as text; what is none is read as if it were."""
+    found = {}
+    for entry in entries:
+        before = under(layers, entry.path)
+        old = None if before is None else content_of(before)[:MOST_BYTES].decode("utf-8", "replace")
+        new = None if entry.kind == "gone" else (entry.content or b"").decode("utf-8", "replace")
+        if old != new:
+            found[entry.path] = old, new
+    return found

@@ -1,0 +1,34 @@
+"""docs/rl.md has every setting with its default."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from etude.rewards.length import LengthSettings
+from etude.rewards.reward import RewardSettings
+from etude.rl.settings import CorrectionSettings, CurriculumSettings, KlSettings, RlSettings
+
+PAGE = Path(__file__).parents[2] / "docs/rl.md"
+TABLES: dict[str, type[BaseModel]] = {
+    "[rl]": RlSettings, "[rl.rewards]": RewardSettings, "[rl.rewards.effort]": LengthSettings, "[rl.kl]": KlSettings,
+    "[rl.correction]": CorrectionSettings, "[rl.curriculum]": CurriculumSettings,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("heading", TABLES)
+def test_every_setting_is_explained_with_its_default(heading: str) -> None:
+    part = PAGE.read_text().partition(f"\n### `{heading}`\n")[2].partition("\n#")[0]
+    cells = [line.split("|") for line in part.splitlines() if line.startswith("| `")]
+    told = {re.findall(r"`(\w+)`", key)[0]: default.strip(" `") for _, key, default, *_ in cells}
+    fields = TABLES[heading].model_fields
+    assert set(told) == set(fields)
+    for name, field in fields.items():
+        if field.is_required() or isinstance(field.default, BaseModel):
+            assert told[name] == ("required" if field.is_required() else "")
+        else:
+            assert tomllib.loads(f"value = {told[name]}") == {"value": field.default}, name

@@ -1,0 +1,173 @@
+"""The trainer's process: killed anywhere it goes on, to the same weights bit for bit; told to leave it leaves."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from etude.rl.exchange import Batch, Exchange, Report
+from etude.rl.job import RlJob
+from etude.rl.learner import run_learner
+from etude.rl.store import Published, WeightStore
+from etude.rl.trainer import Trainer
+from tests.rl import made
+from tests.training import sessions
+
+STEPS, EVERY = 5, 2
+KL = {"coefficient": 0.01, "reference": "average", "decay": 0.9}
+
+
+def prepared(base: Path, folder: Path) -> RlJob:
+    """Return a job all of whose batches are there."""
+    job = RlJob(base, folder, folder / "socket", made.settings(checkpoint_every=EVERY, kl=KL), seed=0)
+    exchange = Exchange(job.exchange)
+    for step in range(1, STEPS + 1):
+        exchange.put_batch(made.batch(folder, step, made.usual(random.Random(step), version=step - 1)))
+    return job
+
+
+class DyingStore(WeightStore):
+    """Dies at a version: before or after it is published; with the checkpoint of its step written, or being written."""
+
+    def __init__(self, job: RlJob, trainer: Trainer, when: str, version: int) -> None:
+        super().__init__(job.weights, job.settings.anchor_every)
+        self.trainer, self.when, self.at = trainer, when, version
+
+    def publish(self, weights: Any, version: int, step: int) -> Published:
+        if (version, self.when) == (self.at, "checkpoint written, not published"):
+            self.trainer.checkpoints.wait()
+        if version == self.at and "not published" in self.when:
+            sessions.kill_oneself()
+        done = super().publish(weights, version, step)
+        if version == self.at and self.when == "published, not reported":
+            self.trainer.checkpoints.wait()
+            sessions.kill_oneself()
+        return done
+
+
+class DyingExchange(Exchange):
+    """Dies when a step is reported, or its batch is read."""
+
+    def __init__(self, folder: Path, when: str, step: int) -> None:
+        super().__init__(folder)
+        self.when, self.at = when, step
+
+    def put_report(self, report: Report) -> None:
+        super().put_report(report)
+        if (report.step, self.when) == (self.at, "reported"):
+            sessions.kill_oneself()
+
+    def batch(self, step: int) -> Batch | None:
+        if (step, self.when) == (self.at, "batch read"):
+            sessions.kill_oneself()
+        return super().batch(step)
+
+
+def learn(base: Path, folder: Path, when: str = "never", at: int = 0) -> None:
+    """Learn to the end, unless killed."""
+    job = prepared(base, folder)
+    exchange = DyingExchange(job.exchange, when, at)
+    exchange.stop()
+    trainer = Trainer(job.model, job.settings, job.trainer)
+    assert run_learner(job, trainer, exchange, DyingStore(job, trainer, when, at), threading.Event())
+
+
+def metrics(job: RlJob) -> list[dict[str, float]]:
+    """Return what was reported of every step, without what differs between runs of the same."""
+    found = [Exchange(job.exchange).report(step) for step in range(1, STEPS + 1)]
+    assert [(each.step, each.version) for each in found if each] == [(step, step) for step in range(1, STEPS + 1)]
+    return [{name: value for name, value in each.metrics.items() if "seconds" not in name and "publish" not in name}
+            for each in found if each]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def straight(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training left alone."""
+    folder = tmp_path_factory.mktemp("straight")
+    assert sessions.processes(learn, (tiny_base, folder)) == [0]
+    return folder
+
+
+def same(one: Path, other: Path) -> bool:
+    return (one / "model/model.safetensors").read_bytes() == (other / "model/model.safetensors").read_bytes()
+
+
+DEATHS = [
+    ("batch read", 1), ("not published, checkpoint being written", 2), ("checkpoint written, not published", 2),
+    ("published, not reported", 4), ("reported", 4), ("batch read", 4), ("published, not reported", 5), ("reported", 5),
+]  # fmt: skip
+
+
+def test_killed_anywhere_it_comes_out_the_same_bit_for_bit(tiny_base: Path, tmp_path: Path, straight: Path) -> None:
+    """One training for each death."""
+    folders = [(tiny_base, tmp_path / str(number)) for number in range(len(DEATHS))]
+    deaths = [(*folder, *death) for folder, death in zip(folders, DEATHS, strict=True)]
+    assert sessions.processes(learn, *deaths) == [-signal.SIGKILL] * len(DEATHS)
+    assert sessions.processes(learn, *folders) == [0] * len(DEATHS)
+    for place in range(len(DEATHS)):
+        folder = tmp_path / str(place)
+        assert same(folder, straight), DEATHS[place]
+        job, other = prepared(tiny_base, folder), prepared(tiny_base, straight)
+        assert metrics(job) == metrics(other)
+        stores = [WeightStore(each.weights, 20) for each in (job, other)]
+        for version in range(1, STEPS + 1):  # no version was published with other weights than it has without a kill
+            one, two = (store.pull(version).tensors for store in stores)
+            assert one.keys() == two.keys()
+            assert all(torch.equal(one[name], two[name]) for name in one)
+    # Died after the report of step 5, it had the checkpoint of 4: step 5 was spent again, and is counted so.
+    assert [each.step for each in Exchange(tmp_path / "7/exchange").spent_again()] == [5]
+    # Died after publishing step 5, it trained it again and reported it once.
+    assert Exchange(tmp_path / "6/exchange").spent_again() == []
+
+
+def test_a_step_that_two_kills_made_it_do_again_was_spent_twice_more(tmp_path: Path) -> None:
+    exchange = Exchange(tmp_path)
+    for seconds in (1.0, 2.0, 3.0):
+        exchange.put_report(Report(7, 7, {"seconds": seconds}))
+    assert exchange.report(7) == Report(7, 7, {"seconds": 1.0})
+    assert exchange.spent_again() == [Report(7, 7, {"seconds": 2.0}), Report(7, 7, {"seconds": 3.0})]
+
+
+def test_as_a_process_of_its_own(tiny_base: Path, tmp_path: Path, straight: Path) -> None:
+    job = prepared(tiny_base, tmp_path)
+    Exchange(job.exchange).stop()
+    command = [sys.executable, "-m", "etude.rl.learner", str(job.save())]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=300, env={"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert same(tmp_path, straight)
+    # Once it is exported there is nothing left to do, also if the command was killed before anybody saw that.
+    for batch in (job.exchange / "batches").iterdir():
+        batch.unlink()
+    assert run_learner(job, Trainer(job.model, job.settings, job.trainer), Exchange(job.exchange), WeightStore(job.weights, 20), threading.Event())  # fmt: skip
+
+
+def test_it_waits_for_batches_and_leaves_when_told(tiny_base: Path, tmp_path: Path) -> None:
+    job = RlJob(tiny_base, tmp_path, tmp_path / "socket", made.settings(checkpoint_every=100), seed=0)
+    exchange, store, leave = Exchange(job.exchange), WeightStore(job.weights, 20), threading.Event()
+    trainer, result = Trainer(job.model, job.settings, job.trainer), []
+    thread = threading.Thread(target=lambda: result.append(run_learner(job, trainer, exchange, store, leave)))
+    thread.start()
+    exchange.put_batch(made.batch(tmp_path, 1, made.usual(random.Random(1))))
+    while exchange.report(1) is None:
+        assert thread.is_alive()
+    leave.set()
+    thread.join()
+    assert result == [False]
+    assert not job.result.exists()
+    said: list[str] = []
+    again = Trainer(job.model, job.settings, job.trainer, say=said.append)
+    exchange.stop()
+    assert run_learner(job, again, exchange, store, threading.Event())
+    assert said == ["going on from the checkpoint of step 1"]
+    assert job.result.exists()
+    assert exchange.spent_again() == []

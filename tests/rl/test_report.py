@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.errors import UserError
+from etude.files import files_below, write_json
+from etude.rl.figures import PICTURES, Panel, changes, curves, pictures, smooth
+from etude.rl.report import ends, steps_of, verdict, write_report
+from etude.rl.view import added
+from tests.rl.runs import rows, write
+
+VERDICT = [
+    "8 steps, 32 episodes, 16 s",
+    "reward: from 0.125 in the first tenth of the steps to 0.25 in the last",
+    "solved: from 25% in the first tenth of the steps to 50% in the last",
+    "best of group: from 100% in the first tenth of the steps to 100% in the last",
+    "12% of the groups were flat: all rewards alike, nothing to learn from",
+    "1 invalid episode, most often sandbox did not start: excluded, not scored",
+    "step 3: calls is 4.5, for 3 steps above 4 (usual in this run: 1)",
+]
+
+
+def test_one_page_with_its_pictures_inside(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", 8)
+    why = "calls is <script>; the step's median is 1"
+    about = {"best": {"group": 1, "episode": 2, "outcome": "pass", "reward": 0.5, "why": why}}
+    write_json(run / "samples/00000003/about.json", about)
+    assert write_report(run, tmp_path / "page") == VERDICT
+    page = (tmp_path / "page/report.html").read_text()
+    assert len(re.findall("data:image/png;base64,", page)) == 5 == len(list((tmp_path / "page").glob("*.png")))
+    assert all(line in page for line in VERDICT)
+    assert "samples/00000003/best.json" in page
+    assert "<script>" not in page
+    assert "http" not in page
+    text = (tmp_path / "page/report.md").read_text()
+    assert re.search(r"\| reward outcome \| 0.25 \| 0.5 \| 0.25 \| 0.5 \|", text)
+    assert re.search(r"\| 5 \| 1 \| 1 \|", text)  # the weights from step 5 on
+
+
+def test_a_run_that_goes_on_is_read_and_left_alone(tmp_path: Path) -> None:
+    log = write(tmp_path, 3) / "metrics.jsonl"
+    with log.open("ab") as file:
+        file.write(b'{"key": "train/00000004", "ste')  # being written
+    before = log.read_bytes()
+    assert [row["step"] for row in steps_of(tmp_path)] == [1, 2, 3]
+    assert log.read_bytes() == before
+    assert files_below(tmp_path) == [log]
+
+
+@pytest.mark.parametrize(("lines", "said"), [
+    (None, "no metrics.jsonl"), ([], "no step is trained yet"), ([{"key": "step/x/001"}], "no step is trained yet"),
+    ([{"key": "train/00000001", "step": 1, "loss": 2.0}], "not those of an rl stage"),
+])  # fmt: skip
+def test_what_is_no_run_is_refused(tmp_path: Path, lines: list[dict[str, object]] | None, said: str) -> None:
+    if lines is not None:
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(UserError, match=said) as told:
+        write_report(tmp_path, tmp_path / "page")
+    assert str(tmp_path) in str(told.value)
+    assert not (tmp_path / "page").exists()
+
+
+def test_one_step_is_enough(tmp_path: Path) -> None:
+    assert write_report(write(tmp_path, 1), tmp_path)[0] == "1 step, 4 episodes, 2 s"
+
+
+def test_numbers_of_the_first_and_last_tenth() -> None:
+    made = [{"step": step, "reward": float(step)} for step in range(1, 31)]
+    assert ends(made, "reward") == (2.0, 29.0)
+    assert ends(made, "absent") is None
+    assert ends([{"step": 1}, {"step": 2, "reward": 4.0}], "reward") == (4.0, 4.0)
+    assert added(rows(3), "groups_") == {"ready": 2, "flat": 1}
+    assert verdict(made)[:2] == [
+        "30 steps, 0 episodes, 0 s",
+        "reward: from 2 in the first tenth of the steps to 29 in the last",
+    ]
+
+
+def test_a_count_that_a_step_does_not_have_is_0_and_a_number_is_unknown() -> None:
+    made: list[dict[str, Any]] = [
+        {"step": 1, "invalid_a": 2, "kl": 0.1},
+        {"step": 2},
+        {"step": 3, "invalid_b": 1, "kl": 0.3},
+    ]
+    counted = Panel("", ("invalid_",), "counts")
+    assert curves(counted, made) == {"a": [(1, 2), (2, 0), (3, 0)], "b": [(1, 0), (2, 0), (3, 1)]}
+    assert curves(Panel("", ("kl",)), made) == {"kl": [(1, 0.1), (3, 0.3)]}
+
+
+def test_only_what_is_known_is_drawn_and_behaviours_are_all() -> None:
+    drawn = pictures(rows(2))
+    assert [panel.title for panel in drawn["health.png"]] == ["Entropy of what was sampled"]
+    assert [panel.names for panel in drawn["behaviour.png"]] == [("behaviour_calls",)]
+    assert drawn["reward.png"] == list(PICTURES["reward.png"])
+
+
+def test_changes_of_weights_are_found() -> None:
+    assert [row["step"] for row in changes(rows(8))] == [5]
+
+
+@given(st.lists(st.floats(-100, 100), min_size=1, max_size=70))
+def test_a_mean_of_neighbours_is_centred(values: list[float]) -> None:
+    reach = max(1, len(values) // 20)
+    brute = [fmean(v for k, v in enumerate(values) if abs(k - place) <= reach) for place in range(len(values))]
+    assert smooth(values) == pytest.approx(brute)

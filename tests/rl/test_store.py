@@ -1,0 +1,296 @@
+"""The folder of weights: every version comes back bit for bit, whatever was damaged, pruned or killed on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.rl.store import WANTED, BrokenStore, File, Held, WeightStore, ways
+
+Weights = dict[str, torch.Tensor]
+
+
+def weights_at(version: int, size: int = 2000) -> Weights:
+    """Weights of which every version changes one number in forty, and one tensor tied to another."""
+    generator = torch.Generator().manual_seed(7)
+    matrix = torch.randn(size, generator=generator).bfloat16()
+    for step in range(version):
+        matrix[step % 40 :: 40] += 0.25
+    return {"embed": matrix, "frozen": torch.ones(5), "head": matrix, "norm": torch.full((3,), 0.1 * version)}
+
+
+def filled(folder: Path, versions: int, anchor_every: int = 4) -> WeightStore:
+    store = WeightStore(folder, anchor_every)
+    for version in range(versions):
+        store.publish(weights_at(version), version, step=version)
+    return store
+
+
+def same(held: Held, version: int) -> bool:
+    expected = weights_at(version)
+    return (
+        held.version == version
+        and held.tensors.keys() == expected.keys()
+        and held.tensors["head"] is held.tensors["embed"]
+        and all(torch.equal(held.tensors[name], tensor) for name, tensor in expected.items())
+    )
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def tear(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+DAMAGES: list[Callable[[Path], None]] = [flip, tear, Path.unlink]
+
+
+@contextlib.contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """Let no file become longer: a write fails as it does on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_one_follows_by_deltas_and_one_who_joins_late_gets_any_version(tmp_path: Path) -> None:
+    store, reader, held = WeightStore(tmp_path, 4), WeightStore(tmp_path, 4), None
+    assert reader.newest() is None
+    for version in range(10):
+        done = store.publish(weights_at(version), version, step=version)
+        assert reader.newest() == version
+        held = reader.pull(version, held)
+        assert same(held, version)
+        assert (done.kind, done.anchored) == ("delta" if version else "anchor", version % 4 == 0)
+        assert done.full_bytes == 2000 * 2 + 5 * 4 + 3 * 4
+        assert held.bytes == done.bytes
+    for version in range(10):
+        for late in (None, reader.pull(3), held):
+            assert same(WeightStore(tmp_path, 4).pull(version, late), version)
+    assert names(tmp_path) == [
+        "00000000.anchor", "00000001-00000000.delta", "00000002-00000001.delta", "00000003-00000002.delta",
+        "00000004-00000003.delta", "00000004.anchor", "00000005-00000004.delta", "00000006-00000005.delta",
+        "00000007-00000006.delta", "00000008-00000007.delta", "00000008.anchor", "00000009-00000008.delta",
+    ]  # fmt: skip
+
+
+def test_what_is_held_is_not_changed_and_what_was_published_may_change(tmp_path: Path) -> None:
+    store, weights = WeightStore(tmp_path, 4), weights_at(0)
+    store.publish(weights, 0, step=0)
+    held = store.pull(0)
+    weights["embed"].copy_(weights_at(1)["embed"])  # as an optimiser does
+    weights["norm"].copy_(weights_at(1)["norm"])
+    store.publish(weights, 1, step=1)
+    assert same(store.pull(1, held), 1)
+    assert same(held, 0)
+
+
+def test_no_number_is_used_twice(tmp_path: Path) -> None:
+    store = filled(tmp_path, 1)
+    for publisher in (store, WeightStore(tmp_path, 4)):
+        with pytest.raises(ValueError, match="no number is used twice"):
+            publisher.publish(weights_at(0), 0, step=0)
+
+
+def test_other_weights_come_whole(tmp_path: Path) -> None:
+    store = filled(tmp_path, 2)
+    other = {"embed": torch.ones(7)}
+    assert store.publish(other, 2, step=2).kind == "anchor"
+    assert store.pull(2, store.pull(1)).tensors["embed"].tolist() == [1] * 7
+    assert store.publish(other, 3, step=3).kind == "delta"
+
+
+def test_a_tie_may_be_cut(tmp_path: Path) -> None:
+    store, cut = filled(tmp_path, 2), weights_at(2)
+    cut["head"] = cut["head"] + 1
+    assert store.publish(cut, 2, step=2).kind == "anchor"
+    found = store.pull(2, store.pull(1)).tensors
+    assert all(torch.equal(found[name], cut[name]) for name in cut)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_broken_delta_is_passed_over_for_an_anchor(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    store = filled(tmp_path, 6)
+    held = store.pull(2)
+    damage(tmp_path / "00000004-00000003.delta")
+    found = store.pull(5, held)
+    assert same(found, 5)
+    if damage is not Path.unlink:  # else there is no way from what is held, and nobody tried it
+        assert [line.split()[0] for line in found.passed_over] == ["00000004-00000003.delta"]
+    assert not (tmp_path / WANTED).exists()
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_broken_anchor_is_passed_over_for_the_one_before(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    store = filled(tmp_path, 6)
+    damage(tmp_path / "00000004.anchor")
+    assert same(store.pull(5), 5)
+
+
+@pytest.mark.parametrize("damage", [flip, tear])
+def test_where_no_way_is_left_the_next_version_comes_with_an_anchor(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    store, reader = filled(tmp_path, 3, anchor_every=50), WeightStore(tmp_path, 50)
+    held = reader.pull(1)
+    damage(tmp_path / "00000002-00000001.delta")
+    with pytest.raises(BrokenStore, match=r"no way to version 2 .* 00000002-00000001.delta does not have its checksum"):
+        reader.pull(2, held)
+    done = store.publish(weights_at(3), 3, step=3)
+    assert (done.kind, done.anchored) == ("delta", True)
+    assert same(reader.pull(3, held), 3)
+    assert not store.publish(weights_at(4), 4, step=4).anchored
+
+
+def test_a_delta_of_another_run_or_under_another_name_is_not_applied(tmp_path: Path) -> None:
+    store = filled(tmp_path / "one", 2, anchor_every=50)
+    other = WeightStore(tmp_path / "two", 50)
+    for version in (0, 1):
+        other.publish(weights_at(version + 20), version, step=version)
+    delta = tmp_path / "one" / "00000001-00000000.delta"
+    delta.write_bytes((tmp_path / "two" / delta.name).read_bytes())
+    with pytest.raises(BrokenStore, match="gives another embed than it was made from"):
+        store.pull(1)
+    delta.rename(delta.with_name("00000002-00000000.delta"))
+    with pytest.raises(BrokenStore, match="holds version 1, made from 0"):
+        store.pull(2)
+
+
+def test_what_is_held_may_be_wrong(tmp_path: Path) -> None:
+    store = filled(tmp_path, 3)
+    for wrong in (weights_at(9), {}, {"embed": torch.zeros(2, 2)}):
+        found = store.pull(2, Held(1, wrong))
+        assert same(found, 2)
+        assert [line.split()[0] for line in found.passed_over] == ["00000002-00000001.delta"]
+
+
+@pytest.mark.parametrize(("room", "delta_fits"), [(100, False), (3000, True)])
+def test_a_full_disk_leaves_the_old_versions_good(tmp_path: Path, room: int, delta_fits: bool) -> None:
+    store = filled(tmp_path, 4)
+    before = names(tmp_path)
+    with room_for(room), pytest.raises(OSError, match="File too large"):
+        store.publish(weights_at(4), 4, step=4)
+    assert names(tmp_path) == before + ["00000004-00000003.delta"] * delta_fits
+    assert all(same(store.pull(version), version) for version in range(4 + delta_fits))
+    done = store.publish(weights_at(5), 5, step=5)  # space is there again
+    assert (done.kind, done.anchored) == ("delta", True)
+    assert same(WeightStore(tmp_path, 4).pull(5, store.pull(3)), 5)
+
+
+KILLED = """
+import resource, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tests.rl.test_store import filled, weights_at
+store = filled(Path(sys.argv[2]), 4)
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), -1))
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the write that comes to the limit kills at once
+store.publish(weights_at(4), 4, step=4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("room", "newest", "half"), [(100, 3, ".00000004-00000003.delta"), (3000, 4, ".00000004.anchor")]
+)
+def test_a_publisher_killed_while_it_writes(tmp_path: Path, room: int, newest: int, half: str) -> None:
+    root = Path(__file__).parents[2]
+    dead = subprocess.run([sys.executable, "-c", KILLED, root, tmp_path, str(room)], check=False, capture_output=True)
+    assert dead.returncode == -25, dead.stderr  # SIGXFSZ
+    assert [name for name in names(tmp_path) if name.startswith(half)]
+    reader, publisher = WeightStore(tmp_path, 4), WeightStore(tmp_path, 4)
+    held = reader.pull(3)
+    assert reader.newest() == newest
+    assert same(reader.pull(newest, held), newest)
+    assert publisher.publish(weights_at(newest + 1), newest + 1, step=newest + 1).kind == "anchor"
+    assert not [name for name in names(tmp_path) if name.startswith(".")]
+    publisher.publish(weights_at(newest + 2), newest + 2, step=newest + 2)
+    assert same(reader.pull(newest + 2, held), newest + 2)
+
+
+def test_old_versions_go_and_a_reader_far_behind_begins_at_an_anchor(tmp_path: Path) -> None:
+    store = filled(tmp_path, 3)
+    slow = store.pull(2)
+    for version in range(3, 15):
+        store.publish(weights_at(version), version, step=version)
+    assert store.prune(keep=2) == 9  # 7 deltas and 2 anchors of versions 0 to 7
+    assert store.prune(keep=2) == 0
+    assert names(tmp_path)[:3] == ["00000008-00000007.delta", "00000008.anchor", "00000009-00000008.delta"]
+    assert all(same(WeightStore(tmp_path, 4).pull(version, slow), version) for version in range(8, 15))
+    with pytest.raises(BrokenStore, match="not there, or no longer"):
+        store.pull(5, slow)
+    assert not (tmp_path / WANTED).exists()
+    flip(tmp_path / "00000012.anchor")
+    assert same(store.pull(14, slow), 14)
+
+
+def test_an_empty_store_has_nothing_to_prune(tmp_path: Path) -> None:
+    assert WeightStore(tmp_path, 4).prune(keep=1) == 0
+
+
+def test_readers_go_on_while_versions_come_and_go(tmp_path: Path) -> None:
+    last, wrong = 60, list[int]()
+    store = filled(tmp_path, 1)
+
+    def read(*, follow: bool) -> None:
+        reader, held = WeightStore(tmp_path, 4), None
+        while held is None or held.version < last:
+            newest = reader.newest()
+            assert newest is not None
+            with contextlib.suppress(BrokenStore):  # the publisher was faster; the next look finds a newer one
+                held = reader.pull(newest, held if follow else None)
+                wrong.extend([newest] * (not same(held, newest)))
+
+    readers = [threading.Thread(target=read, kwargs={"follow": follow}) for follow in (True, False)]
+    for reader in readers:
+        reader.start()
+    for version in range(1, last + 1):
+        store.publish(weights_at(version), version, step=version)
+        store.prune(keep=1)
+    for reader in readers:
+        reader.join()
+    assert wrong == []
+    assert len(names(tmp_path)) <= 12
+
+
+@given(
+    anchors=st.dictionaries(st.integers(0, 6), st.integers(1, 99)),
+    deltas=st.dictionaries(st.integers(0, 6), st.tuples(st.integers(0, 6), st.integers(1, 99))),
+    held=st.none() | st.integers(0, 6),
+    version=st.integers(0, 6),
+)  # fmt: skip
+def test_the_way_of_the_fewest_bytes_comes_first(
+    anchors: dict[int, int], deltas: dict[int, tuple[int, int]], held: int | None, version: int
+) -> None:
+    files = [File(Path(f"a{at}"), at, None, size) for at, size in anchors.items()]
+    files += [File(Path(f"d{at}"), at, base, size) for at, (base, size) in deltas.items()]
+    costs = {at: [0] * (at == held) + [size for where, size in anchors.items() if where == at] for at in range(7)}
+    for at in range(7):  # forwards, while the code walks backwards
+        if at in deltas and deltas[at][0] < at:
+            costs[at] += [cost + deltas[at][1] for cost in costs[deltas[at][0]]]
+    found = ways(files, version, held)
+    assert [sum(file.size for file in way) for way in found] == sorted(costs[version])
+    for way in found:
+        stops = [held if way and way[0].base is not None else None, *(file.version for file in way)]
+        assert all(file.base == stop for file, stop in zip(way, stops, strict=False))

@@ -1,0 +1,129 @@
+"""What every attempt at a task shares, whoever makes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from etude.agent.calls import Call
+from etude.agent.endpoint import message_format
+from etude.agent.harness import Harness, HarnessSettings
+from etude.agent.scripted import ScriptedPolicy
+from etude.agent.search.embedder import installed_embedder
+from etude.agent.tool_specs import ToolSettings
+from etude.agent.tools import Toolset
+from etude.agent.trace import Trace
+from etude.sandbox.box import Entry, SandboxError
+from etude.sandbox.launcher import remove_stale_forks
+from etude.tasks.attempt import Left, change_of, judge, own_changes, searcher_for, work_on
+from etude.tasks.score import MOST_BYTES, taken
+from etude.tasks.suite import Ready
+from tests.tasks import small
+
+TALK = message_format()
+# Mends the sum, and leaves a file that is too long to be taken.
+MENDING = [
+    Call("edit", {"path": "calc/__init__.py", "old": "result = value", "new": "result += value"}),
+    Call("shell", {"command": "head -c 5000000 /dev/zero > calc/long.py; command -v python3"}),
+]
+KILLED = """
+import asyncio, sys
+from pathlib import Path
+from etude.sandbox.box import Entry
+from etude.tasks.suite import layers_of
+
+async def main():
+    async with layers_of(Path(sys.argv[1]), [Entry("a", "file", 1, 0o644, b"a")]) as (layer,):
+        print(layer.parent, flush=True)
+        sys.stdin.read()
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def calc(tmp_path_factory: pytest.TempPathFactory) -> Ready:
+    return small.codebase(tmp_path_factory.mktemp("calc"))
+
+
+def test_an_attempt_is_played_and_judged_and_long_files_are_named(calc: Ready) -> None:
+    trace, tools = Trace("one", "sums are wrong"), ToolSettings(tools=["edit", "shell"])
+    policy = ScriptedPolicy([TALK.write(*MENDING), "Mended."], TALK.encode, TALK.text, TALK.talk.end_token)
+
+    def begin(toolset: Toolset) -> Harness:
+        assert toolset.python == str(calc.python)
+        return Harness(policy, TALK, toolset, HarnessSettings(), trace)
+
+    async def attempt() -> None:
+        left = await work_on(small.task(), calc, trace, tools, None, begin)
+        assert left.change["calc/__init__.py"] == (small.BROKEN, small.SOLVED)
+        judged = await judge(small.task(), calc, trace, left, "terse")
+        assert (judged.score.outcome, judged.score.ignored) == ("pass", ("calc/long.py",))
+        assert judged.quality is not None
+        assert (judged.quality.files, judged.quality.unrelated_files) == (2, 1)
+        assert judged.interaction.silent is False
+
+    small.run(attempt())
+    assert "+        result += value" in trace.diff
+    assert trace.made_by["score"]["ignored"] == ["calc/long.py"]
+
+
+def test_only_files_that_are_too_long_are_not_taken(calc: Ready) -> None:
+    most, more = (Entry(f"calc/{n}.py", "file", n, 0o644, b" " * n) for n in (MOST_BYTES, MOST_BYTES + 1))
+    assert taken(small.task(), calc, [most, more]) == ([most], (more.path,))
+
+
+def test_scoring_that_fails_is_no_score(calc: Ready, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to("/bin/false")
+    broken = dataclasses.replace(calc, python=tmp_path / "bin" / "python")
+    with pytest.raises(SandboxError):
+        small.run(judge(small.task(), broken, Trace("one", ""), Left([], {}), "terse"))
+
+
+def test_search_is_the_product_s(tmp_path: Path) -> None:
+    searcher = searcher_for(ToolSettings(), tmp_path)
+    assert searcher is not None
+    assert (searcher.embedder is None) == (installed_embedder() is None)
+    assert searcher_for(ToolSettings(tools=["shell"]), tmp_path) is None
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="layers lie elsewhere")
+def test_layers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", KILLED, str(tmp_path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        remove_stale_forks()
+        assert (folder / "0" / "a").exists()  # it lives
+        process.kill()
+    assert folder.exists()
+    remove_stale_forks()
+    assert not folder.exists()
+
+
+def test_changes_leave_out_caches_and_unfold_folders(tmp_path: Path) -> None:
+    for name in ("upper/pkg/a.py", "lower/pkg/a.py", "lower/pkg/b.py", "lower/keep.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    layers = (tmp_path / "upper", tmp_path / "lower")
+    long = b"x" * (3 << 20)
+    entries = [Entry("pkg", "gone"), Entry("pkg/__pycache__/a.pyc", "file", 1, 0o644, b"a"), Entry(".pytest_cache", "folder"),
+               Entry("keep.py", "file", 13, 0o644, b"lower/keep.py"), Entry("long.txt", "file", len(long), 0o644, long)]  # fmt: skip
+    change = change_of(own_changes(entries, layers), layers)
+    assert change == {
+        "pkg/a.py": ("upper/pkg/a.py", None),
+        "pkg/b.py": ("lower/pkg/b.py", None),
+        "long.txt": (None, "x" * ((1 << 20) - len("lower/keep.py"))),
+    }
+
+
+def test_code_left_as_it_was_is_scored_alike_with_and_without_running_tests(calc: Ready) -> None:
+    run = small.run(judge(small.task(), calc, Trace("one", ""), Left([], {}), "terse")).score
+    known = small.run(judge(small.task(), calc, Trace("one", ""), Left([], {}), "terse", test_idle=False)).score
+    assert (known.outcome, known.fail_to_pass, known.pass_to_pass) == (run.outcome, run.fail_to_pass, run.pass_to_pass)
