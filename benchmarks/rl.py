@@ -31,12 +31,11 @@ def command(arguments: argparse.Namespace, *more: str) -> list[str]:
     return [sys.executable, "-m", "etude", "run", *arguments.recipes, *settings, *more]
 
 
-def rows_of(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the rows of the steps, in their order, and those of weight updates."""
-    path = max(run.rglob("metrics.jsonl"), key=lambda file: file.stat().st_mtime)
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    """Return the rows of the steps, in their order."""
+    path = max(run.rglob("rl/metrics.jsonl"), key=lambda file: file.stat().st_mtime)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    steps = sorted((row for row in rows if row["key"].startswith("train/")), key=lambda row: row["key"])
-    return steps, [row for row in rows if row["key"].startswith("swap/")]
+    return sorted((row for row in rows if row["key"].startswith("train/")), key=lambda row: row["key"])
 
 
 def mean(rows: list[dict[str, Any]], name: str) -> float | None:
@@ -47,25 +46,27 @@ def mean(rows: list[dict[str, Any]], name: str) -> float | None:
 
 def measured(run: Path, warm: int, seconds: float) -> dict[str, Any]:
     """Return what one mode did after its warm-up."""
-    steps, swaps = rows_of(run)
+    steps = rows_of(run)
     if len(steps) <= warm:
         raise SystemExit(f"{run} has only {len(steps)} steps; give --steps more than --warm {warm}")
-    span = steps[-1]["time"] - steps[warm - 1]["time"]
-    counted = steps[warm:]
-    names = [name for name in counted[-1] if name.startswith(("idle_", "queue_"))]
-    means = ("reward", "solved", "entropy", "mismatch_mean", "mismatch_p99", "masked", "staleness_mean", *names)
-    later = swaps[1:] or swaps
+    span, counted = steps[-1]["time"] - steps[warm - 1]["time"], steps[warm:]
+    names = [name for name in counted[-1] if name.startswith("idle_")]
+    means = ("reward", "solved", "entropy", "mismatch_mean", "mismatch_p99", "masked", "ratio_max", "turns", *names)
+    paused = [row["swap_paused"] for row in counted if "swap_paused" in row]
     update = {
-        "seconds": mean(later, "seconds"), "paused_ms": 1e3 * (mean(later, "paused") or 0),
-        "paused_most_ms": 1e3 * max((row["paused"] for row in later), default=0.0),
-        "delta_bytes": mean([row for row in later if row.get("kind") != "anchor"], "bytes"), "full_bytes": mean(later, "full_bytes"),
+        "seconds": mean(counted, "swap_seconds"), "paused_ms": 1e3 * (statistics.fmean(paused) if paused else 0.0),
+        "paused_most_ms": 1e3 * max(paused, default=0.0), "publish_seconds": mean(counted, "publish_seconds"),
+        "delta_bytes": min((row["publish_bytes"] for row in counted if "publish_bytes" in row), default=None),
+        "full_bytes": mean(counted, "publish_full_bytes"),
     }  # fmt: skip
     return {
         "steps": len(counted), "seconds": span, "seconds_with_start": seconds, "steps_an_hour": 3600 * len(counted) / span,
         "episodes": sum(row.get("episodes", 0) for row in counted),
-        "sampled_a_second": sum(row.get("sampled", 0) for row in counted) / span,
-        "trained_a_second": sum(row.get("trained", 0) for row in counted) / span,
+        "sampled_a_second": sum(row.get("sampled_tokens", 0) for row in counted) / span,
+        "trained_a_second": sum(row.get("tokens", 0) for row in counted) / span,
+        "train_seconds": mean(counted, "seconds"),
         "update": update, "means": {name: mean(counted, name) for name in means},
+        "staleness": {name: mean(counted, name) for name in sorted({n for row in counted for n in row if n.startswith("staleness_")})},
     }  # fmt: skip
 
 
@@ -93,8 +94,10 @@ def main() -> None:
     width = max(map(len, ("steps_an_hour", "sampled_a_second", "trained_a_second", "paused_most_ms")))
     for name in ("steps_an_hour", "sampled_a_second", "trained_a_second", "episodes"):
         print(f"{name:{width}}  " + "  ".join(f"{mode} {each[name]:,.1f}" for mode, each in found.items()))
-    for name in ("seconds", "paused_ms", "paused_most_ms", "delta_bytes", "full_bytes"):
-        print(f"{name:{width}}  " + "  ".join(f"{mode} {each['update'][name] or 0:,.2f}" for mode, each in found.items()))
+    for name in ("seconds", "publish_seconds", "paused_ms", "paused_most_ms", "delta_bytes", "full_bytes"):
+        print(
+            f"{name:{width}}  " + "  ".join(f"{mode} {each['update'][name] or 0:,.2f}" for mode, each in found.items())
+        )
     for mode, each in found.items():
         print(mode, {name: round(value, 4) for name, value in each["means"].items() if value is not None})
     if ratio:
@@ -102,9 +105,10 @@ def main() -> None:
     import torch
 
     result = {
-        "date": datetime.date.today().isoformat(), "command": " ".join(sys.argv), "settings": arguments.set, "steps": arguments.steps,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "command": " ".join(sys.argv),
+        "settings": arguments.set, "steps": arguments.steps,
         "warm": arguments.warm, "device": environment.device_name("cuda" if torch.cuda.is_available() else "cpu"),
-        "versions": environment.versions() if hasattr(environment, "versions") else {"torch": torch.__version__},
+        "versions": environment.packages(),
         "modes": found, "ratio": ratio,
     }  # fmt: skip
     line = json.dumps(result)

@@ -57,12 +57,12 @@ def row(model: str, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, devi
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as other:
         store, only_whole = WeightStore(Path(scratch), ANCHOR_EVERY), Path(other)
         for version in range(VERSIONS):
+            for each in master.values():
+                each.sub_(torch.randn_like(each).clamp_(-2, 2), alpha=LEARNING_RATE)
             weights = {name: each.to(dtype) for name, each in master.items()}
             published.append(store.publish(weights, version, version))
             took, held = seconds_of(lambda version=version, held=held: store.pull(version, held))
             pulls.append(took)
-            for each in master.values():
-                each.sub_(torch.randn_like(each).clamp_(-2, 2), alpha=LEARNING_RATE)
         late, joined = seconds_of(lambda: WeightStore(Path(scratch), ANCHOR_EVERY).pull(VERSIONS - 2))
         assert held
         assert joined.version == VERSIONS - 2

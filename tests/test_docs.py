@@ -21,8 +21,8 @@ from etude.run.stages.cpt import CptSettings
 from etude.run.stages.extend import ExtendSettings
 from etude.run.stages.mtp import MtpSettings
 from etude.run.stages.pretrain import PretrainSettings, ShapeSettings
-from etude.run.stages.sft import SftSettings
 from etude.run.stages.rl import RlStage
+from etude.run.stages.sft import SftSettings
 from etude.run.stages.training import TrainingStage
 from etude.training.guard import GuardSettings
 from etude.training.schedule import ScheduleSettings

@@ -37,6 +37,7 @@ class Follower:
         self.version = policy.statistics()["version"]
         self._held: Held | None = None
         self._said = ""
+        self._out_of_reach = -1  # a version that could not be had: reading it all again twenty times a second helps nobody
 
     async def run(self, on_swap: Callable[[Swap], None]) -> None:
         """Follow until cancelled. A policy that has died raises; a version that cannot be had is waited out."""
@@ -48,13 +49,14 @@ class Follower:
     async def step(self) -> Swap | None:
         """Take over the newest version, if it is newer than the one in use."""
         newest = await asyncio.to_thread(self.store.newest)
-        if newest is None or newest <= self.version:
+        if newest is None or newest <= max(self.version, self._out_of_reach):
             return None
         began = time.perf_counter()
         try:
             held = await asyncio.to_thread(self.store.pull, newest, self._held)
         except BrokenStore as error:
             self._say_once(str(error))
+            self._out_of_reach = newest
             return None
         for why in held.passed_over:
             self._say_once(f"passed over: {why}")
@@ -64,7 +66,7 @@ class Follower:
         return Swap(newest, held.bytes, time.perf_counter() - began, paused)
 
     def _say_once(self, line: str) -> None:
-        if line != self._said:  # it is tried again twenty times a second
+        if line != self._said:
             self._said = line
             self.say(line)
 

@@ -23,6 +23,7 @@ from etude.rl.trainer import Trainer
 if TYPE_CHECKING:
     from etude.rl.job import RlJob
 
+KEPT = 2  # versions that readers may still be on their way to; what they need stays, too
 POLL = 0.05  # seconds between looks for a batch
 
 
@@ -61,6 +62,7 @@ def _tell(
     step = trainer.done
     if step > (store.newest() or 0):
         done = store.publish(trainer.published(), step, step)
+        store.prune(KEPT)
         metrics = metrics | {
             "publish_bytes": done.bytes,
             "publish_full_bytes": done.full_bytes,

@@ -376,6 +376,7 @@ class Link:
         why.__cause__ = None if keeping.cancelled() else keeping.exception()
         if self._hello and not self._hello.done():
             self._hello.set_exception(why)
+            self._hello.exception()  # nobody may be waiting for it
         for ask in self._asks.values():
             ask.settle(why)
 
