@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 
 quickstart: install
 	$(BIN)/etude run recipes/quickstart.toml
+	$(BIN)/etude tasks demos recipes/tasks/quick.jsonl --model sprout
+	$(BIN)/etude run recipes/quickstart-rl.toml
 
 test: install check
 	$(BIN)/python -m pytest
