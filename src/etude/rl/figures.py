@@ -172,7 +172,8 @@ def _scale(axis: Any, panel: Panel) -> None:
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
         axis.yaxis.set_minor_formatter(NullFormatter())
     elif axis.dataLim.ymin >= 0:
-        axis.set_ylim(0, 1 if panel.look == "stacked" else max(1.08 * axis.dataLim.ymax, 1e-9))
+        least = 0.05 if panel.look == "percent" else 1e-9  # or nothing but zeros get ticks of a millionth
+        axis.set_ylim(0, 1 if panel.look == "stacked" else max(1.08 * axis.dataLim.ymax, least))
     if panel.look in {"percent", "stacked"}:
         axis.yaxis.set_major_formatter(PercentFormatter(1))
 
