@@ -90,12 +90,17 @@ def changes(path: str, before: str, after: str) -> list[Change]:
         for around in range(len(old) + len(new)):
             head, tail = "".join(new[max(0, k - around) : k]), "".join(old[j : j + around])
             was, now = head + "".join(old[i:j]) + tail, head + "".join(new[k:m]) + tail
-            if was.strip() and len(re.findall(f"(?={re.escape(was)})", present)) == 1:
+            if was.strip() and _times(was, present) == 1:
                 break
-        if was.endswith("\n") and now.endswith("\n") and now.strip() and present.count(was[:-1]) == 1:
+        if was.endswith("\n") and now.endswith("\n") and now.strip() and _times(was[:-1], present) == 1:
             was, now = was[:-1], now[:-1]
         found.append(Change(path, _name(path, before, after, range(k + 1, m + 1)) or path, was, now))
     return found
+
+
+def _times(part: str, text: str) -> int:
+    """Return how often a part is in a text, as the tool that edits counts: also where it overlaps itself."""
+    return len(re.findall(f"(?={re.escape(part)})", text))
 
 
 def _name(path: str, before: str, after: str, lines: range) -> str:

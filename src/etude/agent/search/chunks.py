@@ -21,6 +21,7 @@ MOST_LINES = 60  # of a chunk
 BLOCK = 20  # lines after which a blank line ends a block
 _DEFINITION = re.compile(r"([ \t]*)(?:async[ \t]+)?(def|class)[ \t]+(\w+)")
 _GOES_ON = re.compile(r"\s*(?:#|[)\]}]|$)")  # a line that ends no definition, however little it is indented
+_HEADING = re.compile(r"[ \t]*#")  # unless it is a comment after a blank line: that is about what follows
 _WORD = re.compile(r"[^\W_]+(?:_+[^\W_]+)*")
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+|[^\W\d_a-zA-Z]+")
 NAME_WEIGHT = 3
@@ -83,7 +84,7 @@ def _owners(lines: list[str]) -> list[str]:
     owners: list[str] = []
     open_: list[tuple[int, str, str]] = []  # indent, kind, name
     for number, line in enumerate(lines):
-        if not _GOES_ON.match(line):
+        if not _GOES_ON.match(line) or (number and not lines[number - 1].strip() and _HEADING.match(line)):
             indent = len(line) - len(line.lstrip())
             while open_ and indent <= open_[-1][0]:
                 open_.pop()

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 SUFFIXES = sorted(
     CODE_SUFFIXES | {".md", ".rst", ".txt", ".toml", ".cfg", ".ini", ".yaml", ".yml", ".html", ".css", ".pyx"}
 )
-FORMAT = 1  # of the cache; raise it when chunks or words change
+FORMAT = 2  # of the cache; raise it when chunks or words change
 MOST_FILES = 20_000
 MOST_TEXT = 1 << 20  # characters of an unpacked file or page: nothing inside decides how much memory we use
 SECONDS = 60.0  # for a page of the tree
