@@ -69,7 +69,8 @@ def memory_of_many(limits: Bounds) -> list[str]:
     reading, writing = os.pipe()
     for _ in range(8):
         if os.fork() == 0:
-            _touch(bytearray(limits["memory"] // 4))
+            held = bytearray(limits["memory"] // 4)  # by a name: it is there until the end
+            _touch(held)
             os.write(writing, b"x")
             time.sleep(3)  # a watchdog looks now and then
             os.write(writing, b"y")
