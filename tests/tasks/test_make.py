@@ -11,9 +11,10 @@ from etude.jsonl import MetricsLog
 from etude.progress import Reporter
 from etude.tasks import score
 from etude.tasks.make import Maker, SetSettings, read_settings
-from etude.tasks.manifest import load_set
+from etude.tasks.manifest import load_set, numbers, ranges
 from etude.tasks.source import PackageSettings
 from tests import tiny
+from tests.conftest import Etude
 from tests.tasks import small
 
 MORE = (
@@ -135,3 +136,58 @@ def test_shipped_recipes_share_no_package_with_each_other_or_a_corpus() -> None:
     for name, packages in sets.items():
         assert not packages & corpora
         assert not any(packages & others for other, others in sets.items() if other != name)
+
+
+SHARED = """from calc import name, total
+
+SEEN = []
+
+
+def test_total():
+    assert total([1, 2]) == 3
+    SEEN.append("total")
+
+
+def test_that_needs_the_one_before():
+    assert SEEN == ["total"]
+
+
+def test_name():
+    assert name() == "calc"
+"""
+
+
+def test_a_task_that_breaks_tests_of_other_code_is_none(tmp_path: Path) -> None:
+    folder = small.write(tmp_path / "calc", SHARED)
+    settings = SetSettings(
+        name="set", mutation=2, deletion=0, package=[PackageSettings(folder=str(folder), licence="MIT")]
+    )
+    path = make(settings, tmp_path / "work", tmp_path / "cache")
+    header = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
+    assert header["tasks"] == 0
+    assert header["tries"]["mutation: not confirmed"] >= 1
+
+
+def test_wrong_tasks_are_found_again_and_dropped(tmp_path: Path, etude: Etude) -> None:
+    folder = small.write(tmp_path / "calc", MORE)
+    settings = SetSettings(
+        name="set", mutation=2, deletion=0, package=[PackageSettings(folder=str(folder), licence="MIT")]
+    )
+    path = make(settings, tmp_path / "work", tmp_path / "cache")
+    header, codebase, spoilt, right = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    failing, kept = numbers(spoilt["fail_to_pass"]), numbers(spoilt["pass_to_pass"])
+    spoilt |= {"fail_to_pass": ranges(failing[1:]), "pass_to_pass": ranges([*kept, failing[0]])}
+    path.write_text("".join(json.dumps(row) + "\n" for row in (header, codebase, spoilt, right)), encoding="utf-8")
+    words = ("tasks", "check", path, "--cache", tmp_path / "cache", "--log", tmp_path / "log.jsonl")
+    said = etude(*words)
+    assert said.code == 1
+    assert f"{spoilt['task']}: doing nothing breaks" in said.out
+    before = (tmp_path / "log.jsonl").read_bytes()
+    said = etude(*words, "--drop", tmp_path / "right.jsonl")
+    assert said.code == 0
+    assert (tmp_path / "log.jsonl").read_bytes() == before  # nothing is checked twice
+    header, *rest = [json.loads(line) for line in (tmp_path / "right.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row.get("task") for row in rest] == [None, right["task"]]
+    assert header["tasks"] == 1
+    assert list(header["dropped"]) == [spoilt["task"]]
+    assert etude("tasks", "check", path, "--only", "x", "--drop", tmp_path / "no.jsonl").code == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from etude.cli.options import AsJson, CacheFolder, print_json
 from etude.errors import Interrupted, UserError
+from etude.jsonl import MetricsLog
 from etude.progress import Reporter
 
 if TYPE_CHECKING:
@@ -127,30 +129,45 @@ def _median(values: list[float]) -> float:
 def check(
     manifest: ManifestFile, only: Only = "", cache: CacheFolder = None,
     sample: Annotated[int, typer.Option(min=0, help="Check this many, spread over the set; 0: all.")] = 0,
+    log: Annotated[Path | None, typer.Option(help="Keep results here; stopped, the same command goes on.")] = None,
+    drop: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the set without the wrong tasks.")] = None,
 ) -> None:  # fmt: skip
     """Validate tasks again: the reference passes, doing nothing fails. Exit code 1 if a task is wrong."""
+    from etude.tasks.manifest import write_without
+
+    if drop and (only or sample):
+        raise UserError("--drop writes a whole set, so all of it must be checked; leave out --only and --sample")
     found = _loaded(manifest, cache, only)
     tasks = found.tasks[:: max(1, len(found.tasks) // sample)][:sample] if sample else found.tasks
-    wrong = asyncio.run(_checked(found, tasks))
-    for task, why in sorted(wrong.items()):
+    with tempfile.TemporaryDirectory() as scratch, MetricsLog(log or Path(scratch) / "checked.jsonl") as kept:
+        asyncio.run(_checked(found, tasks, kept))
+        reasons = {task.id: str((kept.get(_checked_key(found, task)) or {})["wrong"]) for task in tasks}
+    wrong = {task: why for task, why in sorted(reasons.items()) if why}
+    for task, why in wrong.items():
         typer.echo(f"{task}: {why}")
     typer.echo(f"{len(tasks) - len(wrong)} of {len(tasks)} tasks are right")
-    raise typer.Exit(1 if wrong else 0)
+    if drop:
+        write_without(manifest, wrong, drop)
+        typer.echo(f"{drop} holds those")
+    raise typer.Exit(1 if wrong and not drop else 0)
 
 
-async def _checked(found: TaskSet, tasks: Sequence[Task]) -> dict[str, str]:
+def _checked_key(found: TaskSet, task: Task) -> str:
+    return f"{task.id}/{found.codebase(task).digest[:12]}"
+
+
+async def _checked(found: TaskSet, tasks: Sequence[Task], log: MetricsLog) -> None:
     from etude.parallel import cores
     from etude.tasks import score
 
-    room, wrong = asyncio.Semaphore(cores()), {}
+    room = asyncio.Semaphore(cores())
+    todo = [task for task in tasks if _checked_key(found, task) not in log]
     with Reporter().task(f"checking {found.name}", len(tasks), "tasks") as progress:
+        progress.skip(len(tasks) - len(todo))
 
         async def one(task: Task) -> None:
             async with room:
-                why = await score.check(task, found.codebase(task))
-                if why:
-                    wrong[task.id] = why
+                log.put(_checked_key(found, task), wrong=await score.check(task, found.codebase(task)))
                 progress.advance()
 
-        await asyncio.gather(*map(one, tasks))
-    return wrong
+        await asyncio.gather(*map(one, todo))

@@ -32,7 +32,7 @@ from etude.tasks.generators import deletion, history, mutation, version
 from etude.tasks.generators.parsed import Parsed
 from etude.tasks.manifest import codebase_row, ready, task_of, task_row, write_set
 from etude.tasks.prompts import Split
-from etude.tasks.score import visible
+from etude.tasks.score import check, visible
 from etude.tasks.source import PackageSettings, permissive, unpack
 from etude.tasks.suite import FAST, Ready, lay
 from etude.tasks.task import Task
@@ -228,6 +228,9 @@ class Maker:
         if not verdict.reason:
             rng = random.Random(f"{self.settings.seed}/{key}")  # noqa: S311
             task, row["reason"] = await asyncio.to_thread(sealed, codebase, candidate, verdict, rng)
+            # So far only tests that run the changed code were tried; tests that share state break others, or hang them.
+            if not row["reason"] and (wrong := await check(task, codebase)):
+                row["reason"] = f"not confirmed: {wrong}"
             if not row["reason"]:
                 seen = sorted(verdict.traces, key=lambda test: (hide.function_of(test) in task.hidden, test))
                 traces = {test: verdict.traces[test] for test in seen[:KEPT_TRACES]}

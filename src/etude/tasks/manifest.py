@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import platform
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from etude.tasks.suite import Ready
 from etude.tasks.task import Candidate, Edit, Span, Task
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from etude.progress import Reporter
@@ -160,6 +160,22 @@ def read_rows(path: Path) -> tuple[Row, list[Row], list[Row]]:
     if header["format"] != FORMAT:
         raise UserError(f"{path} has format {header['format']!r}; this version reads {FORMAT}")
     return header, [row for row in rows if "task" not in row], [row for row in rows if "task" in row]
+
+
+def write_without(path: Path, wrong: Mapping[str, str], out: Path) -> None:
+    """Write a set again without some tasks; its header says which, and why."""
+    header, codebases, tasks = read_rows(path)
+    right = [row for row in tasks if row["task"] not in wrong]
+    kept: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in right:
+        kept[row["generator"]][row["codebase"]] += 1
+    header |= {
+        "tasks": len(right),
+        "kept": kept,
+        "dropped": {**header.get("dropped", {}), **dict(sorted(wrong.items()))},
+    }
+    used = {row["codebase"] for row in right}
+    write_set(out, header, [row for row in codebases if row["codebase"] in used], right)
 
 
 def ready(row: Row, cache: Path, reporter: Reporter) -> Ready:
