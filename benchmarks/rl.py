@@ -1,10 +1,11 @@
 """What asynchrony is worth: the same tasks, model and settings, sampled and trained one after the other, then at the same time.
 
-    python benchmarks/rl.py RECIPE... [--steps 10] [--warm 2] [--out FILE] [--set rl.groups=4 …]
+    python benchmarks/rl.py RECIPE... [--steps 10] [--warm 2] [--seconds 200] [--out FILE] [--set rl.groups=4 …]
 
 RECIPE is one whose last stage is `rl`; the stages before it are run first, once. Both modes start from the same weights in folders
 of their own, with real sandboxes and real test runs. The first `--warm` steps are left out: kernels are compiled in them.
-Steps an hour are counted from the end of the last warm step to the end of the last one.
+Steps an hour are counted from the end of the last warm step to the end of the last one. With `--seconds` a mode is stopped then,
+as by Ctrl-C, and the steps that it made count.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import datetime
 import json
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from typing import Any
 from etude.lineage import environment
 
 MODES = ("sync", "async")
+RATES = ("steps", "episodes", "sampled tokens")
 
 
 def command(arguments: argparse.Namespace, *more: str) -> list[str]:
@@ -33,7 +36,8 @@ def command(arguments: argparse.Namespace, *more: str) -> list[str]:
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
     """Return the rows of the steps, in their order."""
-    path = max(run.rglob("rl/metrics.jsonl"), key=lambda file: file.stat().st_mtime)
+    found = [file for file in run.rglob("metrics.jsonl") if file.parent.name.startswith("rl")]
+    path = max(found, key=lambda file: file.stat().st_mtime)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return sorted((row for row in rows if row["key"].startswith("train/")), key=lambda row: row["key"])
 
@@ -70,12 +74,41 @@ def measured(run: Path, warm: int, seconds: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def rate(mode: dict[str, Any], name: str) -> float:
+    """Return how much of something a mode did in a second."""
+    return float(mode["sampled_a_second"] if name == "sampled tokens" else mode[name] / mode["seconds"])
+
+
+def run_mode(arguments: argparse.Namespace, mode: str, run: Path) -> float:
+    """Run one mode in a new folder and return the seconds it took, its start included."""
+    shutil.rmtree(run, ignore_errors=True)
+    began = time.monotonic()
+    staleness = ["--set", "rl.staleness=0"] if mode == "sync" else []
+    words = command(
+        arguments, "--out", str(run), "--set", f"rl.mode={mode}", "--set", f"rl.steps={arguments.steps}", *staleness
+    )
+    with subprocess.Popen(words) as process:
+        try:
+            process.wait(arguments.seconds or None)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        else:
+            if process.returncode:
+                raise SystemExit(f"{mode}: `etude run` ended with {process.returncode}")
+    return time.monotonic() - began
+
+
 def main() -> None:
     """Run both modes and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipes", nargs="+")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark-rl"))
     parser.add_argument("--modes", nargs="+", default=list(MODES))
@@ -84,13 +117,13 @@ def main() -> None:
     found: dict[str, Any] = {}
     for mode in arguments.modes:
         run = arguments.work / mode
-        shutil.rmtree(run, ignore_errors=True)
-        began = time.monotonic()
-        staleness = ["--set", "rl.staleness=0"] if mode == "sync" else []
-        subprocess.run(command(arguments, "--out", str(run), "--set", f"rl.mode={mode}", "--set", f"rl.steps={arguments.steps}",
-                               *staleness), check=True)  # fmt: skip
-        found[mode] = measured(run, arguments.warm, time.monotonic() - began)
-    ratio = found["async"]["steps_an_hour"] / found["sync"]["steps_an_hour"] if len(found) == len(MODES) else None
+        found[mode] = measured(run, arguments.warm, run_mode(arguments, mode, run))
+    # Steps may use episodes that were sampled while kernels were compiled; episodes and tokens are counted as they are sampled.
+    ratios = (
+        {name: rate(found["async"], name) / rate(found["sync"], name) for name in RATES}
+        if len(found) == len(MODES)
+        else None
+    )
     width = max(map(len, ("steps_an_hour", "sampled_a_second", "trained_a_second", "paused_most_ms")))
     for name in ("steps_an_hour", "sampled_a_second", "trained_a_second", "episodes"):
         print(f"{name:{width}}  " + "  ".join(f"{mode} {each[name]:,.1f}" for mode, each in found.items()))
@@ -100,8 +133,8 @@ def main() -> None:
         )
     for mode, each in found.items():
         print(mode, {name: round(value, 4) for name, value in each["means"].items() if value is not None})
-    if ratio:
-        print(f"asynchronous / synchronous: {ratio:.2f} times the steps an hour")
+    if ratios:
+        print("asynchronous / synchronous: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items()))
     import torch
 
     result = {
@@ -109,7 +142,7 @@ def main() -> None:
         "settings": arguments.set, "steps": arguments.steps,
         "warm": arguments.warm, "device": environment.device_name("cuda" if torch.cuda.is_available() else "cpu"),
         "versions": environment.packages(),
-        "modes": found, "ratio": ratio,
+        "modes": found, "ratios": ratios,
     }  # fmt: skip
     line = json.dumps(result)
     if arguments.out:

@@ -107,6 +107,6 @@ def test_nothing_is_too_long() -> None:
     layers = Counter[str]()
     for path in MODULES:
         layers[path.relative_to(ROOT).parts[0]] += lines_of_code(path.read_text())
-    # Twelve thousand were aimed at for everything; the corpus alone took a third, sandbox, agent and tasks another, RL an eighth. Two issues are to come.
+    # Twelve thousand were aimed at for everything; the corpus alone took a third, sandbox, agent and tasks another, RL and the family tree an eighth each. One issue is to come.
     assert max(layers.values()) < 4_500, layers
-    assert sum(layers.values()) < 30_000, layers
+    assert sum(layers.values()) < 33_000, layers

@@ -17,6 +17,8 @@ from etude.lineage.record import (
     Record,
 )
 
+UNUSUAL = {"low": 5.0, "high": 9e13, "sampling_flops": 2.0, "sandbox_seconds": 3.0}
+
 
 def full_record(**changes: Any) -> Record:
     """Return a record in which no field is empty."""
@@ -33,7 +35,9 @@ def full_record(**changes: Any) -> Record:
             received={"tiny.gguf": FileDigest(sha256="1" * 64, bytes=10)},
             conversion="none",
             continues="tinier",
-            pretraining=Compute(tokens=5, model_flops=7.0, method="operations", device="abacus", device_seconds=1.5),
+            pretraining=Compute(
+                tokens=5, model_flops=7.0, method="operations", device="abacus", device_seconds=1.5, **UNUSUAL
+            ),
             sources={"context": "config.json"},
         ),
         "data": [
@@ -54,7 +58,9 @@ def full_record(**changes: Any) -> Record:
         "seeds": {"recipe": 0},
         "packages": {"torch": "2.11.0"},
         "hardware": Hardware(system="Linux x86_64", cpu="cpu", cores=2, memory_bytes=1 << 30, accelerators=["gpu"]),
-        "compute": Compute(tokens=1234567, model_flops=8.9e12, method="operations", device="gpu", device_seconds=61.0),
+        "compute": Compute(
+            tokens=1234567, model_flops=8.9e12, method="operations", device="gpu", device_seconds=61.0, **UNUSUAL
+        ),
         "weights": {"model.safetensors": FileDigest(sha256="4" * 64, bytes=2_500_000)},
         "outputs": {"report.json": FileDigest(sha256="5" * 64, bytes=17)},
         "licences": [CarriedLicence(file="LICENSE", sha256="6" * 64, licence="MIT", inherited_from="tiny")],

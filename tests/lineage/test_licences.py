@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import re
 import textwrap
 from pathlib import Path
@@ -9,32 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.lineage.licences import carry, headline_duties, identify, licence_files, normalised_hash, obligations
+from etude.errors import UserError
+from etude.files import files_below
+from etude.lineage.licences import (
+    carry,
+    headline_duties,
+    held,
+    identify,
+    licence_files,
+    normalised_hash,
+    obligations,
+    refuse_losses,
+)
+from etude.lineage.record import CarriedLicence, Lineage
 from etude.models.bases import known_bases
+from tests.lineage.licence_texts import MIT
+from tests.lineage.records import full_record
 
 LICENSE = Path(__file__).resolve().parents[2] / "LICENSE"
-MIT = """MIT License
-
-Copyright (c) {owner}
-
-Permission is hereby granted, free of charge, to any person obtaining a copy
-of this software and associated documentation files (the "Software"), to deal
-in the Software without restriction, including without limitation the rights
-to use, copy, modify, merge, publish, distribute, sublicense, and/or sell
-copies of the Software, and to permit persons to whom the Software is
-furnished to do so, subject to the following conditions:
-
-The above copyright notice and this permission notice shall be included in all
-copies or substantial portions of the Software.
-
-THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR
-IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY,
-FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE
-AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER
-LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM,
-OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE
-SOFTWARE.
-"""
 OUR_CLAUSE = (
     "\nIf the Software is used for any commercial product with more than 100 million monthly active users,\n"
     'you shall prominently display "Tiny" on its user interface.\n'
@@ -97,39 +90,91 @@ def test_a_text_that_lost_a_word_is_unknown(data: st.DataObject) -> None:
     assert identify(text[: lost.start()] + text[lost.end() :]) is None
 
 
+CONTENTS = {
+    "LICENSE": LICENSE.read_bytes(),
+    "LICENSE-MODEL": MIT.format(owner="2025 A").encode().replace(b"\n", b"\r\n"),
+    "NOTICE": b"\xef\xbb\xbfTiny \xa9 no UTF-8\r\n",
+    "USE_POLICY.md": b"# Be good\n",
+}
+
+
+def write(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def below(folder: Path) -> dict[str, bytes]:
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files_below(folder)}
+
+
 def test_carry_copies_licences_notices_and_policies_unchanged(tmp_path: Path) -> None:
-    source, target = tmp_path / "base", tmp_path / "child"
-    source.mkdir()
-    contents = {
-        "LICENSE": LICENSE.read_bytes(),
-        "LICENSE-MODEL": MIT.format(owner="2025 A").encode().replace(b"\n", b"\r\n"),
-        "NOTICE": b"\xef\xbb\xbfTiny \xa9 no UTF-8\r\n",
-        "USE_POLICY.md": b"# Be good\n",
-    }
     others = {"README.md": b"read me", "config.json": b"{}", "UNLICENSED.txt": b"", "my-license-notes.py": b""}
-    for name, content in (contents | others).items():
-        (source / name).write_bytes(content)
-    (source / "LICENSES").mkdir()
-
-    carried = carry(source, target, inherited_from="base")
-
-    assert {path.name: path.read_bytes() for path in target.iterdir()} == contents
-    assert [(licence.file, licence.licence) for licence in carried] == [
-        ("LICENSE", "Apache-2.0"),
-        ("LICENSE-MODEL", "MIT"),
-        ("NOTICE", None),
-        ("USE_POLICY.md", None),
+    source, target = write(tmp_path / "base", CONTENTS | others), tmp_path / "child"
+    carry(source, target, "org/base")
+    assert below(target) == {f"LICENSES/org-base/{name}": content for name, content in CONTENTS.items()}
+    assert [(licence.file, licence.licence) for licence in held(target)] == [
+        ("LICENSES/org-base/LICENSE", "Apache-2.0"),
+        ("LICENSES/org-base/LICENSE-MODEL", "MIT"),
+        ("LICENSES/org-base/NOTICE", None),
+        ("LICENSES/org-base/USE_POLICY.md", None),
     ]
-    assert {licence.inherited_from for licence in carried} == {"base"}
-    assert [path.name for path in licence_files(target)] == sorted(contents)
-    assert carry(target, tmp_path / "grandchild", inherited_from="base") == carried
+    assert {licence.inherited_from for licence in held(target)} == {"org-base"}
+    assert licence_files(source) == [source / name for name in CONTENTS]
+    carry(target, tmp_path / "grandchild", "child")
+    assert below(tmp_path / "grandchild") == below(target)
+    assert held(tmp_path / "grandchild") == held(target)
+
+
+def test_a_base_keeps_its_files_at_the_top_and_they_are_counted_once(tmp_path: Path) -> None:
+    base = write(tmp_path / "base", {"LICENSE": b"be nice"})
+    carry(base, base, "tiny")
+    assert [licence.file for licence in held(base)] == ["LICENSES/tiny/LICENSE"]
+    carry(base, tmp_path / "child", "base")
+    assert below(tmp_path / "child") == {"LICENSES/tiny/LICENSE": b"be nice"}
+
+
+def test_a_model_s_own_licence_is_inherited_under_its_name(tmp_path: Path) -> None:
+    made = write(
+        tmp_path / "made", {"LICENSE": b"ours", "LICENSES/tiny/LICENSE": b"be nice", "LICENSES/MIT.txt": b"MIT"}
+    )
+    assert next((licence.file, licence.inherited_from) for licence in held(made)) == ("LICENSE", "this recipe")
+    carry(made, tmp_path / "child", "pretrain")
+    assert below(tmp_path / "child") == {
+        "LICENSES/pretrain/LICENSE": b"ours",
+        "LICENSES/pretrain/MIT.txt": b"MIT",
+        "LICENSES/tiny/LICENSE": b"be nice",
+    }
+
+
+def test_two_ancestors_of_one_name_both_keep_their_files(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    for text in (b"one", b"two", b"one"):
+        carry(write(tmp_path / "parent", {"LICENSE": text}), child, "tiny")
+    second = f"LICENSES/tiny-{hashlib.sha256(b'two').hexdigest()[:8]}/LICENSE"
+    assert below(child) == {"LICENSES/tiny/LICENSE": b"one", second: b"two"}
+
+
+def test_a_licence_that_an_ancestor_had_may_not_be_lost(tmp_path: Path) -> None:
+    text = b"be nice"
+    listed = CarriedLicence(
+        file="LICENSE", sha256=hashlib.sha256(text).hexdigest(), licence=None, inherited_from="tiny"
+    )
+    record = full_record(parents=[], licences=[listed])
+    lineage = Lineage.of(record, [])
+    model = write(tmp_path / "model", {"LICENSES/tiny/LICENSE": text})
+    refuse_losses(model, [lineage])
+    write(model, {"LICENSES/tiny/LICENSE": text + b"!"})
+    with pytest.raises(UserError, match=rf"LICENSE of cpt \(from tiny\) is missing .* {listed.sha256[:12]}"):
+        refuse_losses(model, [lineage])
 
 
 def test_the_duties_of_kimi_name_the_words_to_show_and_both_thresholds() -> None:
     assert headline_duties("Kimi-K2.5-Modified-MIT") == [
         "ship the licence text",
         "keep the copyright line",
-        "display “Kimi K2.5” if monthly active users > 100,000,000 or revenue > 20,000,000 USD",
+        "display “Kimi K2.5” if commercial use and (monthly active users > 100,000,000 or revenue > 20,000,000 USD)",
     ]
 
 
@@ -153,9 +198,10 @@ def test_every_known_licence_shows_all_its_clauses(licence: dict[str, Any]) -> N
     forbids = str(licence.get("output_training", "")).startswith("must not")
     assert len(duties) == len(licence.get("redistribution", [])) + len(clauses) + forbids > 0
     for clause in clauses:
-        assert clause.get("text", "") in shown
+        assert all(words in shown for words in clause.get("text", "").split("|"))
         for part in [*clause.get("if_any", []), *clause.get("if_all", [])]:
-            assert part["value"] is True or f"{part['value']:,}" in shown
+            value = part["value"]
+            assert value is True or (", ".join(value) if isinstance(value, list) else f"{value:,}") in shown
     assert ("may not train" in shown) == forbids
     assert "_" not in shown
 

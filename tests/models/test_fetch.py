@@ -221,15 +221,18 @@ def test_a_disk_that_is_full_while_writing_is_not_a_missing_hub(
 def test_what_the_hub_delivers_is_known_by_its_commit(
     tmp_path: Path, quiet: Reporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, str | None, bool]] = []
+    asked: list[tuple[str, str | None, str]] = []
 
-    def deliver(name: str, *, revision: str | None, cache_dir: Path, allow_patterns: list[str], **_: object) -> str:
-        asked.append((name, revision, "*.safetensors" in allow_patterns))
+    def deliver(
+        name: str, *, revision: str | None, cache_dir: Path, allow_patterns: str | list[str], **_: object
+    ) -> str:
+        asked.append((name, revision, allow_patterns if isinstance(allow_patterns, str) else allow_patterns[-1]))
         return str(tiny.save_model(cache_dir / "models--nobody--nothing" / "snapshots" / "c0ffee"))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", deliver)
     fetched = fetch(resolve("nobody/nothing@v1"), tmp_path, quiet)
-    assert asked == [("nobody/nothing", "v1", False), ("nobody/nothing", "v1", True)]
+    assert {(name, revision) for name, revision, _ in asked} == {("nobody/nothing", "v1")}
+    assert [last for _, _, last in asked] == ["Usage_policy*", "LICENSES/*", "*.safetensors"]
     assert (fetched.origin.revision, fetched.origin.source) == ("c0ffee", "hub nobody/nothing")
     assert fetched.place == "link"
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from etude.errors import UserError
+from etude.lineage.licences import licence_files
 from etude.models.load import load_model
 from etude.models.mtp import MtpHeads, save_heads
 from etude.models.mtp_export import export_heads
@@ -107,7 +108,10 @@ def test_the_draft_for_vllm_is_a_renaming(tmp_path: Path, etude: Etude) -> None:
     model = load_model(source, torch.device("cpu"), torch.float32)
     heads = MtpHeads.for_model(model, depth=3)
     save_heads(source, heads.state_dict(), depth=3, shared=True)
+    (source / "LICENSES/tiny").mkdir(parents=True)
+    (source / "LICENSES/tiny/NOTICE").write_text("by others", encoding="utf-8")
     said = etude("mtp", "export", source, tmp_path / "out", "--layout", "mimo")
+    assert [file.name for file in licence_files(tmp_path / "out")] == ["LICENSE", "NOTICE"]
     assert said.code == 0, said.err
     assert '"num_speculative_tokens": 3' in said.out
     found, layer = load_file(tmp_path / "out" / "model.safetensors"), heads.layer(0)

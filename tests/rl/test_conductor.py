@@ -22,7 +22,7 @@ from etude.agent.trace import Node, Trace
 from etude.errors import UserError, storage_error
 from etude.files import write_json
 from etude.inference.policy import Completion, PolicyInfo, Sampling, Token
-from etude.jsonl import MetricsLog
+from etude.jsonl import MetricsLog, read_rows
 from etude.lineage.compute import ComputeShape, forward_flops
 from etude.progress import Reporter
 from etude.rl.arena import Infrastructure, Item, Played
@@ -210,6 +210,11 @@ def check_whole(run: Run) -> None:
     counted = [event for event in run.events()[:last] if isinstance(event, Finished)]
     assert sum(row["episodes"] for row in rows) == len(counted)
     assert sum(row["flops"] for row in rows) == len(counted) * forward_flops(SHAPE, 5) + 100.0 * steps
+    every = read_rows(run.folder / "metrics.jsonl")  # what came too late for a step was sampled all the same
+    assert sum(row.get("sampling_flops", 0) for row in every) == len(finished) * forward_flops(SHAPE, 5)
+    assert sum(row.get("flops", 0) for row in every if row["key"] == "rest") == (
+        len(finished) - len(counted)
+    ) * forward_flops(SHAPE, 5)
     assert not list(run.folder.glob("episodes/*/*.part"))
     for step in range(1, steps + 1):
         assert (run.folder / "samples" / f"{step:08d}" / "best.json").exists()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -34,12 +35,17 @@ def test_a_row_holds_what_happened_since_the_step_before() -> None:
     )
     meter.swapped({"bytes": 100.0, "seconds": 0.5, "paused": 0.01})
     meter.swapped({"bytes": 300.0, "seconds": 1.5, "paused": 0.03})
-    meter.spent(2e9)
+    held = Trace("", "", [Node(None, "opening", [1] * 5, "")], made_by={"sandbox": "bwrap"})
+    for trace, seconds in ((held, 3.5), (held, 1.25), (replace(held, made_by={}), 9.0)):
+        meter.sampled(trace, SHAPE, seconds)
+    sampling = 3 * forward_flops(SHAPE, 5)
+    assert meter.unwritten() == {"flops": 7e9 + sampling, "sampling_flops": sampling, "sandbox_seconds": 4.75}
     clock.now += 4.0
     row = meter.row(1, {"open": 2, "ready": 1})
     assert row == meter.row(1, {"open": 2, "ready": 1})
     assert row == {
-        "step": 1, "tokens": 60, "flops": 9_000_000_000, "device_seconds": 4.0,
+        "step": 1, "tokens": 60, "flops": 7_000_000_000 + sampling, "device_seconds": 4.0,
+        "sampling_flops": sampling, "sandbox_seconds": 4.75,
         "episodes": 3, "reward": pytest.approx(1 / 3 - 0.5 * 1.25 / 3, rel=1e-5), "solved": pytest.approx(1 / 3, rel=1e-5),
         "best_of_group": 0.5, "sampled_tokens": 30, "episode_tokens": 10.0, "turns": 2.0, "episode_seconds": 3.0,
         "reward_outcome": pytest.approx(1 / 3, rel=1e-5), "reward_length": pytest.approx(-0.5 * 1.25 / 3, rel=1e-5),
@@ -62,7 +68,7 @@ def test_trained_begins_a_new_row_and_keeps_what_outlives_steps() -> None:
     meter.hear(Trained(1, 1))
     clock.now += 1.0
     assert meter.row(2, {}) == {
-        "step": 2, "tokens": 0, "flops": 0, "device_seconds": 1.0, "episodes": 0, "sampled_per_second": 0.0,
+        "step": 2, "tokens": 0, "flops": 0, "device_seconds": 1.0, "sampling_flops": 0, "sandbox_seconds": 0.0, "episodes": 0, "sampled_per_second": 0.0,
         "trained_per_second": 0.0, "idle_sampling": 1.0, "idle_scoring": 1.0, "idle_training": 1.0,
         "weight_outcome": 1.0, "weight_length": 0.5, "swaps": 0,
     }  # fmt: skip

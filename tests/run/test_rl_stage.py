@@ -71,11 +71,18 @@ def test_the_stage_makes_a_model_with_its_record(etude: Etude, tmp_path: Path) -
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["key"].startswith("train/")]
     assert record.compute.tokens == sum(row["tokens"] for row in steps) > 0
-    assert record.compute.model_flops == pytest.approx(sum(row["flops"] for row in steps))
+    (rest,) = (row for row in rows if row["key"] == "rest")
+    assert record.compute.model_flops == pytest.approx(sum(row["flops"] for row in [*steps, rest]))
+    sampling = sum(row["sampling_flops"] for row in [*steps, rest])
+    assert record.compute.sampling_flops == pytest.approx(sampling)
+    assert 0 < sampling < record.compute.model_flops  # the rest is learning
+    held = sum(row["sandbox_seconds"] for row in [*steps, rest])
+    assert record.compute.sandbox_seconds == pytest.approx(held, abs=0.01)
+    assert held >= 0.99 * sum(row["episode_seconds"] * row["episodes"] for row in steps) > 0  # rows have six digits
     assert record.compute.device_seconds == pytest.approx(sum(row["device_seconds"] for row in steps), abs=0.01)
     assert {"steps", "episodes", "reward_first", "reward_last", "solved_first", "solved_last"} <= record.summary.keys()
     assert record.summary["steps"] == len(steps) == 2
-    assert [licence.file for licence in record.licences] == ["LICENSE"]
+    assert [licence.file for licence in record.licences] == ["LICENSES/base/LICENSE"]
     assert load_lineage(folder / "model").head == record.id
     before, after = (load_model(path / "model", torch.device("cpu")) for path in (tmp_path / "run" / "base", folder))
     assert any(not torch.equal(old, new) for old, new in zip(before.parameters(), after.parameters(), strict=True))

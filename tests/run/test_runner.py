@@ -45,6 +45,7 @@ def test_a_run_leaves_models_metrics_and_records(
     assert record.compute.tokens == 40
     assert record.compute.model_flops == 400
     assert record.compute.device_seconds == 2.0
+    assert record.compute.sampling_flops is None  # no row tells of any: not 0, which would be a count
     assert record.sessions == 1
     weights = tmp_path / "run/two/model/model.safetensors"
     assert record.weights["model.safetensors"].sha256 == sha256_file(weights)
@@ -57,8 +58,12 @@ def test_the_licence_travels_and_the_lineage_reaches_the_base(
 ) -> None:
     runner(tmp_path / "run", tmp_path / "cache", stage, quiet).execute(recipe_of(tiny_base, FOUR))
     last = tmp_path / "run/four"
-    assert (last / "model/LICENSE").read_bytes() == (tiny_base / "LICENSE").read_bytes()
-    assert [licence.file for licence in load_record(last).licences] == ["LICENSE"]
+    assert (last / "model/LICENSES/tiny/LICENSE").read_bytes() == (tiny_base / "LICENSE").read_bytes()
+    assert not (last / "model/LICENSE").exists()
+    assert (tmp_path / "run/base/model/LICENSE").is_file()
+    for stage_name in ("base", *FOUR):
+        carried = load_record(tmp_path / "run" / stage_name).licences
+        assert [(licence.file, licence.inherited_from) for licence in carried] == [("LICENSES/tiny/LICENSE", "tiny")]
     shutil.copytree(last / "model", tmp_path / "elsewhere")
     lineage = load_lineage(tmp_path / "elsewhere")
     names = []
@@ -69,6 +74,21 @@ def test_the_licence_travels_and_the_lineage_reaches_the_base(
         at = record.parents[0].record if record.parents else None
     assert names == ["four", "three", "two", "one", "base"]
     assert lineage.records[lineage.head] == load_record(last)
+
+
+def test_a_stage_that_would_lose_a_licence_fails(
+    tmp_path: Path, tiny_base: Path, stage: ScaleStage, quiet: Reporter
+) -> None:
+    def lose(step: int) -> None:
+        if step == 3 and (file := tmp_path / "run/one/model/LICENSES/tiny/LICENSE").exists() and "two/0" in stage.log:
+            file.write_text("Tiny Licence: no.\n")
+
+    stage.on_step = lose
+    with pytest.raises(
+        UserError, match=r"the licence file LICENSES/tiny/LICENSE of base \(from tiny\) is missing or altered"
+    ):
+        runner(tmp_path / "run", tmp_path / "cache", stage, quiet).execute(recipe_of(tiny_base, FOUR))
+    assert not (tmp_path / "run/two").exists()
 
 
 def test_changing_stage_four_does_not_repeat_one_to_three(

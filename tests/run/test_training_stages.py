@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from etude.cli.main import main
 from etude.data.manifest import load_manifest
+from etude.lineage.licences import licence_files
 from etude.lineage.record import load_lineage, load_record
 from tests import tiny
 from tests.conftest import Etude
@@ -185,7 +186,8 @@ def test_the_saved_model_knows_its_chat(chain: Path) -> None:
         [{"role": "user", "content": "What is 3?"}], tokenize=False, add_generation_prompt=True
     )
     assert asked == "<|im_start|>user\nWhat is 3?<|im_end|>\n<|im_start|>assistant\n"
-    assert (folder / "LICENSE").is_file()
+    assert [file.name for file in licence_files(folder)] == ["LICENSE"]
+    assert not (folder / "LICENSE").exists()  # it lies below LICENSES, as the base's
 
 
 def test_a_finished_chain_is_kept(chain: Path, etude: Etude) -> None:
@@ -211,7 +213,9 @@ def test_pretrain_makes_a_model_of_nothing(tmp_path: Path, etude: Etude) -> None
     assert (model.config.vocab_size, model.config.hidden_size, model.dtype) == (300, 32, torch.bfloat16)
     assert len(AutoTokenizer.from_pretrained(tmp_path / "run/pretrain/model")) == 300
     assert (tmp_path / "run/pretrain/model/LICENSE").read_text() == "Do as you like.\n"
-    assert load_record(tmp_path / "run/pretrain").parents == []
+    record = load_record(tmp_path / "run/pretrain")
+    assert record.parents == []
+    assert [(licence.file, licence.inherited_from) for licence in record.licences] == [("LICENSE", "this recipe")]
     assert results(tmp_path / "run/pretrain")["domains"][0]["change"] < -0.5
 
 

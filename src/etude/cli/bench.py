@@ -125,7 +125,7 @@ async def _contestants(words: Sequence[str], token_file: Path | None, device: st
     for word in words:
         if not (each := BUILT_IN.get(word)):
             found = await find(word, "", token_file, device, cache)
-            name = f"{found.name}@{_weights(found.folder)}" if found.folder else found.name
+            name = f"{found.name}@{weights_mark(found.folder)}" if found.folder else found.name
             each = Contestant(name, partial(_playing, found), 1 if found.folder else BYTES)
         if each.name in made:
             raise UserError(f"{each.name} is named twice; measure endpoints of one name into folders of their own")
@@ -142,7 +142,7 @@ async def _playing(found: Found) -> AsyncIterator[Player]:
         await policy.close()
 
 
-def _weights(folder: Path) -> str:
+def weights_mark(folder: Path) -> str:
     """Return what tells a model from others of its name: trials of one must not pass for the other's.
 
     It is made of its record, which has the weights' digests, and of its files' sizes: reading all weights would take minutes.

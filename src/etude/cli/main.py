@@ -12,7 +12,23 @@ import typer
 from rich.console import Console
 
 import etude
-from etude.cli import agent, bench, demos, mtp, rl, run, sandbox, serve, show, tasks, trace
+from etude.cli import (
+    agent,
+    audit,
+    bench,
+    demos,
+    licences,
+    lineage,
+    mtp,
+    release,
+    rl,
+    run,
+    sandbox,
+    serve,
+    show,
+    tasks,
+    trace,
+)
 from etude.errors import UserError, storage_error
 
 app = typer.Typer(
@@ -21,8 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-lineage_app = typer.Typer(help="What a model was made from.", no_args_is_help=True)
-app.add_typer(lineage_app, name="lineage")
+app.add_typer(lineage.app, name="lineage")
 data_app = typer.Typer(help="The corpus of a recipe: build it, look at it.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 mtp_app = typer.Typer(help="Heads that predict several tokens ahead.", no_args_is_help=True)
@@ -33,6 +48,7 @@ tasks.app.command(epilog="Example: etude tasks demos recipes/tasks/quick.jsonl -
 app.add_typer(rl.app, name="rl")
 app.add_typer(trace.app, name="trace")
 app.add_typer(sandbox.app, name="sandbox")
+app.add_typer(audit.app, name="library")
 
 app.command(epilog="Example: etude run recipes/quickstart.toml --set compare.max_bytes=200000")(run.run)
 app.command(epilog="Example: etude compare smollm2-135m sprout --on ~/my-project")(run.compare)
@@ -40,10 +56,13 @@ app.command(epilog="Example: etude serve runs/quickstart")(serve.serve)
 app.command(epilog='Example: etude agent "the parser drops the last line" --model runs/quickstart')(agent.agent)
 app.command(epilog="Example: etude status runs/quickstart --watch")(show.status)
 app.command(epilog="Example: etude bases smollm2-135m")(show.bases)
+app.command(epilog="Example: etude licences runs/quickstart --product docs/product.toml")(licences.licences)
+app.command(epilog="Example: etude audit runs/quickstart smollm2-135m")(audit.audit)
+app.command(epilog="Example: etude release runs/quickstart my-model --product product.toml")(release.release)
+app.command(epilog="Example: etude verify my-model --key owner.pub")(release.verify)
 building = "Example: etude data build recipes/quickstart.toml --set data.length=4096"
 data_app.command("build", epilog=building)(run.build_corpus)
 data_app.command("report", epilog="Example: etude data report runs/quickstart")(show.corpus_report)
-lineage_app.command("show", epilog="Example: etude lineage show runs/quickstart/base/model --verify")(show.lineage_show)
 exporting = "Example: etude mtp export runs/quickstart/mtp/model draft --layout mimo"
 mtp_app.command("export", epilog=exporting)(mtp.export)
 

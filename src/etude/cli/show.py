@@ -1,4 +1,4 @@
-"""`etude status`, `etude bases`, `etude data report` and `etude lineage show`: looking, without changing anything."""
+"""`etude status`, `etude bases` and `etude data report`: looking, without changing anything."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from rich.live import Live
 
 from etude.cli.options import AsJson, print_json
 from etude.errors import UserError, nearest
-from etude.progress import Reporter
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -117,29 +116,3 @@ def corpus_report(
     if out is not None:
         write_report(folder, out)
     show_report(folder, Console(), out or folder)
-
-
-Verify = Annotated[bool, typer.Option("--verify", help="Hash the weights again and compare with the record.")]
-
-
-def lineage_show(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model's folder, its stage's, or a run's.")],
-    verify: Verify = False,
-    as_json: AsJson = False,
-) -> None:
-    """Print a model's family tree back to its base, from the records it carries."""
-    from etude.lineage.record import load_lineage
-    from etude.lineage.tree import changed_weights, find_model, render
-
-    folder = find_model(model)
-    lineage = load_lineage(folder)
-    if verify:
-        wrong = changed_weights(folder, lineage.records[lineage.head], Reporter())
-        if wrong:
-            raise UserError(f"{folder} does not agree with its record: {'; '.join(wrong)}")
-    if as_json:
-        print_json(lineage.model_dump(mode="json"))
-        return
-    typer.echo("\n".join(render(lineage, str(folder))))
-    if verify:
-        typer.echo("the weights agree with the record")

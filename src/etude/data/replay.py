@@ -89,7 +89,8 @@ def _sampled(
         rows = _sample(model, (separator, vocabulary), settings, texts, chance, partial(work.tick, texts))
         save_array(folder / f"{unit.item:05d}.npy", rows)
         flops = texts * forward_flops(shape_of(model.config).compute, rows.shape[1])
-        work.metrics.put(unit.key, tokens=rows.size, flops=flops, device_seconds=time.perf_counter() - began)
+        spent = {"flops": flops, "sampling_flops": flops, "device_seconds": time.perf_counter() - began}
+        work.metrics.put(unit.key, tokens=rows.size, **spent)
     found = []
     for number in range(len(sizes)):
         for row in np.load(folder / f"{number:05d}.npy"):

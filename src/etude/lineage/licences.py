@@ -14,11 +14,18 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from etude.files import sha256_file, whole_file
+from etude.errors import UserError
+from etude.files import files_below, sha256_file, whole_file
 from etude.lineage.record import CarriedLicence
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
+
+    from etude.lineage.record import Lineage
+
+LICENSES = "LICENSES"  # the folder in a model's folder with a folder for each ancestor, its files as they were received
+OWN = "this recipe"  # where a licence comes from that came with no ancestor
 
 LICENCE_NAME = re.compile(r"(LICEN[CS]E|NOTICE|COPYING|COPYRIGHT|USE_POLICY|USAGE_POLICY)([-_. ].*)?", re.IGNORECASE)
 
@@ -30,7 +37,14 @@ DUTY_TEXTS = {
     "copyright_notice": "keep the copyright line",
     "retain_notices": "keep notices",
     "NOTICE_passthrough_if_present": "pass NOTICE on",
+    "origin_notices": "keep notices of origin",
     "modified_files_notice": "mark changed files",
+    "notice_file": "put its notice into NOTICE",
+    "pass_use_restrictions_as_enforceable_term": "pass its use restrictions on in your own terms",
+    "model_name_prefix": "begin the model's name with",
+    "request_licence_no_rights_until_granted": "get a licence of your own from the licensor (no rights until then)",
+    "no_rights": "no rights: do not use it",
+    "no_rights_there": "no rights in these places: do not use it there",
 }
 
 
@@ -46,12 +60,12 @@ def obligations() -> list[dict[str, Any]]:
     return list(json.loads(text)["licences"])
 
 
-def identify(text: str) -> str | None:
-    """Return the id of a licence text, or None if no known licence has exactly these words."""
+def identify(text: str, facts: Iterable[dict[str, Any]] | None = None) -> str | None:
+    """Return the id of a licence text, or None if none of the licences we have facts of has exactly these words."""
     whole = normalised_hash(text)
     # Copies of MIT and BSD differ in the lines that name the owner.
     unowned = normalised_hash("\n".join(line for line in text.splitlines() if not OWNER_LINE.match(line)))
-    for licence in obligations():
+    for licence in obligations() if facts is None else facts:
         if whole == licence["text_sha256_norm"] or unowned in licence.get("texts_without_copyright_lines", []):
             return str(licence["id"])
     return None
@@ -62,36 +76,99 @@ def headline_duties(licence_id: str | None) -> list[str]:
     licence = next((entry for entry in obligations() if entry["id"] == licence_id), None)
     if licence is None:
         return ["unknown licence: read it"]
-    duties = [DUTY_TEXTS.get(duty, duty.replace("_", " ")) for duty in licence.get("redistribution", [])]
-    for clause in [*licence.get("unconditional", []), *licence.get("conditional", [])]:
-        what = clause["duty"].replace("_", " ") + (f" “{clause['text']}”" if "text" in clause else "")
-        triggers = " or ".join(_trigger(part) for part in clause.get("if_any", []))
-        triggers = triggers or " and ".join(_trigger(part) for part in clause.get("if_all", []))
-        duties.append(f"{what} if {triggers}" if triggers else what)
+    duties = [duty_text(duty) for duty in licence.get("redistribution", [])]
+    duties += [clause_text(clause) for clause in [*licence.get("unconditional", []), *licence.get("conditional", [])]]
     if str(licence.get("output_training", "")).startswith("must not"):
         duties.append("outputs may not train other models")
     return duties
+
+
+def duty_text(duty: str) -> str:
+    """Return a duty of the facts in words; what stands in brackets after its name is a remark."""
+    name = duty.partition("(")[0]
+    return DUTY_TEXTS.get(name, name.replace("_", " "))
+
+
+def clause_text(clause: dict[str, Any]) -> str:
+    """Return a clause in words: the duty, the words it is about, its conditions."""
+    words = " or ".join(f"“{word}”" for word in clause["text"].split("|")) if "text" in clause else ""
+    some = " or ".join(_trigger(part) for part in clause.get("if_any", []))
+    triggers = [_trigger(part) for part in clause.get("if_all", [])]
+    triggers += [f"({some})" if triggers else some] if some else []
+    when = f"if {' and '.join(triggers)}" if triggers else ""
+    return " ".join(part for part in (duty_text(clause["duty"]), words, when) if part)
 
 
 def _trigger(part: dict[str, Any]) -> str:
     metric = str(part["metric"]).replace("_", " ")
     if part["value"] is True:
         return metric
+    if part["op"] == "in":
+        return f"{metric} in {', '.join(part['value'])}"
     return f"{metric} {part['op']} {part['value']:,}{' ' + part['currency'] if 'currency' in part else ''}"
 
 
 def licence_files(folder: Path) -> list[Path]:
-    """Return the licence, notice and policy files at the top of a folder, in name order."""
-    return sorted(path for path in folder.iterdir() if path.is_file() and LICENCE_NAME.fullmatch(path.name))
+    """Return the licence, notice and policy files at the top of a folder and all those below LICENSES, in name order."""
+    top = sorted(path for path in folder.iterdir() if path.is_file() and LICENCE_NAME.fullmatch(path.name))
+    return top + files_below(folder / LICENSES)
 
 
-def carry(source: Path, target: Path, inherited_from: str) -> list[CarriedLicence]:
-    """Copy the licence files of a model's folder to its child's, unchanged, and return what was carried."""
-    carried = []
+def folder_name(ancestor: str) -> str:
+    """Return what the folder of an ancestor is called below LICENSES."""
+    return re.sub(r"[^\w.-]+", "-", ancestor).strip(".") or "unnamed"
+
+
+def carry(source: Path, target: Path, ancestor: str) -> None:
+    """Copy the licence files of a model's folder to its child's: those at its top as the ancestor's, the others as they lie.
+
+    A folder that another ancestor of the same name has filled is left alone: then ours has a part of the digest in its name.
+    """
+    ancestor = folder_name(ancestor)
+    below = {sha256_file(file) for file in files_below(source / LICENSES)}
     for file in licence_files(source):
-        with whole_file(target / file.name) as beside:
+        whose, name = _place(file.relative_to(source), ancestor)
+        digest = sha256_file(file)
+        if file.parent == source and digest in below:
+            continue  # a base's own, which it has as an ancestor's as well
+        place = target / LICENSES / whose / name
+        if place.exists() and sha256_file(place) != digest:
+            place = target / LICENSES / f"{whose}-{digest[:8]}" / name
+        with whole_file(place) as beside:
             shutil.copyfile(file, beside)
-        known = identify(file.read_text(encoding="utf-8", errors="replace"))
-        about = {"file": file.name, "sha256": sha256_file(file), "licence": known, "inherited_from": inherited_from}
-        carried.append(CarriedLicence.model_validate(about))
-    return carried
+
+
+def _place(file: Path, ancestor: str) -> tuple[str, str]:
+    """Return whose a licence file is and what to call it there."""
+    if len(file.parts) > 2:  # LICENSES/ANCESTOR/…
+        return file.parts[1], "/".join(file.parts[2:])
+    return ancestor, file.name
+
+
+def held(model: Path) -> list[CarriedLicence]:
+    """Return the licence files of a model's folder. One at its top counts if no ancestor brought it: it is the model's own."""
+    files = {file: sha256_file(file) for file in licence_files(model)}
+    inherited = {digest for file, digest in files.items() if file.parent != model}
+    return [
+        CarriedLicence(
+            file=file.relative_to(model).as_posix(),
+            sha256=digest,
+            licence=identify(file.read_text(encoding="utf-8", errors="replace")),
+            inherited_from=OWN if file.parent == model else file.relative_to(model).parts[1],
+        )
+        for file, digest in files.items()
+        if file.parent != model or digest not in inherited
+    ]
+
+
+def refuse_losses(model: Path, lineages: Iterable[Lineage]) -> None:
+    """Refuse a model that lacks a licence file which one of its ancestors had."""
+    present = {sha256_file(file) for file in licence_files(model)}
+    for lineage in lineages:
+        for record in lineage.records.values():
+            for lost in record.licences:
+                if lost.sha256 not in present:
+                    raise UserError(
+                        f"the licence file {lost.file} of {record.stage} (from {lost.inherited_from}) is missing or altered beside"
+                        f" its weights, and must travel on: put back the file with SHA-256 {lost.sha256[:12]}… and run again"
+                    )

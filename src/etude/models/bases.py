@@ -17,6 +17,8 @@ from pydantic import BaseModel, model_validator
 
 from etude.errors import UserError, nearest
 from etude.files import sha256_file
+from etude.lineage.record import Compute
+from etude.lineage.shares import Known
 
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?")
 CONVERTER_VERSION = 1  # part of a converted base's identity: raise it when the conversion gives other bytes
@@ -55,6 +57,14 @@ class KnownBase(BaseModel, extra="forbid"):
         missing = {fact for fact in facts if getattr(self, fact) is not None} - set(self.sources)
         assert not missing, f"no source for {missing}"
         return self
+
+    @property
+    def pretraining(self) -> Compute | None:
+        """Its own compute by 6·N·D, as the lengths of foreign sequences are rarely known; None: its tokens are not."""
+        if self.pretraining_tokens is None:
+            return None
+        flops = 6.0 * self.active_parameters * self.pretraining_tokens
+        return Compute(tokens=self.pretraining_tokens, model_flops=flops, method="imputed")
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,11 @@ def known_bases() -> dict[str, KnownBase]:
     """Return the registry."""
     text = resources.files("etude.models").joinpath("bases.toml").read_text(encoding="utf-8")
     return {name: KnownBase.model_validate(entry) for name, entry in tomllib.loads(text).items()}
+
+
+def ancestors() -> dict[str, Known]:
+    """Return, by title, the compute of known bases: others continue them without a record of theirs."""
+    return {base.title: Known(base.pretraining, base.continues) for base in known_bases().values()}
 
 
 def resolve(word: str) -> Base:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from etude.errors import Interrupted, UserError
 from etude.files import files_below, publish_folder, read_json, sha256_file, write_json
 from etude.lineage.licences import LICENCE_NAME
-from etude.lineage.record import Compute, FileDigest, Origin
+from etude.lineage.record import FileDigest, Origin
 from etude.models.bases import CONVERTER_VERSION
 from etude.models.hub import fetch_from_hub
 
@@ -68,10 +68,7 @@ def _origin(
 ) -> Origin:
     place = {"wheel": "package", "hub": "hub", "shipped": "shipped with Etude", "folder": "folder"}[base.place]
     where = folder if base.place == "folder" else base.where
-    known, pretraining = base.known, None
-    if known and known.pretraining_tokens and not (folder / "lineage.json").is_file():  # which would tell it itself
-        flops = 6.0 * known.active_parameters * known.pretraining_tokens
-        pretraining = Compute(tokens=known.pretraining_tokens, model_flops=flops, method="imputed")
+    known, tells_itself = base.known, (folder / "lineage.json").is_file()
     return Origin(
         name=base.name,
         source=place if base.place == "shipped" else f"{place} {where}",
@@ -79,7 +76,7 @@ def _origin(
         received=received,
         conversion=conversion,
         continues=known.continues if known else None,
-        pretraining=pretraining,
+        pretraining=known.pretraining if known and not tells_itself else None,
         sources=known.sources if known else {},
     )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from etude.errors import UserError, one_line
+from etude.lineage.licences import LICENSES
 
 if TYPE_CHECKING:
     from etude.progress import Reporter
@@ -34,6 +35,7 @@ def fetch_from_hub(name: str, revision: str | None, cache: Path, reporter: Repor
     top = {"ignore_patterns": "*/*"}  # not what lies in folders, such as `original/`
     model_shape(fetch_files("model", name, revision, cache, allow_patterns=wanted, **top))
     reporter.check_stop()
+    fetch_files("model", name, revision, cache, allow_patterns=f"{LICENSES}/*")
     folder = fetch_files("model", name, revision, cache, allow_patterns=[*wanted, "*.safetensors"], **top)
     return folder, folder.name
 

@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 
 from etude.errors import UserError
 from etude.files import write_json
+from etude.lineage.licences import LICENSES
 from etude.models.load import load_model, saved_dtype
 from etude.models.mtp import FILE, load_heads
 
@@ -41,9 +42,11 @@ def export_heads(source: Path, target: Path, layout: Layout) -> str:
         raise UserError(f"{source} has no MTP heads ({FILE}); train some with an `mtp` stage")
     target.mkdir(parents=True, exist_ok=True)
     use = _as_layers(model, heads, target) if layout == "transformers" else _as_draft(model, heads, source, target)
-    for file in source.iterdir():  # tokeniser, licence; what is written above is the target's own
+    for file in source.iterdir():  # tokeniser, own licence; what is written above is the target's own
         if file.is_file() and file.name not in NOT_COPIED and ".safetensors" not in file.name:
             shutil.copyfile(file, target / file.name)
+    if (source / LICENSES).is_dir():
+        shutil.copytree(source / LICENSES, target / LICENSES)
     return use
 
 

@@ -27,7 +27,7 @@ from etude.rl.events import Event, Failed, Finished, Trained, Weighted
 from etude.rl.exchange import Batch, Exchange, TrainedEpisode, TrainedGroup, episode_file
 from etude.rl.job import LEDGER, WISH
 from etude.rl.ledger import Ledger
-from etude.rl.metrics import Meter, behaviours, sampling_flops
+from etude.rl.metrics import Meter, behaviours
 from etude.rl.monitor import Monitor
 from etude.rl.parts import Seat, open_parts
 from etude.rl.samples import keep_samples
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 POLL = 0.05  # seconds between looks at what the trainer has done
 TRIES = 3  # of an episode whose machinery fails; then its group goes without it
+REST = "rest"  # key of what was sampled and came too late for any step: it was spent
 GIVE_UP = 20  # episodes in a row that failed so, of whatever cause: more would be spent in vain
 
 
@@ -127,7 +128,7 @@ class Conductor:
         for event in events[trained + 1 :]:  # what they cost is in no row yet
             if isinstance(event, Finished):
                 path = self.folder / episode_file(event.group, event.episode)
-                self.meter.spent(sampling_flops(from_json(path.read_bytes(), str(path)), self.shape))
+                self.meter.sampled(from_json(path.read_bytes(), str(path)), self.shape, event.seconds)
         self.meter.resumed()
         if not events:
             self._record(Weighted(weights(self.settings.rewards), step=1))
@@ -146,6 +147,8 @@ class Conductor:
         for task in self.playing.values():
             task.cancel()
         await asyncio.gather(*self.playing.values(), return_exceptions=True)
+        if REST not in self.work.metrics:
+            self.work.metrics.put(REST, **self.meter.unwritten())
         if self.state.trained < self.settings.steps:
             self._say_early_end()
         self.exchange.stop()
@@ -273,8 +276,9 @@ class Conductor:
                     self.state.group(number).task, policy, self.talk, name=f"{number:06d}-{episode:03d}", seed=seed, memory=memory
                 )  # fmt: skip
             await asyncio.to_thread(_write, path, to_json(played.trace))
-            self._record(finished(number, episode, played, time.monotonic() - began, self.state.version))
-            self.meter.spent(sampling_flops(played.trace, self.shape))
+            event = finished(number, episode, played, time.monotonic() - began, self.state.version)
+            self._record(event)
+            self.meter.sampled(played.trace, self.shape, event.seconds)
             self.parts.sampled()
             self.failed_in_a_row = 0
         except Infrastructure as error:

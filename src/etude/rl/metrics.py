@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 PARTS = ("sampling", "scoring", "training")  # whose idle time is told
 SPENT = ("tokens", "flops", "seconds")  # of reports; they add up, all else is of the step alone
+SAMPLING = ("flops", "sampling_flops", "sandbox_seconds")
 CAUSE = 40  # characters
 
 
@@ -85,9 +86,15 @@ class Meter:
         """Take what a change of weights in the engine took: bytes, seconds in all, seconds paused."""
         self._swaps.append(swap)
 
-    def spent(self, flops: float) -> None:
-        """Count the FLOPs of sampling."""
-        self._spent["flops"] += flops
+    def sampled(self, trace: Trace, shape: ComputeShape, seconds: float) -> None:
+        """Count what an episode took, trained on or not; its sandbox, if it had one, was held all the while."""
+        flops = sampling_flops(trace, shape)
+        for name, spent in zip(SAMPLING, (flops, flops, seconds * ("sandbox" in trace.made_by)), strict=True):
+            self._spent[name] += spent
+
+    def unwritten(self) -> dict[str, float]:
+        """Return what was sampled since the last row."""
+        return {name: round(self._spent[name], 3) for name in SAMPLING}
 
     @contextmanager
     def busy(self, part: str) -> Iterator[None]:
@@ -116,6 +123,7 @@ class Meter:
         seconds = max(self._changed - self._began, 1e-9)
         found: dict[str, Any] = {
             "step": step, "tokens": round(self._spent["tokens"]), "flops": round(self._spent["flops"]), "device_seconds": seconds,
+            "sampling_flops": round(self._spent["sampling_flops"]), "sandbox_seconds": self._spent["sandbox_seconds"],
             **self._of_episodes(), **self._last, **self._counts,
             "sampled_per_second": self._sampled / seconds, "trained_per_second": self._spent["tokens"] / seconds,
             **{f"idle_{part}": self._idle(part, seconds) for part in PARTS},

@@ -20,7 +20,7 @@ from etude.errors import UserError
 from etude.files import digest_of, files_below, fsync_tree, remove_parts, write_json, write_text
 from etude.jsonl import MetricsLog
 from etude.lineage import environment
-from etude.lineage.licences import carry
+from etude.lineage.licences import carry, held, refuse_losses
 from etude.lineage.record import (
     LINEAGE_FILE,
     RECORD_FILE,
@@ -285,20 +285,25 @@ class Runner:
 
     @staticmethod
     def _carried(outcome: Outcome, parent: Model | None, model: Path) -> list[CarriedLicence]:
-        """Carry the licence files from where the model came from; one made from nothing has those its stage gave it."""
-        source = outcome.licence_folder or (parent.folder if parent else None)
-        name = outcome.origin.name if outcome.origin else parent.record.stage if parent else "this recipe"
-        return carry(source, model, name) if source else []
+        """Carry the licence files of all ancestors; a model that would lose one is not finished."""
+        for ancestor, folder in outcome.licence_folders.items():
+            carry(folder, model, ancestor)
+        if parent is not None:
+            carry(parent.folder, model, parent.record.origin.name if parent.record.origin else parent.record.stage)
+        refuse_losses(model, outcome.lineages)
+        return held(model)
 
 
 def _spent(metrics: MetricsLog, device: str | None) -> Compute:
-    """Return the compute of a stage: what its rows add up to."""
+    """Return the compute of a stage: what its rows add up to; of sampling and sandboxes only where rows tell of them."""
+    apart = {field for row in metrics.rows() for field in ("sampling_flops", "sandbox_seconds") if field in row}
     return Compute(
         tokens=round(metrics.total("tokens")),
         model_flops=metrics.total("flops"),
         method="operations",
         device=device,
         device_seconds=round(metrics.total("device_seconds"), 3),
+        **{field: round(metrics.total(field), 3) for field in apart},
     )
 
 

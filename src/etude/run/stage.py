@@ -46,7 +46,7 @@ class Outcome:
     parents: list[Parent] = field(default_factory=list)
     lineages: list[Lineage] = field(default_factory=list)  # of the parents that have one
     origin: Origin | None = None
-    licence_folder: Path | None = None  # where the licence files lie that must travel on, if not with the parent
+    licence_folders: dict[str, Path] = field(default_factory=dict)  # of ancestors other than the job's parent, by name
     data: list[DataUse] = field(default_factory=list)
     device: str | None = None
     summary: dict[str, float | int | str | None] = field(default_factory=dict)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from etude.files import read_json
-from etude.lineage.licences import headline_duties, identify, licence_files, obligations
+from etude.lineage.duties import evaluate, licence_uses
+from etude.lineage.product import Product
 from etude.lineage.record import LINEAGE_FILE, load_lineage
 from etude.lineage.tree import render
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from etude.lineage.duties import Duty
     from etude.lineage.record import Lineage, Origin
 
 
@@ -37,10 +39,8 @@ class ModelCard:
 def card_of(name: str, folder: Path, origin: Origin | None) -> ModelCard:
     """Return the card of a model's folder."""
     lineage = load_lineage(folder) if (folder / LINEAGE_FILE).is_file() else None
-    texts = [file.read_text(encoding="utf-8", errors="replace") for file in licence_files(folder)]
-    records = lineage.records.values() if lineage else ()
-    licences = {identify(text) for text in texts} | {each.licence for record in records for each in record.licences}
-    return ModelCard(name, _told(name, lineage, origin), to_display(licences), stop_tokens_of(folder))
+    duties = evaluate(licence_uses(folder), Product(hosted=True))
+    return ModelCard(name, _told(name, lineage, origin), to_display(duties), stop_tokens_of(folder))
 
 
 def _told(name: str, lineage: Lineage | None, origin: Origin | None) -> dict[str, Any]:
@@ -51,17 +51,13 @@ def _told(name: str, lineage: Lineage | None, origin: Origin | None) -> dict[str
     return {"record": lineage.head, "tree": render(lineage, name), "records": records}
 
 
-def to_display(licences: Iterable[str | None]) -> list[dict[str, Any]]:
-    """Return the texts that licences want shown. `always`: whoever serves it; else the duty says on which condition."""
-    clauses = [
-        (licence["id"], when == "unconditional", clause)
-        for licence in obligations() if licence["id"] in licences
-        for when in ("unconditional", "conditional")
-        for clause in licence.get(when, []) if clause["duty"] == "display"
+def to_display(duties: Iterable[Duty]) -> list[dict[str, Any]]:
+    """Return the texts that licences want shown. `always`: by whoever serves it; else it depends on the product."""
+    return [
+        {"licence": duty.licence, "always": duty.outcome == "fires", "any_of": list(duty.words), "where": duty.where,
+         "duty": duty.text}
+        for duty in duties if duty.kind == "display" and duty.outcome != "not"
     ]  # fmt: skip
-    return [{"licence": name, "always": always, "any_of": clause["text"].split("|"), "where": clause.get("where"),
-             "duty": next(duty for duty in headline_duties(name) if duty.startswith(f"display “{clause['text']}”"))}
-            for name, always, clause in clauses]  # fmt: skip
 
 
 def stop_tokens_of(folder: Path) -> frozenset[int]:

@@ -7,6 +7,7 @@ tokeniser and template, whose digest each trace carries. No demonstration is mad
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
 from collections import Counter
@@ -91,6 +92,7 @@ class Studio:
         about = {
             "task": task.id,
             "package": task.package,
+            "licence": codebase.licence,
             "style": style,
             "wrong_turn": script.wrong_turn,
             "attempt": attempt,
@@ -183,6 +185,15 @@ async def make(studio: Studio, folder: Path, log: MetricsLog, reporter: Reporter
 def tokeniser_digest(tokeniser: Any) -> str:
     """Return what tells tokenisers apart that would read tokens differently."""
     return digest_of([tokeniser.get_vocab(), tokeniser.chat_template])
+
+
+def licences_of(path: Path) -> dict[str, int]:
+    """Return the licences of the codebases that a file of traces is about, in bytes of traces; empty if one is not told."""
+    found: Counter[str] = Counter()
+    for line in path.read_bytes().splitlines():
+        about = json.loads(line).get("made_by", {}).get("demonstration", {})
+        found[about.get("licence") or ""] += len(line)
+    return {} if found.pop("", 0) else dict(found)
 
 
 def read_samples(path: Path, tokeniser: Any) -> list[tuple[str, Encoded]]:

@@ -9,7 +9,8 @@ import pytest
 from etude.data.document import UNKNOWN, Document, LicenceFile
 from etude.data.filters.licence import Licences, from_heading, read_licence
 from etude.data.filters.spdx import canonical
-from tests.lineage.test_licences import LICENSE, MIT
+from tests.lineage.licence_texts import MIT
+from tests.lineage.test_licences import LICENSE
 
 OURS = LICENSE.read_text(encoding="utf-8")  # Apache-2.0
 MIT_TEXT = MIT.format(owner="2020 Somebody")

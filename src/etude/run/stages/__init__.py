@@ -10,6 +10,7 @@ from etude.run.stages.compare import CompareStage
 from etude.run.stages.cpt import CptStage
 from etude.run.stages.data import DataStage
 from etude.run.stages.extend import ExtendStage
+from etude.run.stages.merge import MergeStage
 from etude.run.stages.mtp import MtpStage
 from etude.run.stages.pretrain import PretrainStage
 from etude.run.stages.rl import RlStage
@@ -28,6 +29,7 @@ STAGES: dict[str, Stage] = {
     "sft": SftStage(),
     "mtp": MtpStage(),
     "rl": RlStage(),
+    "merge": MergeStage(),
     "compare": CompareStage(),
 }
 

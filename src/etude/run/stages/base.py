@@ -65,7 +65,7 @@ class BaseStage:
             ],
             lineages=lineages,
             origin=fetched.origin,
-            licence_folder=fetched.folder,
+            licence_folders={fetched.origin.name: fetched.folder},
             summary={"base": fetched.origin.name},
         )
 

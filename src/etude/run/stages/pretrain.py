@@ -84,7 +84,6 @@ class PretrainStage(TrainingStage):
         outcome = super().run(settings, job)
         if settings.licence:
             shutil.copyfile(Path(settings.licence).expanduser(), job.work.folder / MODEL / "LICENSE")
-            return replace(outcome, licence_folder=job.work.folder / MODEL)
         return outcome
 
     def train(self, training: Training, world: World, work: Work | None) -> None:

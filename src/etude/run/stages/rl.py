@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,5 +151,10 @@ def _summary(folder: Path) -> dict[str, float | int]:
 
 def _data_use(settings: RlSettings, tasks: int) -> DataUse:
     path = _manifest(settings)
+    _, codebases, rows = read_rows(path)
+    licence = {row["codebase"]: row["licence"] for row in codebases}
+    sizes: Counter[str] = Counter()
+    for row in rows:
+        sizes[licence[row["codebase"]]] += len(json.dumps(row))
     return DataUse(name=f"{path.name} ({tasks} tasks)", source=f"file {path.absolute()}", revision=None, digest=sha256_file(path),
-                   files=1, bytes=path.stat().st_size, left_out={})  # fmt: skip
+                   files=1, bytes=path.stat().st_size, left_out={}, licences=dict(sizes))  # fmt: skip

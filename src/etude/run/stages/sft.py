@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 
 from etude.data.codebase import git_revision, read_codebase
+from etude.data.filters.spdx import canonical
 from etude.errors import UserError
 from etude.files import sha256_file
 from etude.lineage.record import DataUse
@@ -42,6 +43,9 @@ class SftSettings(TrainSettings):
         default=[], description="files of episodes, as `etude tasks demos` writes them; learnt token for token"
     )
     code: str | None = Field(default=None, description="a folder of Python code to make conversations of")
+    licence: str | None = Field(
+        default=None, description="SPDX expression of `conversations` and `code`, for the record; leave out if unknown"
+    )
     template: str = Field(default="auto", description="auto: the base's, else chatml; base; chatml; or a .jinja file")
     too_long: Literal["drop", "cut"] = Field(
         default="drop", description="what to do with conversations longer than a row"
@@ -76,6 +80,7 @@ class SftStage(TrainingStage):
 
     kind = "sft"
     settings = SftSettings
+    learns_corpus = False
 
     def check(self, settings: SftSettings) -> None:
         """Refuse files that are not there, or not what they should be: stages before this one may take days."""
@@ -93,6 +98,8 @@ class SftStage(TrainingStage):
             )
         if settings.code:
             read_codebase(Path(settings.code).expanduser())
+        if settings.licence and canonical(settings.licence) is None:
+            raise UserError(f"sft.licence: {settings.licence!r} is not an SPDX expression, such as Apache-2.0 or MIT")
 
     def inputs(self, settings: SftSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:
         """Return settings, and the conversations, code and template by content."""
@@ -149,17 +156,25 @@ class SftStage(TrainingStage):
 
     def data_uses(self, settings: SftSettings, job: Job, seen: dict[str, float]) -> list[DataUse]:  # noqa: ARG002 - as its parent's
         """Return the files and the code that conversations came from."""
+        from etude.tasks.demos import licences_of
+
         uses = []
         for name in [*settings.conversations, *settings.traces]:
             path = Path(name).expanduser()
+            known = licences_of(path) if name in settings.traces else _stated(settings, path.stat().st_size)
             uses.append(DataUse(name=path.name, source=f"file {path.absolute()}", revision=None, digest=sha256_file(path),
-                                files=1, bytes=path.stat().st_size, left_out={}))  # fmt: skip
+                                files=1, bytes=path.stat().st_size, left_out={}, licences=known))  # fmt: skip
         if settings.code:
             folder = Path(settings.code).expanduser()
             code = read_codebase(folder)
             uses.append(DataUse(name="code", source=f"folder {folder.absolute()}", revision=git_revision(folder), digest=code.digest,
-                                files=len(code.files), bytes=code.bytes, left_out=dict(code.left_out)))  # fmt: skip
+                                files=len(code.files), bytes=code.bytes, left_out=dict(code.left_out),
+                                licences=_stated(settings, code.bytes)))  # fmt: skip
         return uses
+
+
+def _stated(settings: SftSettings, size: int) -> dict[str, int]:
+    return {settings.licence: size} if settings.licence else {}
 
 
 def _packed(settings: SftSettings, template: ChatTemplate, length: int, seed: int) -> tuple[Corpus, list[str]]:

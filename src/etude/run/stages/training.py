@@ -56,6 +56,7 @@ class TrainingStage:
     version = 1
     makes_model = True
     reads_corpus = True
+    learns_corpus = True  # not only measured on it
     kind: str
     settings: type[Any]
 
@@ -92,7 +93,7 @@ class TrainingStage:
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         results, trained = read_json(folder / RESULTS), list(job.work.metrics.rows("train/"))
         return Outcome(
-            parents=_parents(job),
+            parents=_parents(job, taught=self.learns_corpus),
             lineages=[job.parent.lineage] if job.parent else [],
             data=self.data_uses(settings, job, results["seen"]),
             device=results["device"],
@@ -128,11 +129,15 @@ def _is_trained(folder: Path) -> bool:
     return False
 
 
-def _parents(job: Job) -> list[Parent]:
+def _parents(job: Job, *, taught: bool) -> list[Parent]:
+    """Return the model that was trained, and those that wrote a part of the corpus it was trained on."""
     if job.parent is None:
         return []
-    record = job.parent.record
-    return [Parent(name=record.stage, role="weights", record=record.id, model_digest=record.model_digest)]
+    record, known = job.parent.record, job.parent.lineage.records
+    edges = [Parent(name=record.stage, role="weights", record=record.id, model_digest=record.model_digest)]
+    wrote = load_record(job.corpus).parents if taught and job.corpus else []
+    teachers = [edge for edge in wrote if edge.role == "teacher"]
+    return edges + [edge if edge.record in known else edge.model_copy(update={"record": None}) for edge in teachers]
 
 
 def join_trainings() -> None:

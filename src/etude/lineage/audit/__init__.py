@@ -1,0 +1,1 @@
+"""Does one model descend from another? Weights are read, never loaded; every answer has a p-value."""

@@ -1,0 +1,262 @@
+"""The audit itself: two models, or a model and the sketches of known bases; every test, one verdict each.
+
+A reference is a whole model or a sketch; the suspect is always a whole model. Its rows are carried into the reference's residual
+dimensions (as they are; by matched dimensions where the widths differ; turned back where the copy was rotated) and, for a sketch,
+projected as the sketch was. From there on there is one path. Only one pair of matrices is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from etude.lineage.audit.cka import attention_effect, unbiased_cka
+from etude.lineage.audit.layers import align_dimensions, layer_similarity, pair_layers
+from etude.lineage.audit.matching import matching_test
+from etude.lineage.audit.neurons import ROUTER, match_rows, neuron_test
+from etude.lineage.audit.procrustes import embedding_test, order_test, rotate_back, rotation
+from etude.lineage.audit.pvalues import Test
+from etude.lineage.audit.shapes import compare_shapes
+from etude.lineage.audit.sketch import KEY_ROWS, Sketch, hashed, middles, part_of, project, thinned
+from etude.lineage.audit.tokens import compare_tokens, read_tokens, shared
+from etude.lineage.audit.verdict import IDENTITY, SECOND, judge
+from etude.lineage.audit.weights import open_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from etude.lineage.audit.layers import Alignment
+    from etude.lineage.audit.neurons import RowMatch
+    from etude.lineage.audit.shapes import Shape, ShapeEvidence
+    from etude.lineage.audit.tokens import TokenEvidence, Tokens
+    from etude.lineage.audit.verdict import Verdict
+    from etude.lineage.audit.weights import Matrix, Rows, Weights
+    from etude.progress import Reporter
+
+    Carry = Callable[[Matrix], Matrix]  # brings rows of the suspect into the reference's residual dimensions
+
+LAYERS = 6
+TOKENS = 8192  # whose embeddings are compared at most
+FEWEST_TOKENS = 32
+WORDS = ("same", "derived", "related", "none")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A whole model, read as far as it is asked."""
+
+    name: str
+    weights: Weights
+    tokens: Tokens | None
+
+    @property
+    def shape(self) -> Shape:
+        """Its structure."""
+        return self.weights.shape
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What an audit of one pair found."""
+
+    reference: str
+    suspect: str
+    against: Literal["weights", "sketch"]
+    tests: tuple[Test, ...]
+    tokens: TokenEvidence | None
+    shapes: ShapeEvidence
+    verdict: Verdict
+    notes: tuple[str, ...]  # what was not compared, and why
+    seconds: float
+    bytes_read: int
+    bytes_total: int
+    peak_bytes: int  # of memory for arrays
+
+    @property
+    def seconds_per_gb(self) -> float:
+        """How long a gigabyte took of those that were read."""
+        return 1e9 * self.seconds / max(self.bytes_read, 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it in plain values."""
+        return asdict(self) | {"seconds_per_gb": self.seconds_per_gb}
+
+
+def open_model(path: Path, name: str = "") -> Opened:
+    """Open a folder of safetensors, one .safetensors or a .gguf; nothing but headers and the tokeniser is read."""
+    return Opened(name or path.name, open_weights(path), read_tokens(path))
+
+
+def examine_library(suspect: Opened, sketches: Sequence[Sketch], reporter: Reporter) -> list[Finding]:
+    """Compare a model with every sketch; the best match first."""
+    found = [examine(sketch, suspect, reporter, compared=len(sketches)) for sketch in sketches]
+    return sorted(found, key=lambda finding: (WORDS.index(finding.verdict.word), finding.verdict.log10_p))
+
+
+def examine(a: Opened | Sketch, b: Opened, reporter: Reporter, compared: int = 1) -> Finding:
+    """Compare model `b` with `a`, one of `compared` that it is compared with."""
+    import scipy.linalg, scipy.optimize, scipy.stats  # noqa: E401, F401, I001 - loaded before memory is measured
+
+    opened = [side.weights for side in (a, b) if isinstance(side, Opened)]
+    before, started = sum(weights.bytes_read for weights in opened), time.monotonic()
+    words = a.tokens, hashed(b.tokens) if b.tokens and isinstance(a, Sketch) else b.tokens
+    tokens = compare_tokens(words[0], words[1]) if words[0] and words[1] else None
+    shapes = compare_shapes(a.shape, b.shape)
+    tracemalloc.start()
+    try:
+        tests, notes = _tests(a, b, words, reporter)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    return Finding(
+        a.name, b.name, "sketch" if isinstance(a, Sketch) else "weights", tuple(tests), tokens, shapes,
+        judge(tests, tokens, shapes, compared), tuple(notes), time.monotonic() - started,
+        sum(weights.bytes_read for weights in opened) - before, sum(weights.bytes_total for weights in opened), peak,
+    )  # fmt: skip
+
+
+def _tests(
+    a: Opened | Sketch, b: Opened, tokens: tuple[Tokens | None, Tokens | None], reporter: Reporter
+) -> tuple[list[Test], list[str]]:
+    """Run every test that these two allow; say what they do not allow."""
+    notes: list[str] = []
+    words = _embeddings(a, b, tokens, notes)
+    if a.shape.hidden != b.shape.hidden:
+        if words is None:
+            return [], [*notes, "the widths differ, and without common words their dimensions cannot be matched"]
+        aligned = align_dimensions(*words)
+        return [order_test(aligned), *_compare(a, b, partial(_scatter, aligned, a.shape.hidden), reporter)], notes
+    tests = [*([embedding_test(*words)] if words else []), *_compare(a, b, lambda rows: rows, reporter)]
+    if words and not any(test.log10_p is not None and test.log10_p < SECOND for test in tests):
+        turn = rotation(*words)
+        turned = _compare(a, b, lambda rows: rotate_back(rows, turn), reporter)
+        tests += [replace(test, rotated=True) for test in turned if test.name != IDENTITY]
+    return tests, notes
+
+
+def _embeddings(
+    a: Opened | Sketch, b: Opened, tokens: tuple[Tokens | None, Tokens | None], notes: list[str]
+) -> tuple[Matrix, Matrix] | None:
+    """Return the embeddings of words that both have; None if there are too few."""
+    vocabularies = a.shape.vocab, b.shape.vocab
+    if tokens[0] and tokens[1]:
+        ids_a, ids_b = shared(tokens[0], tokens[1], rows=vocabularies)
+    else:
+        ids_a = ids_b = np.arange(vocabularies[0] if vocabularies[0] == vocabularies[1] else 0)
+        notes.append("no tokeniser to compare" + (": equal ids are taken for equal words" if len(ids_a) else ""))
+    held = np.isin(ids_a, a.words) if isinstance(a, Sketch) else np.full(len(ids_a), fill_value=True)
+    ids_a, ids_b = ids_a[held][:TOKENS], ids_b[held][:TOKENS]
+    if len(ids_a) < FEWEST_TOKENS:
+        notes.append(
+            f"only {len(ids_a)} words in common: embeddings are not compared, rotated copies are not looked for"
+        )
+        return None
+    return _embedding(a, ids_a), b.weights.embedding(ids_b)
+
+
+def _embedding(a: Opened | Sketch, ids: Rows) -> Matrix:
+    if isinstance(a, Opened):
+        return a.weights.embedding(ids)
+    rows = a.matrix("embedding", np.searchsorted(a.words, ids))
+    assert rows is not None
+    return rows
+
+
+def _scatter(aligned: Alignment, hidden: int, rows: Matrix) -> Matrix:
+    """Put a narrower or wider model's columns where the reference has theirs."""
+    placed = np.zeros((len(rows), hidden), np.float32)
+    placed[:, aligned.a] = rows[:, aligned.b] * aligned.sign
+    return placed
+
+
+@dataclass
+class _Seen:
+    """What the layers said, as indices: the matrices themselves are gone."""
+
+    ups: list[tuple[int, RowMatch]] = field(default_factory=list)
+    units: list[tuple[int, RowMatch, RowMatch]] = field(default_factory=list)
+    routers: list[tuple[int, RowMatch]] = field(default_factory=list)
+    similar: list[tuple[int, float]] = field(default_factory=list)
+    equal: list[bool] = field(default_factory=list)
+
+    def tests(self) -> list[Test]:
+        made = [neuron_test(self.ups)] if self.ups else []
+        made += [matching_test(self.units)] if self.units else []
+        made += [neuron_test(self.routers, name=ROUTER)] if self.routers else []
+        made += [attention_effect(self.similar)] if self.similar else []
+        if any(self.equal):
+            note = f"{sum(self.equal)} of {len(self.equal)} compared tensors are equal, value for value"
+            made.append(Test(IDENTITY, None, sum(self.equal) / len(self.equal), note=note))
+        return made
+
+
+def _compare(a: Opened | Sketch, b: Opened, carry: Carry, reporter: Reporter) -> list[Test]:
+    """Compare some layers."""
+    seen = _Seen()
+    pairs = _layer_pairs(a, b, carry)
+    with reporter.task(f"{b.name} against {a.name}", len(pairs), "layers") as task:
+        for at_a, at_b in pairs:
+            _compare_layer(a, b, at_a, at_b, carry, seen)
+            task.advance()
+    return seen.tests()
+
+
+def _layer_pairs(a: Opened | Sketch, b: Opened, carry: Carry) -> list[tuple[int, int]]:
+    """Return which layers to compare: the same ones, or where the depths differ those whose keys are most alike."""
+    layers = a.layers if isinstance(a, Sketch) else list(range(a.shape.layers))
+    if a.shape.layers == b.shape.layers:
+        return [(layer, layer) for layer in middles(LAYERS, layers)]
+    keys_a = {layer: rows for layer in layers if (rows := _part(a, layer, "key")) is not None}
+    keys_b = {layer: carry(rows) for layer in range(b.shape.layers) if (rows := _part(b, layer, "key")) is not None}
+    if not keys_a or not keys_b:  # no attention to know them by: layers at the same relative depth
+        return [(layer, layer * b.shape.layers // a.shape.layers) for layer in middles(LAYERS, layers)]
+    similar = layer_similarity(list(keys_a.values()), list(keys_b.values()))
+    return [(list(keys_a)[mine], list(keys_b)[other]) for mine, other in pair_layers(similar)[:LAYERS]]
+
+
+def _part(side: Opened | Sketch, layer: int, part: str, expert: int = 0) -> Matrix | None:
+    if isinstance(side, Sketch):
+        return side.matrix(f"{layer}.{part}")
+    rows = part_of(side.weights, layer, part, expert)
+    return thinned(rows, KEY_ROWS) if rows is not None and part in {"key", "query"} else rows
+
+
+def _compare_layer(a: Opened | Sketch, b: Opened, at_a: int, at_b: int, carry: Carry, seen: _Seen) -> None:
+    """Match the rows of two layers, part by part, and keep who was matched with whom."""
+
+    def both(part_a: str, part_b: str, expert: int = 0) -> tuple[Matrix, Matrix] | None:
+        rows_a = _part(a, at_a, part_a)
+        rows_b = _part(b, at_b, part_b, expert) if rows_a is not None else None
+        if rows_a is None or rows_b is None:
+            return None
+        seen.equal.append(np.array_equal(rows_a, rows_b))
+        return rows_a, carry(rows_b)
+
+    def match(part_a: str, part_b: str, expert: int = 0) -> RowMatch | None:
+        if (rows := both(part_a, part_b, expert)) is None:
+            return None
+        return match_rows(rows[0], project(rows[1]) if isinstance(a, Sketch) else rows[1])
+
+    for part in ("key", "query"):
+        if (rows := both(part, part)) is not None:
+            seen.similar.append((at_a, unbiased_cka(*rows)))
+    experts = match("router", "router")
+    seen.routers += [(at_a, experts)] if experts else []
+    twin = dict(zip(experts.rows.tolist(), experts.partners.tolist(), strict=True)).get(0, 0) if experts else 0
+    for block_a, block_b in _blocks(a.shape, b.shape):
+        ups, gates = (match(f"{block_a}{part}", f"{block_b}{part}", twin) for part in ("up", "gate"))
+        seen.ups += [(at_a, ups)] if ups else []
+        seen.units += [(at_a, ups, gates)] if ups and gates else []
+
+
+def _blocks(a: Shape, b: Shape) -> list[tuple[str, str]]:
+    """Return which blocks to compare: like with like, and the experts of one with the FFN they may be copies of."""
+    if a.experts and b.experts:
+        return [("", ""), ("expert ", "expert ")]
+    return [("", ""), *([("", "expert ")] if b.experts else []), *([("expert ", "")] if a.experts else [])]

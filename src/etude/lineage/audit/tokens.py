@@ -1,0 +1,190 @@
+"""What two tokenisers say about kinship: that two models are compatible.
+
+Never proof, for tokenisers are reused by strangers; never disproof, for they can be exchanged.
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from etude.errors import UserError, one_line
+from etude.files import digest_of, read_json
+from etude.lineage.audit.storage import DAMAGED, read_headers, weight_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+CONTROL_TOKEN = 3  # GGUF's token type for special tokens
+NEARLY_ALL = 0.99  # of the ids both have: new words were appended, or reserved ones were named
+MANY = 0.5  # of all words; only a word for people, no verdict hangs on it
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A vocabulary by id, its words as the tokeniser writes them (byte-level, or with ▁); None where an id has no word."""
+
+    strings: list[str | None]
+    merges: Sequence[str] = ()  # "left right", first learned first; none in other kinds of tokeniser
+    special: frozenset[str] = frozenset()
+    chat_template: str | None = None
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of words and merges."""
+        return digest_of({"strings": self.strings, "merges": list(self.merges)})
+
+    def ids(self) -> dict[str, int]:
+        """Return the id of each word; the first of those that are there twice."""
+        return {word: index for index, word in reversed(list(enumerate(self.strings))) if word is not None}
+
+
+@dataclass(frozen=True)
+class TokenEvidence:
+    """How two vocabularies are related."""
+
+    kind: str  # "identical" | "extended" | "overlapping" | "different"
+    jaccard: float  # shared words over all words
+    same_id: float  # share of the ids both have whose word is the same
+    shared: int
+    sizes: tuple[int, int]
+    common_merges: int | None  # how many first merges are the same, in the same order; None: one has no merges
+    merge_order: float | None  # Spearman's rho of the ranks of shared merges; None: fewer than two
+    special_only: tuple[list[str], list[str]]  # special tokens that only one has
+    same_template: bool | None  # None: at least one has no chat template
+    sentence: str
+
+
+def read_tokens(path: Path) -> Tokens | None:
+    """Read the vocabulary of a model folder, of the folder of a .safetensors, or of a GGUF; None where there is none.
+
+    SentencePiece's own tokenizer.model is not read: whoever has it nearly always has a tokenizer.json as well.
+    """
+    if path.suffix == ".gguf":
+        return _from_gguf(weight_files(path)[0])
+    folder = path if path.is_dir() else path.parent
+    for name, reader in (("tokenizer.json", _from_tokenizer_json), ("tiktoken.model", _from_tiktoken)):
+        if (file := folder / name).is_file():
+            try:
+                return reader(file)
+            except DAMAGED as error:
+                raise UserError(f"{file} is damaged ({one_line(error)}); fetch it again") from None
+    return None
+
+
+def _from_tokenizer_json(file: Path) -> Tokens:
+    whole = read_json(file)
+    model, added = whole["model"], whole.get("added_tokens") or []
+    words = model["vocab"]
+    if isinstance(words, list):  # unigram: [word, score] by id
+        words = {word: index for index, (word, _) in enumerate(words)}
+    by_id = [(index, word) for word, index in words.items()] + [(token["id"], token["content"]) for token in added]
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model.get("merges") or []]
+    special = frozenset(token["content"] for token in added if token.get("special"))
+    return Tokens(_strings(by_id), merges, special, _chat_template(file.parent))
+
+
+def _from_tiktoken(file: Path) -> Tokens:
+    """Read `base64 rank` lines (Kimi), written as byte-level words so that they compare with other files."""
+    letters = _byte_letters()
+    pairs = (line.split() for line in file.read_text(encoding="utf-8").splitlines() if line)
+    by_id = [(int(rank), "".join(letters[byte] for byte in base64.b64decode(word))) for word, rank in pairs]
+    config = file.with_name("tokenizer_config.json")
+    added = (read_json(config) if config.is_file() else {}).get("added_tokens_decoder", {})
+    by_id += [(int(index), token["content"]) for index, token in added.items()]
+    special = frozenset(token["content"] for token in added.values() if token.get("special"))
+    return Tokens(_strings(by_id), special=special, chat_template=_chat_template(file.parent))
+
+
+def _from_gguf(file: Path) -> Tokens | None:
+    _, meta = read_headers([file])
+    words, kinds = meta.get("tokenizer.ggml.tokens"), meta.get("tokenizer.ggml.token_type", [])
+    if not words:
+        return None
+    special = frozenset(word for word, kind in zip(words, kinds, strict=False) if kind == CONTROL_TOKEN)
+    return Tokens(words, meta.get("tokenizer.ggml.merges", []), special, meta.get("tokenizer.chat_template"))
+
+
+def _strings(by_id: Iterable[tuple[int, str]]) -> list[str | None]:
+    words = dict(by_id)
+    return [words.get(index) for index in range(max(words, default=-1) + 1)]
+
+
+def _byte_letters() -> list[str]:
+    """Return GPT-2's letter for each byte: itself if printable, else the next unused one from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]
+
+
+def _chat_template(folder: Path) -> str | None:
+    if (file := folder / "chat_template.jinja").is_file():
+        return file.read_text(encoding="utf-8")
+    config = folder / "tokenizer_config.json"
+    found = read_json(config).get("chat_template") if config.is_file() else None
+    return found if isinstance(found, str) else None
+
+
+def shared(a: Tokens, b: Tokens, *, rows: tuple[int, int] | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the ids of the ordinary words both have, in a's order; ids at or beyond `rows`, an embedding's end, are left out."""
+    ends = rows or (len(a.strings), len(b.strings))
+    others, special = b.ids(), a.special | b.special
+    pairs = [
+        (index, others[word])
+        for word, index in sorted(a.ids().items(), key=lambda item: item[1])
+        if word in others and word not in special and index < ends[0] and others[word] < ends[1]
+    ]
+    found = np.array(pairs, np.int64).reshape(-1, 2)
+    return found[:, 0], found[:, 1]
+
+
+def compare_tokens(a: Tokens, b: Tokens) -> TokenEvidence:
+    """Compare two vocabularies."""
+    words_a, words_b = ({word for word in tokens.strings if word is not None} for tokens in (a, b))
+    both, sizes = len(words_a & words_b), (len(words_a), len(words_b))
+    jaccard = both / max(1, len(words_a | words_b))
+    pairs = [pair for pair in zip(a.strings, b.strings, strict=False) if pair != (None, None)]
+    same_id = sum(one == other for one, other in pairs) / max(1, len(pairs))
+    identical = a.strings == b.strings and (list(a.merges) == list(b.merges) or not (a.merges and b.merges))
+    kind = "identical" if identical else _kind(jaccard, same_id)
+    templates = a.chat_template, b.chat_template
+    return TokenEvidence(
+        kind=kind,
+        jaccard=jaccard,
+        same_id=same_id,
+        shared=both,
+        sizes=sizes,
+        common_merges=_common_prefix(a.merges, b.merges) if a.merges and b.merges else None,
+        merge_order=_order_agreement(a.merges, b.merges),
+        special_only=(sorted(a.special - b.special), sorted(b.special - a.special)),
+        same_template=None if None in templates else templates[0] == templates[1],
+        sentence=f"{kind} vocabularies: {both:,} words in both of {sizes[0]:,} and {sizes[1]:,}; {same_id:.1%} of ids mean the same",
+    )
+
+
+def _kind(jaccard: float, same_id: float) -> str:
+    if same_id >= NEARLY_ALL:
+        return "extended"
+    return "overlapping" if jaccard >= MANY else "different"
+
+
+def _common_prefix(a: Sequence[str], b: Sequence[str]) -> int:
+    return next(
+        (index for index, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b))
+    )
+
+
+def _order_agreement(a: Sequence[str], b: Sequence[str]) -> float | None:
+    """Return Spearman's rho of the order in which shared merges were learned; there are no ties."""
+    ranks = {merge: rank for rank, merge in enumerate(b)}
+    of_b = np.array([ranks[merge] for merge in a if merge in ranks])
+    if (n := len(of_b)) < 2:
+        return None
+    apart = np.argsort(np.argsort(of_b)) - np.arange(n)
+    return float(1 - 6 * np.sum(apart.astype(float) ** 2) / (n * (n * n - 1)))

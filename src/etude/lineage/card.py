@@ -1,0 +1,186 @@
+"""The model card: metadata that the Hugging Face hub reads, then what a person wants to know before using the model.
+
+The hub's metadata has one hop and four relations, and takes anybody's word for both. So it also names the record, and the text
+below it tells the whole tree. `card_disagreements` is the way back: does a card still say what the lineage says?
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from etude.lineage import release_facts as facts
+from etude.lineage.release_facts import NOT_KNOWN
+from etude.lineage.tree import describe_compute, render
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from etude.lineage.record import Lineage
+    from etude.lineage.release_facts import Release
+
+WIDTH = 160  # of a line of the tree; the sources of a corpus can fill pages
+LIMITS = (
+    "It writes text and code that can be wrong, insecure or a copy of what it learned from; read it before you run it.",
+    "What is in no record is in no section above: in particular the data of a base that was trained elsewhere.",
+    "Audits of weights show shared initialisation. They cannot show that a model learned from another's outputs.",
+)
+
+
+def model_card(release: Release) -> str:
+    """Return the card, `README.md`."""
+    sections = {
+        "The family tree": _tree(release),
+        "How it was made": _stages(release.lineage),
+        "Data": _data(release.lineage),
+        "Compute": "\n".join(f"- {line}" for line in release.compute_lines) or f"Shares of compute: {NOT_KNOWN}.",
+        "Evaluation": _evaluation(release),
+        "Licences and attribution": _licences(release),
+        "Limits": "\n".join(f"- {line}" for line in LIMITS),
+        "How to check this": _checking(release),
+    }
+    body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items())
+    return f"---\n{_metadata(release).to_yaml()}\n---\n\n{_opening(release)}\n\n{body}\n"
+
+
+def claims(lineage: Lineage) -> dict[str, Any]:
+    """Return the metadata that follow from the lineage alone."""
+    merged = any(
+        sum(edge.role == "weights" for edge in record.parents) > 1 for record in facts.in_order(lineage, "weights")
+    )
+    head, bases = lineage.records[lineage.head], facts.base_names(lineage)
+    relation = ("merge" if merged else "finetune") if bases and head.origin is None else None
+    sources = [use.source.split() for _, use in facts.trained_on(lineage)]
+    datasets = list(dict.fromkeys(words[1] for words in sources if words[:1] == ["dataset"]))
+    told = {"base_model": bases, "base_model_relation": relation, "datasets": datasets}
+    return {key: value for key, value in told.items() if value} | {
+        "etude_record": lineage.head, "etude_weights": head.model_digest,
+    }  # fmt: skip
+
+
+def card_disagreements(text: str, lineage: Lineage) -> list[str]:
+    """Return in which metadata a card and a lineage differ, a line each."""
+    try:
+        told = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        return [f"its metadata cannot be read: {str(error).splitlines()[0]}"]
+    wanted = claims(lineage)
+    keys = dict.fromkeys(["base_model", "base_model_relation", "datasets", *wanted])
+    wrong = [key for key in keys if told.get(key) != wanted.get(key)]
+    return [f"{key} is {told.get(key)!r}, the lineage says {wanted.get(key)!r}" for key in wrong]
+
+
+def counted(amounts: Mapping[str, int], most: int = 5) -> str:
+    """Return the largest of some counts in words, and how many more there are."""
+    order = sorted(amounts.items(), key=lambda item: (-item[1], item[0]))
+    rest = [f"{len(order) - most} more"] if len(order) > most else []
+    return ", ".join([*(f"{name} {count:,}" for name, count in order[:most]), *rest])
+
+
+def _metadata(release: Release) -> Any:
+    results = [
+        EvalResult(task_type="text-generation", dataset_type=re.sub(r"[^a-z0-9]+", "-", row.task.lower()), dataset_name=row.task,
+                   metric_type=row.metric, metric_value=row.value)
+        for row in release.evaluation
+    ]  # fmt: skip
+    return ModelCardData(
+        **claims(release.lineage), **_hub_licence(release), library_name="transformers", pipeline_tag="text-generation",
+        tags=["etude"], model_name=release.name if results else None, eval_results=results or None,
+    )  # fmt: skip
+
+
+def _hub_licence(release: Release) -> dict[str, str]:
+    """Return the hub's licence fields: its own id where one common licence is all there is, else `other` with a name."""
+    terms = facts.licence_terms(release)
+    if not terms:
+        return {"license": "unknown"}
+    if len(terms) == 1 and not terms[0].startswith("LicenseRef-"):
+        return {"license": terms[0].lower()}
+    name = "-and-".join(term.removeprefix("LicenseRef-").lower() for term in terms)
+    files = ["LICENSE"] if "LICENSE" in release.files else [each.file for each in facts.carried(release.lineage)]
+    return {"license": "other", "license_name": name, "license_link": files[0]}
+
+
+def _opening(release: Release) -> str:
+    shape, head, provider = release.architecture, release.head, release.provider
+    bases = " and ".join(f"`{name}`" for name in facts.base_names(release.lineage))
+    fires = [duty for duty in release.duties if duty.kind == "display" and duty.outcome == "fires"]
+    shown = [word for duty in fires for word in duty.words[:1]]
+    return "\n\n".join([
+        f"# {release.name}",
+        *(f"**{text}**" for text in dict.fromkeys(shown)),
+        f"A {shape.family or 'causal'} language model of {shape.parameters:,} parameters ({', '.join(shape.dtypes)}, context "
+        f"{shape.context or NOT_KNOWN}), {f'grown from {bases}' if bases else 'trained from scratch'}. Version {release.version}. "
+        f"Last stage: {head.kind}, finished {head.finished} by Etude {head.code.etude}.",
+        f"Intended use: {provider.intended_use or 'not stated by the provider'}. "
+        f"Provider: {provider.name or 'not stated'}. Contact: {provider.contact or 'not stated'}.",
+    ])  # fmt: skip
+
+
+def _tree(release: Release) -> str:
+    drawn = f"![The family tree of {release.name}](tree.svg)\n\n" if "tree.svg" in release.files else ""
+    lines = render(release.lineage, release.name)
+    tree = "\n".join(line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…" for line in lines)
+    return f"{drawn}```text\n{tree}\n```\n\nMeasured from the weights: {facts.audited(release)}."
+
+
+def _stages(lineage: Lineage) -> str:
+    rows = [[record.stage, record.kind, describe_compute(record.compute), f"`{record.id[:12]}`"]
+            for record in facts.in_order(lineage, "weights")]  # fmt: skip
+    others = [
+        f"- {record.stage}: {edge.role} `{edge.name}`" for record, edge in facts.edges(lineage, "teacher", "judge")
+    ]
+    table = facts.markdown_table(["stage", "kind", "compute", "record"], rows)
+    return "\n".join([table, *(["", "Other models took part:", "", *others] if others else [])])
+
+
+def _data(lineage: Lineage) -> str:
+    header = ["stage", "data", "source", "files", "bytes", "tokens", "licences (bytes)", "left out"]
+    rows = [
+        [record.stage, use.name, textwrap.shorten(use.source, 120, placeholder=" … (in full in lineage.json)"), use.files,
+         use.bytes, use.tokens, counted(use.licences) or NOT_KNOWN, sum(use.left_out.values())]
+        for record, use in facts.trained_on(lineage)
+    ]  # fmt: skip
+    before = [
+        record.origin.name for record in facts.in_order(lineage, "weights") if record.origin and not record.parents
+    ]
+    unknown = [f"What `{name}` learned from before is in no record here: {NOT_KNOWN}." for name in before]
+    return "\n\n".join([*unknown, facts.markdown_table(header, rows) if rows else "No stage read data."])
+
+
+def _evaluation(release: Release) -> str:
+    rows = [[row.task, row.metric, f"{row.value:.4g}", row.interval and "{:.4g} to {:.4g}".format(*row.interval), row.note]
+            for row in release.evaluation]  # fmt: skip
+    table = facts.markdown_table(["task", "metric", "value", "95% interval", "note"], rows)
+    return table if rows else "No evaluation was given to this release."
+
+
+def _licences(release: Release) -> str:
+    texts = [
+        [each.licence or "unknown text, read it", each.file, each.inherited_from]
+        for each in facts.carried(release.lineage)
+    ]
+    parts = ["These texts travel with the weights. Facts for engineering, not legal advice.",
+             facts.markdown_table(["licence", "file", "from"], texts)]  # fmt: skip
+    fires = [
+        f"- {duty.text} ({duty.licence or 'unknown licence'}, from {duty.ancestor})"
+        + ": " * bool(duty.words) + " or ".join(f"“{word}”" for word in duty.words)
+        for duty in release.duties if duty.outcome == "fires"
+    ]  # fmt: skip
+    asked = [f"- {question.text} (`{question.key}`: {duty.licence}, from {duty.ancestor})"
+             for duty in release.duties if duty.outcome == "asks" for question in duty.questions]  # fmt: skip
+    parts += ["### Duties", "\n".join(dict.fromkeys(fires))] if fires else []
+    parts += ["### Depends on your product", "\n".join(dict.fromkeys(asked))] if asked else []
+    return "\n\n".join(parts)
+
+
+def _checking(release: Release) -> str:
+    return (
+        "`etude verify FOLDER` checks the signature, every file, the licences, the records and this card, offline. "
+        f"Record `{release.lineage.head}`, weights `{release.head.model_digest}`. "
+        "`bom.cdx.json` (CycloneDX), `spdx.json` and `attestations/` say the same to other programs."
+    )

@@ -1,0 +1,333 @@
+"""What the licences of all ancestors ask of a product: each clause fires, does not, or asks a question.
+
+A rule is found by the text that came with the weights, never by a name or a tag. Facts that `product.toml` does not tell
+are unknown, not false: whatever hangs on one asks for it (three-valued logic). Facts for engineering, not legal advice.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from etude.lineage.licences import OWN, clause_text, duty_text, folder_name, held, obligations
+from etude.lineage.product import UNION, Product, question
+from etude.lineage.record import LINEAGE_FILE, load_lineage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from etude.lineage.record import Lineage, Record
+
+Kind = Literal["ship", "notice", "changes", "display", "name", "pass on", "use", "agreement", "outputs", "read", "data"]
+Outcome = Literal["fires", "not", "asks"]
+
+KINDS: dict[str, Kind] = {
+    "licence_copy": "ship", "copyright_notice": "ship", "retain_notices": "ship", "origin_notices": "ship",
+    "NOTICE_passthrough_if_present": "ship", "modified_files_notice": "changes", "notice_file": "notice",
+    "pass_use_restrictions_as_enforceable_term": "pass on", "display": "display", "model_name_prefix": "name",
+}  # fmt: skip
+DISTRIBUTED = {"fact": "product.distributed", "op": "is", "value": True}
+HOSTED = {"fact": "product.hosted", "op": "is", "value": True}
+# Written for copies and changes; whether a model trained on them is one, nobody knows yet.
+UNSETTLED = re.compile(r"GPL|MPL|EPL|CDDL|EUPL|CC-BY-(SA|NC|ND)|proprietary", re.IGNORECASE)
+UNKNOWN = "unknown"
+SELF = "this model"  # the ancestor of files that came with none
+GENERATED = "sampled from the base"  # how a corpus describes text that its own base wrote
+
+
+@dataclass(frozen=True)
+class LicenceUse:
+    """A licence that something a model was made of came under."""
+
+    ancestor: str  # the model, teacher or data
+    role: Literal["weights", "teacher", "data"]
+    licence: str | None  # id of the text; of data the expression that was found; None: unknown
+    file: str | None = None  # the text, relative to the model's folder; None: none came with it
+    notice: bool = False  # whether a NOTICE came with it
+    seen: bool = True  # False: a registry lists the licence, nobody has looked at the text
+
+
+class Question(NamedTuple):
+    """A fact that is missing: its key in product.toml, and what to ask."""
+
+    key: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Duty:
+    """One clause of one ancestor's licence, held against the facts of a product."""
+
+    licence: str
+    ancestor: str
+    kind: Kind
+    text: str
+    outcome: Outcome
+    reason: str = ""
+    words: tuple[str, ...] = ()  # to be used literally; one of them is enough
+    where: str | None = None  # they have to stand
+    questions: tuple[Question, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a condition."""
+
+    outcome: Outcome
+    reasons: tuple[str, ...] = ()
+    questions: tuple[Question, ...] = ()
+
+
+def licence_uses(folder: Path) -> list[LicenceUse]:
+    """Return the licences of all that a model was made of: ancestors, teachers and data, from its folder and its lineage."""
+    lineage = load_lineage(folder) if (folder / LINEAGE_FILE).is_file() else None
+    teachers = _only_teachers(lineage) if lineage else set()
+    files = [(each, SELF if each.inherited_from == OWN else each.inherited_from) for each in held(folder)]
+    noticed = {name for each, name in files if _is_notice(each.file)}
+    uses = [
+        LicenceUse(name, "teacher" if name in teachers else "weights", each.licence, each.file, name in noticed)
+        for each, name in files
+        if not _is_notice(each.file)
+    ]
+    if lineage is None:
+        return uses or [LicenceUse(SELF, "weights", None)]
+    return [*uses, *_silent(lineage, teachers), *_data_uses(lineage)]
+
+
+def _is_notice(file: str) -> bool:
+    return file.rpartition("/")[2].upper().startswith("NOTICE")
+
+
+def _name(record: Record) -> str:
+    return folder_name(record.origin.name if record.origin else record.stage)
+
+
+def _only_teachers(lineage: Lineage) -> set[str]:
+    """Return the ancestors whose weights did not go into the model: it learned from their outputs."""
+    descent = [lineage.head]
+    for record_id in descent:  # which grows on the way
+        edges = [edge for edge in lineage.records[record_id].parents if edge.role == "weights"]
+        descent += [edge.record for edge in edges if edge.record and edge.record not in descent]
+    by_weights = {_name(lineage.records[record_id]) for record_id in descent}
+    return {_name(record) for record in lineage.records.values()} - by_weights
+
+
+def _silent(lineage: Lineage, teachers: set[str]) -> Iterator[LicenceUse]:
+    """Yield the bases that came without a licence file, and the parents that carry no record, so no licence either."""
+    for record in lineage.records.values():
+        if record.origin and not record.licences:
+            yield LicenceUse(_name(record), "teacher" if _name(record) in teachers else "weights", None)
+        for edge in record.parents:
+            if edge.record is None and edge.role != "compared":
+                yield LicenceUse(edge.name, "weights" if edge.role == "weights" else "teacher", None)
+
+
+def _data_uses(lineage: Lineage) -> Iterator[LicenceUse]:
+    """Yield the licences of the data, each once."""
+    data = [use for record in lineage.records.values() for use in record.data]
+    found = {(use.name, licence) for use in data for licence in (use.licences or {_of_data(use.source): 0})}
+    for name, licence in sorted(found):
+        yield LicenceUse(name, "data", None if licence == UNKNOWN else licence)
+
+
+def _of_data(source: str) -> str:
+    return GENERATED if source.startswith(GENERATED) else UNKNOWN
+
+
+def evaluate(
+    uses: Iterable[LicenceUse], product: Product | None, facts: Iterable[dict[str, Any]] | None = None
+) -> list[Duty]:
+    """Return every clause of every licence with what becomes of it for this product; no product: nothing is known of it."""
+    known = {str(licence["id"]): licence for licence in (obligations() if facts is None else facts)}
+    product = product or Product()
+    duties: list[Duty] = []
+    for use in uses:
+        if use.role == "data":
+            duties.append(_data_duty(use, product))
+        elif use.licence not in known:
+            duties.append(_to_read(use))
+        else:
+            duties += [] if use.seen else [_to_read(use)]
+            duties += _clauses(use, known[use.licence], product)
+    return duties
+
+
+def _to_read(use: LicenceUse) -> Duty:
+    if not use.seen:
+        text = f"its text was not seen here, {use.licence} is only listed for it: compare what comes with the weights"
+    elif use.file is None:
+        text = "no licence came with it: find out what it allows"
+    else:
+        text = f"{use.file}: unknown text, read it"
+    if use.role == "teacher":
+        text += "; its outputs were trained on: may they be?"
+    return Duty(use.licence or "unknown", use.ancestor, "read", text, "asks")
+
+
+def _data_duty(use: LicenceUse, product: Product) -> Duty:
+    licence = use.licence or UNKNOWN
+    why = "no duty known for a model trained on it"
+    duty = Duty(licence, use.ancestor, "data", f"data under {licence}", "not", why)
+    if use.ancestor in product.data_acknowledged:
+        return replace(duty, reason="acknowledged in product.data_acknowledged")
+    if licence == GENERATED:
+        return replace(duty, text="data the base wrote itself", reason="the base's own licence holds")
+    if licence == UNKNOWN:
+        asked = f"May {use.ancestor} be trained on? Its licence is not known. List it once you have looked into it."
+    elif all(UNSETTLED.search(choice) for choice in licence.split(" OR ")):
+        asked = f"Is a model trained on {use.ancestor} bound by {licence}? That is not settled. List it once you have decided."
+    else:
+        return duty
+    return replace(duty, outcome="asks", reason="", questions=(Question("product.data_acknowledged", asked),))
+
+
+def _clauses(use: LicenceUse, licence: dict[str, Any], product: Product) -> Iterator[Duty]:
+    """Yield the duties of a known licence."""
+    given = Given(use, licence, product)
+    bound = use.role == "weights" or licence.get("derivatives_include_distillation", False)
+    forbidden = str(licence.get("output_training", "")).startswith("must not")
+    if use.role == "teacher" and (forbidden or not bound):
+        why = "the model was trained on its outputs" if forbidden else "no clause about a model trained on its outputs"
+        answer = Answer("fires" if forbidden else "not", (why,))
+        yield given.duty("outputs", "its outputs may not train another model", answer)
+    if bound:
+        yield from given.redistribution()
+    for clause in [*licence.get("unconditional", []), *licence.get("conditional", [])]:
+        if bound or clause.get("outputs"):
+            yield given.clause(clause)
+    for policy in ("aup", "use_restrictions"):
+        if bound and policy in licence:
+            always = Answer("fires", ("whatever it is used for",))
+            yield given.duty("use", f"use it for nothing that its policy forbids ({licence[policy]})", always)
+
+
+@dataclass(frozen=True)
+class Given:
+    """One use of one licence, and the product it is held against."""
+
+    use: LicenceUse
+    licence: dict[str, Any]
+    product: Product
+
+    def duty(self, kind: Kind, text: str, answer: Answer, words: str = "", where: str | None = None) -> Duty:
+        """Return a duty of this licence; `words`: the literal texts, with | between those of which one is enough."""
+        literal = tuple(words.split("|")) if words else ()
+        return Duty(str(self.licence["id"]), self.use.ancestor, kind, text, answer.outcome, "; ".join(answer.reasons),
+                    literal, where, answer.questions)  # fmt: skip
+
+    @property
+    def offered(self) -> Answer:
+        """Whether others get at the model at all."""
+        return either([self._holds(DISTRIBUTED), self._holds(HOSTED)])
+
+    def redistribution(self) -> Iterator[Duty]:
+        """Yield what must go along with copies; some licences call hosting a distribution."""
+        hosting = self.licence.get("distribution_includes_hosting")
+        copied = self.offered if hosting else self._holds(DISTRIBUTED)
+        for name in self.licence.get("redistribution", []):
+            kind, text, words, where = KINDS[name.partition("(")[0]], duty_text(name), "", None
+            answer = copied
+            if kind == "notice":
+                words, where = str(self.licence.get("notice_text", "")), "NOTICE"
+            elif kind == "pass on":
+                words, where = str(self.licence["restrictions_called"]), "your terms"
+            elif name == "NOTICE_passthrough_if_present" and not self.use.notice:
+                answer = Answer("not", ("no NOTICE came with it",))
+            yield self.duty(kind, text + (f" “{words}”" if words else ""), answer, words, where)
+
+    def clause(self, clause: dict[str, Any]) -> Duty:
+        """Return the duty of one clause; without conditions it holds for whatever others get at."""
+        together = [self._holds(part) for part in clause.get("if_all", [])]
+        if "if_any" in clause:
+            together.append(either([self._holds(part) for part in clause["if_any"]]))
+        answer = both(together) if together else self.offered
+        words, where = str(clause.get("text", "")), clause.get("where")
+        return self.duty(KINDS.get(clause["duty"], "agreement"), clause_text(clause), answer, words, where)
+
+    def _holds(self, condition: dict[str, Any]) -> Answer:
+        key, month = str(condition["fact"]), condition.get("month")
+        value, wanted = self.product.fact(key, month), condition["value"]
+        name = f"{key}.{month}" if month else key
+        if value is None:
+            return Answer("asks", questions=(Question(name, question(key, month)),))
+        if condition["op"] == ">":
+            fires, shown = value > wanted, f"{value:,.0f} ({'' if value > wanted else 'not '}> {wanted:,})"
+            return Answer("fires" if fires else "not", (f"{name} = {shown}",))
+        listed = [value] if isinstance(value, str) else value
+        fires = value is wanted if condition["op"] == "is" else bool(_places(listed) & _places(wanted))
+        shown = ", ".join(listed) if isinstance(listed, list) else str(value).lower()
+        return Answer("fires" if fires else "not", (f"{name} = {shown}",))
+
+
+def _places(codes: Iterable[str]) -> set[str]:
+    """Return countries; the Union stands for all its members."""
+    return {place for code in codes for place in ({code.upper()} if code.upper() != "EU" else UNION)}
+
+
+def either(answers: list[Answer]) -> Answer:
+    """Join conditions of which one is enough."""
+    return _joined(answers, decisive="fires", otherwise="not")
+
+
+def both(answers: list[Answer]) -> Answer:
+    """Join conditions that must all hold."""
+    return _joined(answers, decisive="not", otherwise="fires")
+
+
+def _joined(answers: list[Answer], decisive: Outcome, otherwise: Outcome) -> Answer:
+    """Return the decisive outcome if there is one, with what decided; else what is unknown; else all reasons."""
+    for outcome in (decisive, "asks", otherwise):
+        same = [answer for answer in answers if answer.outcome == outcome]
+        if same:
+            return Answer(outcome, tuple(reason for answer in same for reason in answer.reasons),
+                          tuple(each for answer in same for each in answer.questions))  # fmt: skip
+    raise AssertionError("no conditions to join")
+
+
+def notice(duties: Iterable[Duty], name: str) -> str:
+    """Return the NOTICE of a release: whose work is in it, that it was changed, and the sentences licences want there."""
+    fired = [duty for duty in duties if duty.outcome == "fires"]
+    ancestors = {
+        f"{duty.ancestor} ({duty.licence})" for duty in fired if duty.kind == "changes" and duty.ancestor != SELF
+    }
+    wanted = {duty.words[0] for duty in fired if duty.kind == "notice" and duty.words}
+    head = f"{name} was made from the work of others. Their licences and notices lie in LICENSES as they were received."
+    return (
+        "\n\n".join([head, *(f"{each} was changed to make it." for each in sorted(ancestors)), *sorted(wanted)]) + "\n"
+    )
+
+
+def unmet(duties: Iterable[Duty], product: Product, card: str | None = None, noted: str = "") -> list[str]:
+    """Return the duties that fire and are not fulfilled, each in a line that says what to do.
+
+    Checked is what can be: texts in the card, in NOTICE and in the product, the model's name, agreements. `card`: None before
+    there is one. Whether licence files are there and unaltered is for `refuse_losses` and the release to check.
+    """
+    fixes = ((duty, _fix(duty, product, card, noted)) for duty in duties if duty.outcome == "fires")
+    return [f"{duty.licence} of {duty.ancestor}: {duty.text}: {fix}" for duty, fix in fixes if fix]
+
+
+def _fix(duty: Duty, product: Product, card: str | None, noted: str) -> str | None:
+    on_screen = duty.where == "user_interface"
+    shown = [*product.interface, *([] if on_screen else [*product.documentation, card or ""])]
+    if duty.kind == "display" and not _has(duty.words, shown):
+        return f"show it, and list the text in product.interface{'' if on_screen else ' or product.documentation'}"
+    if duty.kind == "display" and card is not None and not _has(duty.words, [card]):
+        return "the model card does not say it; make the card again"
+    if duty.kind == "notice" and duty.words and not _has(duty.words, [noted]):
+        return "NOTICE does not have that sentence; make it again"
+    if duty.kind == "name" and not (product.model_name or "").startswith(duty.words):
+        return f"it is called {product.model_name or 'nothing yet'}; set product.model_name"
+    if duty.kind == "pass on" and not _has(duty.words, product.terms):
+        return "put them into the terms your users accept, and list the passage in product.terms"
+    if duty.kind in {"agreement", "outputs"} and duty.licence not in product.agreements:
+        return f"agree with the licensor, then list {duty.licence!r} in product.agreements"
+    return None
+
+
+def _has(words: tuple[str, ...], texts: Iterable[str]) -> bool:
+    """Return whether one of the texts says one of the words, however its lines are broken."""
+    said = [" ".join(text.split()) for text in texts]
+    return any(" ".join(word.split()) in text for word in words for text in said)

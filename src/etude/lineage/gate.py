@@ -1,0 +1,139 @@
+"""What a release is refused for, and how to put it right. Pure: what was measured comes in, refusals come out.
+
+`etude release` asks before it writes anything, `etude verify` asks the same of a finished folder. There are five reasons: the
+weights do not come from the base that is claimed, or come from another known one; a licence file is missing or altered; a
+duty of a licence is not met; data of unknown licence went in and nobody said so; a record or a digest does not match.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from etude.lineage.release_facts import carried, edges, in_order, roots
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from etude.lineage.record import Lineage
+
+UNKNOWN_DATA = "unknown-data"
+MARGIN = 1e-5  # of closeness, above what the rounding of two sketches differs by
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One reason against a release."""
+
+    reason: Literal["base", "licence", "duty", "data", "record"]
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.fix}"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A base that a tree says its weights start from."""
+
+    name: str
+    digest: str  # of its weights
+
+
+@dataclass(frozen=True)
+class Match:
+    """How the weights compare with those of one known model."""
+
+    name: str
+    digest: str | None  # of the known model's weights
+    against: Literal["weights", "sketch"]
+    derived: bool  # the audit says that both grew from one initialisation
+    closeness: float  # from 0 to 1, orders models that all match
+    sentence: str  # the verdict, as the audit words it
+
+    def is_of(self, claim: Claim) -> bool:
+        """Say whether this is about a claimed base."""
+        return self.name == claim.name or self.digest == claim.digest
+
+
+def claims(lineage: Lineage) -> list[Claim]:
+    """Return the bases of a tree; none for a model made from nothing."""
+    origins = [Claim(record.origin.name, record.model_digest) for record in roots(lineage) if record.origin]
+    recordless = [Claim(edge.name, edge.model_digest) for _, edge in edges(lineage, "weights") if edge.record is None]
+    return list(dict.fromkeys([*origins, *recordless]))
+
+
+def in_tree(match: Match, lineage: Lineage) -> bool:
+    """Say whether a known model is an ancestor: by its name, by its weights, or as what a base continues."""
+    records = in_order(lineage, "weights")
+    names = {word for record in records if record.origin for word in (record.origin.name, record.origin.continues)}
+    digests = {record.model_digest for record in records}
+    return match.name in names or match.digest in digests or any(map(match.is_of, claims(lineage)))
+
+
+def unchecked(lineage: Lineage, matches: Sequence[Match]) -> list[Claim]:
+    """Return the claimed bases that the weights were not compared with."""
+    return [claim for claim in claims(lineage) if not any(match.is_of(claim) for match in matches)]
+
+
+def unchecked_refusals(lineage: Lineage, matches: Sequence[Match]) -> list[Refusal]:
+    """Refuse a claim that nobody looked into."""
+    what = "the claimed base {} could not be compared with these weights"
+    fix = "give its folder with --base, or add it with `etude library add FOLDER {}`"
+    names = [claim.name for claim in unchecked(lineage, matches)]
+    return [Refusal("base", what.format(name), fix.format(name)) for name in names]
+
+
+def base_refusals(lineage: Lineage, matches: Sequence[Match]) -> list[Refusal]:
+    """Refuse a claimed base that is not found in the weights, and another known one that fits better.
+
+    A relative of the base (its instruction-tuned sibling, what it continues) matches, too; only a better match speaks against
+    the tree. Sketches are ranked among themselves: whole weights always match a little better than a sketch of them.
+    """
+    about = {claim.name: [match for match in matches if match.is_of(claim)] for claim in claims(lineage)}
+    fix = "release what was made from it, or name the true base in the recipe"
+    refusals = [
+        Refusal("base", f"the claimed base {name} was not found in these weights: {compared[0].sentence}", fix)
+        for name, compared in about.items()
+        if compared and not any(match.derived for match in compared)
+    ]
+    found = [match for match in matches if match.derived]
+    known = [match for match in found if in_tree(match, lineage)]
+    ranked = [match for match in known if match.against == "sketch"] or known
+    best = max((match.closeness for match in ranked), default=-1.0)
+    told = "is not in the tree, but these weights match it better than any base that is"
+    return refusals + [
+        Refusal("base", f"{match.name} {told}: {match.sentence}", "name it as the base, and meet its licence")
+        for match in found
+        if match not in known and match.closeness > best + MARGIN
+    ]
+
+
+def licence_refusals(lineage: Lineage, present: Mapping[str, str]) -> list[Refusal]:
+    """Refuse a licence file of any ancestor that is not among `present` (digests by path) with the bytes it came with."""
+    lost = [each for each in carried(lineage) if each.sha256 not in present.values()]
+    fix = "put it back as it was received: it must travel with the weights"
+    return [
+        Refusal("licence", f"{each.file} ({each.licence or 'unknown text'}, from {each.inherited_from}) {how}", fix)
+        for each in lost
+        for how in ["was altered" if each.file in present else "is missing"]
+    ]
+
+
+def duty_refusals(unmet: Iterable[str]) -> list[Refusal]:
+    """Refuse duties that fire and are not met."""
+    return [Refusal("duty", duty, "`etude licences` lists all duties") for duty in unmet]
+
+
+def data_refusals(unknown: Sequence[str], acknowledged: Iterable[str]) -> list[Refusal]:
+    """Refuse data of unknown licence, unless whoever releases says that they know."""
+    if not unknown or UNKNOWN_DATA in acknowledged:
+        return []
+    fix = f"find out and record its licence, or release with --acknowledge {UNKNOWN_DATA}"
+    return [Refusal("data", f"data of unknown licence went in: {'; '.join(unknown)}", fix)]
+
+
+def record_refusals(wrong: Iterable[str]) -> list[Refusal]:
+    """Refuse files that are not those of the record."""
+    return [Refusal("record", line, "restore it from a copy, or run the stage again") for line in wrong]

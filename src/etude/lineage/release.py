@@ -1,0 +1,228 @@
+"""A release: a model's folder with everything a stranger needs to check it, signed. Made whole, or refused with reasons.
+
+Layout: the model's files as they are; `README.md` (card); `LICENSE` (ours, if given), `LICENSES/` and `NOTICE` (the ancestors');
+`lineage.json`; `attestations/` (a signed statement a stage); `bom.cdx.json`, `spdx.json`; `tree.svg`, `tree.png`; `eu/`;
+`audit.json` (what the weights showed); `product.toml` (if given); `model.sig` and `model.sig.pub`.
+The weights are copied, not linked: what happens to a release must never happen to the run it came from.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from etude.errors import UserError
+from etude.files import files_below, publish_folder, sha256_file, write_json, write_text
+from etude.lineage import gate
+from etude.lineage.attestation import statement
+from etude.lineage.bom import bom
+from etude.lineage.card import model_card
+from etude.lineage.claims import base_folders, compare_claims
+from etude.lineage.drawing import draw_png, draw_svg
+from etude.lineage.duties import UNKNOWN, evaluate, licence_uses, notice, unmet
+from etude.lineage.europe import model_documentation, training_summary
+from etude.lineage.licences import LICENCE_NAME, LICENSES, carry, identify
+from etude.lineage.product import load_product, released
+from etude.lineage.record import LINEAGE_FILE, FileDigest, load_lineage
+from etude.lineage.release_facts import Provider, Release, in_order, read_architecture
+from etude.lineage.shares import compute_shares
+from etude.lineage.signing import folder_digests, public_pem, seal, sign_folder
+from etude.lineage.spdx import spdx
+from etude.lineage.tree import find_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from etude.lineage.audit.sketch import Sketch
+    from etude.lineage.duties import Duty
+    from etude.lineage.gate import Refusal
+    from etude.lineage.product import Product
+    from etude.lineage.record import Lineage, Record
+    from etude.lineage.release_facts import Architecture, Measured
+    from etude.lineage.shares import Known, Shares
+    from etude.progress import Reporter
+
+CARD, NOTICE, LICENSE, PRODUCT, AUDIT = "README.md", "NOTICE", "LICENSE", "product.toml", "audit.json"
+BOM, SPDX, ATTESTATIONS = "bom.cdx.json", "spdx.json", "attestations"
+
+
+class RefusedError(Exception):
+    """The gate has reasons against this release."""
+
+    def __init__(self, refusals: Sequence[Refusal]) -> None:
+        super().__init__("; ".join(map(str, refusals)))
+        self.refusals = refusals
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the releasing person decides; everything else comes from records and files."""
+
+    name: str
+    key: Path
+    product: Path | None = None
+    licence: Path | None = None  # our own
+    evaluation: Sequence[Measured] = ()
+    bases: Sequence[Path] = ()  # folders of claimed bases that are not in the run
+    acknowledged: Sequence[str] = ()
+
+
+def make_release(
+    model: Path, out: Path, order: Order, sketches: Sequence[Sketch], known: Mapping[str, Known], reporter: Reporter
+) -> None:
+    """Make the folder `out`, or raise RefusedError with all reasons against it and leave nothing behind."""
+    if out.exists():
+        raise UserError(f"{out} exists; a release is never changed: choose another folder, or remove this one")
+    public_pem(order.key)  # a key that cannot sign is better known before the work
+    product = released(load_product(order.product) if order.product else None, order.name)
+    folder = find_model(model)
+    lineage = load_lineage(folder)
+    digests = folder_digests(folder, reporter)
+    wrong = wrong_files(lineage.records[lineage.head], digests)
+    _refuse([*gate.record_refusals(wrong), *gate.licence_refusals(lineage, digests)])
+    compared = compare_claims(folder, order.name, base_folders(folder, lineage, order.bases), sketches, reporter)
+    matches = [match for match, _ in compared]
+    with _work_folder(out) as work:
+        _copy_small_files(folder, work, lineage, order)
+        duties = evaluate(licence_uses(work), product)
+        audit = next((finding for match, finding in compared if gate.in_tree(match, lineage)), None)
+        shares, shape = compute_shares(lineage, known), read_architecture(folder)
+        facts = _facts(work, lineage, order, product, duties, audit, shares, shape)
+        documents = _documents(facts, order, [finding for _, finding in compared])
+        _refuse([
+            *gate.unchecked_refusals(lineage, matches),
+            *gate.base_refusals(lineage, matches),
+            *gate.duty_refusals(unmet(duties, product, documents[CARD], documents[NOTICE])),
+            *gate.data_refusals(unknown_data(duties), order.acknowledged),
+        ])  # fmt: skip
+        _write(facts, documents, folder, work, order, reporter)
+        publish_folder(work, out)
+
+
+def _refuse(refusals: Sequence[Refusal]) -> None:
+    if refusals:
+        raise RefusedError(refusals)
+
+
+@contextmanager
+def _work_folder(out: Path) -> Iterator[Path]:
+    """Yield a folder to work in, of the same name as `out`: the signature names what was signed."""
+    beside = out.absolute().parent / f".{out.name}.part"
+    shutil.rmtree(beside, ignore_errors=True)  # of a release that was killed
+    work = beside / out.name
+    work.mkdir(parents=True)
+    try:
+        yield work
+    finally:
+        shutil.rmtree(beside)
+
+
+def released_files(record: Record) -> dict[str, FileDigest]:
+    """Return the files of a model that a release holds as they were recorded. Licences move to LICENSES/, the card is new."""
+    names = {name.removeprefix("model/"): file for name, file in record.outputs.items() if name.startswith("model/")}
+    kept = {name: file for name, file in names.items() if name != CARD and not name.startswith(f"{LICENSES}/")}
+    return record.weights | {name: file for name, file in kept.items() if not LICENCE_NAME.fullmatch(name)}
+
+
+def wrong_files(record: Record, digests: Mapping[str, str]) -> list[str]:
+    """Return which files of a folder, given their digests, are not those of the record, a line each."""
+    wanted = released_files(record)
+    missing = [f"{name} is missing" for name in wanted if name not in digests]
+    changed = [name for name, file in wanted.items() if name in digests and digests[name] != file.sha256]
+    extra = [f"{name} is in no record" for name in digests if name.endswith(".safetensors") and name not in wanted]
+    return [*missing, *(f"{name} is not the file that was recorded" for name in changed), *extra]
+
+
+def unknown_data(duties: Sequence[Duty]) -> list[str]:
+    """Return the data whose licence nobody recorded."""
+    asked = [duty for duty in duties if duty.kind == "data" and duty.outcome == "asks"]
+    return [duty.ancestor for duty in asked if duty.licence == UNKNOWN]
+
+
+def _copy_small_files(folder: Path, work: Path, lineage: Lineage, order: Order) -> None:
+    """Copy everything but the weights, which follow when nothing speaks against the release."""
+    if order.licence and not order.licence.is_file():
+        raise UserError(f"{order.licence} is not a file; give the path of your own licence, or leave --licence out")
+    record = lineage.records[lineage.head]
+    for name in [*(released_files(record).keys() - record.weights.keys()), LINEAGE_FILE]:
+        _copy(folder / name, work / name)
+    carry(folder, work, next((base.name for base in gate.claims(lineage)), order.name))
+    for name, file in ((PRODUCT, order.product), (LICENSE, order.licence or folder / LICENSE)):
+        if file and file.is_file():
+            _copy(file, work / name)
+    write_text(work / "tree.svg", draw_svg(lineage, order.name))
+    draw_png(lineage, order.name, work / "tree.png")
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+
+
+def _facts(
+    work: Path, lineage: Lineage, order: Order, product: Product, duties: Sequence[Duty],
+    audit: dict[str, Any] | None, shares: Shares, architecture: Architecture,
+) -> Release:  # fmt: skip
+    own, company = work / LICENSE, product.organisation
+    small = {
+        file.relative_to(work).as_posix(): FileDigest(sha256=sha256_file(file), bytes=file.stat().st_size)
+        for file in files_below(work)
+    }
+    return Release(
+        name=order.name,
+        version=lineage.head[:12],
+        lineage=lineage,
+        files=dict(sorted((small | lineage.records[lineage.head].weights).items())),
+        architecture=architecture,
+        licence=identify(own.read_text(encoding="utf-8", errors="replace")) if own.exists() else None,
+        duties=duties,
+        compute_lines=shares.lines(),
+        compute=shares.to_json(),
+        evaluation=order.evaluation,
+        audit=audit,
+        provider=Provider(company.name, company.contact, product.intended_use, product.release_date),
+    )
+
+
+def _documents(facts: Release, order: Order, findings: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return the texts of a release by path."""
+    claims = [{"name": claim.name, "digest": claim.digest} for claim in gate.claims(facts.lineage)]
+    audit = {"release": facts.name, "claims": claims, "findings": findings, "acknowledged": sorted(order.acknowledged)}
+    return {
+        CARD: model_card(facts),
+        NOTICE: notice(facts.duties, facts.name),
+        BOM: _json(bom(facts)),
+        SPDX: spdx(facts),
+        AUDIT: _json(audit),
+        "eu/training-content-summary.md": training_summary(facts),
+        "eu/model-documentation.md": model_documentation(facts),
+    }
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def attestation_name(number: int, record: Record) -> str:
+    """Return what the statement of a stage is called."""
+    return f"{ATTESTATIONS}/{number:02d}-{record.stage}.dsse.json"
+
+
+def _write(
+    facts: Release, documents: Mapping[str, str], folder: Path, work: Path, order: Order, reporter: Reporter
+) -> None:
+    for name, text in documents.items():
+        write_text(work / name, text)
+    for number, record in enumerate(in_order(facts.lineage), 1):
+        write_json(work / attestation_name(number, record), seal(statement(record, facts.lineage), order.key))
+    weights = facts.head.weights
+    with reporter.task("copying weights", sum(file.bytes for file in weights.values()), "B") as task:
+        for name, file in weights.items():
+            _copy(folder / name, work / name)
+            task.advance(file.bytes)
+    reporter.say("signing")
+    sign_folder(work, order.key)

@@ -1,0 +1,210 @@
+"""Check a release folder as a stranger would: offline, with nothing but the folder, the library of known bases and, at best, a key.
+
+Every check stands alone, because each catches what the others cannot. The signature finds whatever was changed by somebody
+without the key; the rest finds what somebody with a key made untrue: weights that are not the recorded ones, records that were
+edited, licences that were dropped, a base that the weights do not come from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from etude.errors import UserError, one_line
+from etude.files import read_json
+from etude.lineage import gate, release, signing
+from etude.lineage.attestation import statement, statement_errors
+from etude.lineage.bom import bom_errors
+from etude.lineage.card import card_disagreements
+from etude.lineage.claims import compare_claims
+from etude.lineage.duties import evaluate, licence_uses, unmet
+from etude.lineage.licences import LICENCE_NAME, LICENSES
+from etude.lineage.product import load_product, released
+from etude.lineage.record import LINEAGE_FILE, Record, load_lineage
+from etude.lineage.release import ATTESTATIONS, AUDIT, BOM, CARD, NOTICE, PRODUCT, SPDX
+from etude.lineage.release_facts import in_order
+from etude.lineage.signing import PUBLIC_KEY, SIGNATURE, BadSignatureError, fingerprint
+from etude.lineage.spdx import spdx_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from etude.lineage.audit.sketch import Sketch
+    from etude.lineage.record import Lineage
+    from etude.progress import Reporter
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question and its answer. `open`: it cannot be answered here, and `lines` say why."""
+
+    name: str
+    outcome: Literal["ok", "failed", "open"]
+    lines: tuple[str, ...]
+
+
+class OpenError(Exception):
+    """A check cannot be made, and this is why."""
+
+
+@dataclass
+class Verification:
+    """All checks of a folder."""
+
+    folder: Path
+    pem: bytes
+    trusted: bool  # the key was given by whoever asks, not taken from the folder
+    digests: dict[str, str]
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[Check]:
+        """The checks that failed."""
+        return [check for check in self.checks if check.outcome == "failed"]
+
+    def check(self, name: str, find: Callable[[], Sequence[str]], fine: str) -> None:
+        """Note what a check finds wrong, else `fine`; what cannot even be read is wrong, too."""
+        try:
+            wrong = tuple(find())
+            self.checks.append(Check(name, "failed" if wrong else "ok", wrong or (fine,)))
+        except OpenError as why:
+            self.checks.append(Check(name, "open", (str(why),)))
+        except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            self.checks.append(Check(name, "failed", (f"cannot be read: {one_line(error)}",)))
+
+
+def verify_release(folder: Path, key: Path | None, sketches: Sequence[Sketch], reporter: Reporter) -> Verification:
+    """Check a release; `key` is its owner's public key, if known."""
+    if not (folder / SIGNATURE).is_file():
+        raise UserError(f"{folder} holds no {SIGNATURE}: it is not a release, or its signature was removed")
+    source = key or folder / PUBLIC_KEY
+    if not source.is_file():
+        raise UserError(f"the public key {source} does not exist; give the owner's with --key")
+    found = Verification(folder, source.read_bytes(), key is not None, signing.folder_digests(folder, reporter))
+    _check_signature(found)
+    found.check("records", lambda: _edited_records(folder), "each has the digest by which its children name it")
+    if any(check.name == "records" for check in found.failed):
+        found.checks.append(Check("the rest", "open", ("not checked: it is about what the records say",)))
+        return found
+    lineage = load_lineage(folder)
+    _check_contents(found, lineage)
+    _check_documents(found, lineage)
+    names = ", ".join(claim.name for claim in gate.claims(lineage)) or "none is claimed, and no other known one matches"
+    wrong_base = partial(_wrong_base, found, lineage, sketches, reporter)
+    found.check("base", wrong_base, f"measured from the weights: {names}")
+    return found
+
+
+def _check_signature(found: Verification) -> None:
+    mine = fingerprint(found.pem)
+    owner = "which you gave" if found.trusted else "found in the folder: compare it with what the owner publishes"
+    try:
+        signed = signing.signed_files(found.folder, found.pem)
+    except BadSignatureError:
+        wrong = f"{SIGNATURE} is not a signature by key {mine[:16]}: another key made it, or it was edited"
+        found.checks.append(Check("signature", "failed", (wrong,)))
+    else:
+        found.checks.append(Check("signature", "ok", (f"by key {mine}, {owner}",)))
+        found.check("files", lambda: _changed(signed, found.digests), f"{len(signed)} files, all as they were signed")
+
+
+def _changed(signed: dict[str, str], present: dict[str, str]) -> list[str]:
+    """Return what happened to files after they were signed, a line each."""
+    missing = [f"{_what(name)} {name} was deleted after signing" for name in signed if name not in present]
+    extra = [f"{name} was added after signing" for name in present if name not in signed]
+    both = [name for name in signed if name in present and present[name] != signed[name]]
+    return [*missing, *extra, *(f"{_what(name)} {name} was changed after signing" for name in both)]
+
+
+def _what(name: str) -> str:
+    if name.endswith(".safetensors"):
+        return "the weight file"
+    if name.startswith(f"{LICENSES}/") or LICENCE_NAME.fullmatch(name):
+        return "the licence file"
+    return "the attestation" if name.startswith(f"{ATTESTATIONS}/") else "the file"
+
+
+def _edited_records(folder: Path) -> list[str]:
+    filed = {key: Record.model_validate(told) for key, told in read_json(folder / LINEAGE_FILE)["records"].items()}
+    edited = [
+        f"the record of stage {record.stage} was edited: it is filed as {key[:12]}, but its digest is {record.id[:12]}"
+        for key, record in filed.items()
+        if record.id != key
+    ]
+    if not edited:
+        load_lineage(folder)  # says what else is wrong with it
+    return edited
+
+
+def _check_contents(found: Verification, lineage: Lineage) -> None:
+    """Check that weights, licences and statements are those of the records."""
+    head = lineage.records[lineage.head]
+    lost = [str(each) for each in gate.licence_refusals(lineage, found.digests)]
+    told = f"the files of record {head.id[:12]} ({head.stage})"
+    found.check("weights", lambda: release.wrong_files(head, found.digests), told)
+    found.check("licences", lambda: lost, "the texts of all ancestors are there, as they were received")
+    told = f"{len(lineage.records)} stages, each signed and equal to its record"
+    found.check("attestations", lambda: _wrong_attestations(found, lineage), told)
+
+
+def _wrong_attestations(found: Verification, lineage: Lineage) -> list[str]:
+    wrong = []
+    names = {release.attestation_name(number, record): record for number, record in enumerate(in_order(lineage), 1)}
+    for name, record in names.items():
+        if name not in found.digests:
+            wrong.append(f"{name} is missing: stage {record.stage} is not attested")
+            continue
+        try:
+            said = signing.unseal(read_json(found.folder / name), found.pem)
+        except (BadSignatureError, ValueError):
+            wrong.append(f"{name} is not signed by this key, or was edited")
+            continue
+        if said != statement(record, lineage) or statement_errors(said):
+            wrong.append(f"{name} does not say what record {record.id[:12]} ({record.stage}) says")
+    others = [name for name in found.digests if name.startswith(f"{ATTESTATIONS}/") and name not in names]
+    return wrong + [f"{name} attests no stage of this tree" for name in others]
+
+
+def _check_documents(found: Verification, lineage: Lineage) -> None:
+    folder, told = found.folder, f"{BOM} and {SPDX} are valid and name these weights"
+
+    def text(name: str) -> str:
+        return (folder / name).read_text(encoding="utf-8")
+
+    def formats() -> list[str]:
+        errors = {BOM: bom_errors(read_json(folder / BOM)), SPDX: spdx_errors(text(SPDX))}
+        digest = lineage.records[lineage.head].model_digest
+        other = [f"{name} is not about these weights" for name in errors if digest not in text(name)]
+        return [*(f"{name}: {error}" for name, lines in errors.items() for error in lines), *other]
+
+    def duties() -> list[str]:
+        given = load_product(folder / PRODUCT) if (folder / PRODUCT).exists() else None
+        product = released(given, str(read_json(folder / AUDIT)["release"]))
+        found_duties = evaluate(licence_uses(folder), product)
+        data = gate.data_refusals(release.unknown_data(found_duties), read_json(folder / AUDIT)["acknowledged"])
+        return [*unmet(found_duties, product, text(CARD), text(NOTICE)), *map(str, data)]
+
+    found.check("card", lambda: card_disagreements(text(CARD), lineage), "says what the records say")
+    found.check("bills of materials", formats, told)
+    found.check("duties", duties, "the card and the notice say what the licences ask for, as far as it is known")
+
+
+def _wrong_base(found: Verification, lineage: Lineage, sketches: Sequence[Sketch], reporter: Reporter) -> list[str]:
+    """Compare the weights with the library: the one check that no signature and no rewritten record can satisfy."""
+    if any(check.name == "weights" for check in found.failed):
+        raise OpenError("not compared: these are not the files of the record")
+    matches = [match for match, _ in compare_claims(found.folder, found.folder.name, {}, sketches, reporter)]
+    refusals = [refusal.what for refusal in gate.base_refusals(lineage, matches)]
+    unknown = ", ".join(claim.name for claim in gate.unchecked(lineage, matches))
+    if unknown and not refusals:
+        raise OpenError(f"not compared: {unknown} is not in your library; `etude library add FOLDER NAME` adds it")
+    return refusals
+
+
+def as_json(found: Verification) -> dict[str, Any]:
+    """Return a verification for a script."""
+    checks = [{"check": check.name, "outcome": check.outcome, "lines": list(check.lines)} for check in found.checks]
+    key = {"fingerprint": fingerprint(found.pem), "given": found.trusted}
+    return {"folder": str(found.folder), "verified": not found.failed, "key": key, "checks": checks}

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.lineage import gate
+from etude.lineage.gate import Claim, Match
+from etude.lineage.record import CarriedLicence, Lineage, Parent
+from tests.lineage.records import child_of, full_record, three_generations
+
+LINEAGE, (BASE, MIDDLE, LAST) = three_generations()
+TINY = BASE.model_digest
+
+
+def match(
+    name: str, *, derived: bool = True, closeness: float = 0.5, digest: str | None = None, sketch: bool = True
+) -> Match:
+    return Match(name, digest, "sketch" if sketch else "weights", derived, closeness, "some sentence")
+
+
+def reasons(*matches: Match, lineage: Lineage = LINEAGE) -> list[str]:
+    return [refusal.what for refusal in gate.base_refusals(lineage, matches)]
+
+
+def test_the_claims_of_a_tree_are_its_root_and_parents_without_a_record() -> None:
+    assert gate.claims(LINEAGE) == [Claim("tiny", TINY)]
+    foreign = Parent(name="foreign", role="weights", record=None, model_digest="0" * 64)
+    merged = child_of(LAST, "merge", foreign, Parent(name="judge", role="judge", record=None, model_digest="1" * 64))
+    assert gate.claims(Lineage.of(merged, [LINEAGE])) == [Claim("tiny", TINY), Claim("foreign", "0" * 64)]
+    from_nothing = full_record(kind="pretrain", parents=[], origin=None)
+    assert gate.claims(Lineage.of(from_nothing, [])) == []
+
+
+@pytest.mark.parametrize("found", [match("tiny"), match("another name", digest=TINY), match("tiny", sketch=False)])
+def test_a_claim_that_the_weights_bear_out_is_let_through(found: Match) -> None:
+    assert not gate.unchecked(LINEAGE, [found])
+    assert not reasons(found, match("stranger", derived=False, closeness=0.99))
+
+
+def test_a_claim_that_the_weights_do_not_bear_out_is_refused() -> None:
+    (what,) = reasons(match("tiny", derived=False))
+    assert "claimed base tiny was not found in these weights: some sentence" in what
+
+
+def test_whole_weights_decide_where_a_sketch_finds_nothing() -> None:
+    assert not reasons(match("tiny", sketch=False), match("tiny", derived=False))
+
+
+def test_a_claim_that_nobody_looked_into_names_both_ways_to_do_so() -> None:
+    (refusal,) = gate.unchecked_refusals(LINEAGE, [match("stranger", derived=False)])
+    assert "tiny could not be compared" in refusal.what
+    assert "--base" in refusal.fix
+    assert "etude library add" in refusal.fix
+
+
+def test_another_base_is_refused_only_if_it_matches_better() -> None:
+    assert not reasons(match("tiny", closeness=0.5), match("sibling", closeness=0.5))
+    (what,) = reasons(match("tiny", closeness=0.5), match("sibling", closeness=0.51))
+    assert what.startswith("sibling is not in the tree")
+    assert len(reasons(match("tiny", derived=False), match("other", closeness=0.2))) == 2
+
+
+def test_whole_weights_are_not_ranked_against_sketches() -> None:
+    weights = match("tiny", closeness=1.0, sketch=False)
+    assert reasons(weights, match("tiny", closeness=0.5), match("sibling", closeness=0.51))
+    assert not reasons(weights, match("sibling", closeness=0.51)), (
+        "without a sketch of the claimed base they are all there is"
+    )
+
+
+@pytest.mark.parametrize(
+    "known", [match("tinier", closeness=0.99), match("x", closeness=0.99, digest=MIDDLE.model_digest)]
+)
+def test_what_a_base_continues_and_any_ancestor_is_in_the_tree(known: Match) -> None:
+    assert gate.in_tree(known, LINEAGE)
+    assert not reasons(match("tiny"), known)
+
+
+def test_a_model_made_from_nothing_may_match_no_known_base_but_itself() -> None:
+    made = full_record(kind="pretrain", parents=[], origin=None)
+    lineage = Lineage.of(made, [])
+    assert not reasons(match("itself", digest=made.model_digest), lineage=lineage)
+    assert reasons(match("somebody else's"), lineage=lineage)
+
+
+LICENCES = st.lists(st.sampled_from("abcdef"), unique=True, min_size=1)
+
+
+@given(LICENCES, st.sets(st.sampled_from("abcdef")), st.sets(st.sampled_from("abcdef")))
+def test_every_licence_that_is_not_there_as_received_is_named_once(
+    carried: list[str], gone: set[str], altered: set[str]
+) -> None:
+    files = {
+        name: CarriedLicence(file=f"LICENSES/{name}/LICENSE", sha256=name * 64, licence=None, inherited_from=name)
+        for name in carried
+    }
+    parent = full_record(parents=[], licences=list(files.values()))
+    head = full_record(
+        parents=[Parent(name="p", role="weights", record=parent.id, model_digest=parent.model_digest)], licences=[]
+    )
+    present = {
+        file.file: "0" * 64 if name in altered else file.sha256 for name, file in files.items() if name not in gone
+    }
+    told = [refusal.what for refusal in gate.licence_refusals(Lineage.of(head, [Lineage.of(parent, [])]), present)]
+    expected = {f"LICENSES/{name}/LICENSE (unknown text, from {name}) is missing" for name in set(carried) & gone}
+    expected |= {
+        f"LICENSES/{name}/LICENSE (unknown text, from {name}) was altered" for name in set(carried) & altered - gone
+    }
+    assert sorted(told) == sorted(expected)
+
+
+def test_a_licence_may_lie_elsewhere_if_it_is_whole() -> None:
+    carried = LAST.licences[0]
+    assert not gate.licence_refusals(LINEAGE, {"LICENSES/tiny/LICENSE": carried.sha256})
+
+
+def test_unknown_data_must_be_acknowledged() -> None:
+    (refusal,) = gate.data_refusals(["chats of sft", "pages of cpt"], [])
+    assert "chats of sft; pages of cpt" in str(refusal)
+    assert "--acknowledge unknown-data" in str(refusal)
+    assert not gate.data_refusals(["chats of sft"], ["unknown-data"])
+    assert not gate.data_refusals([], [])
