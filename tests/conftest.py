@@ -14,6 +14,7 @@ from etude.progress import Reporter
 from tests import tiny
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 # How long an example takes is the machine's affair: a slow disk must not fail a test.
@@ -25,6 +26,17 @@ hypothesis.settings.load_profile("untimed")
 def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with random weights; read-only for tests."""
     return tiny.save_model(tmp_path_factory.mktemp("bases") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """One thread for torch: two that wait for each other cost more than they bring."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -172,7 +172,7 @@ def test_every_setting_of_the_corpus_is_explained() -> None:
 
 @pytest.mark.parametrize("requirement", REQUIREMENTS)
 def test_every_dependency_is_pinned_and_reasoned(requirement: str) -> None:
-    name = re.split(r"[<>=]", requirement)[0]
+    name = re.split(r"[<>=\[]", requirement)[0]
     pins = {
         line.partition("==")[0].lower().replace("_", "-")
         for line in (ROOT / "constraints.txt").read_text().splitlines()

@@ -176,6 +176,16 @@ def built(facts: dict[str, Any]) -> Product:
     return Product(**plain, organisation=Organisation(**group, users_in_month=months))
 
 
+def filled(known: dict[str, Any], others: dict[str, Any]) -> Product:
+    """A product of known facts and others; what is known not to be commercial has no revenue."""
+    free = built(known).commercial is False
+    others = {
+        key: 0.0 if free and key.startswith("product.") and key.endswith("revenue") else value
+        for key, value in others.items()
+    }
+    return built({**others, **known})
+
+
 def extremes(key: str) -> tuple[Any, Any]:
     table, _, name = key.partition(".")
     if name.startswith("users_in_month"):
@@ -195,7 +205,7 @@ def test_what_is_asked_decides_and_what_is_not_asked_does_not(data: st.DataObjec
     for at, duty in enumerate(duties):
         if duty.outcome != "asks":
             for others in (low, high):
-                assert duties_of(licence, built({**others, **known}))[at].outcome == duty.outcome
+                assert duties_of(licence, filled(known, others))[at].outcome == duty.outcome
         elif duty.questions:
             asked = [question.key for question in duty.questions]
             answers = [{key: extremes(key)[which] for key in asked} for which in (0, 1)]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, stdev
 
 import pytest
-import torch
 
 import etude
 from etude.models.load import load_tokeniser
@@ -16,20 +14,13 @@ from etude.rl.events import Batched, Finished
 from etude.rl.ledger import Ledger
 from tests.rl.toy import Toy, play, settings_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SPROUT = Path(etude.__file__).parent / "models" / "sprout"
 STEPS, ENDS = 8, 2  # steps; of these, how many make the beginning and the end
 SEEDS = (1, 2, 3)
 T_95 = 4.303  # Student's t with two degrees of freedom
 MARGIN = 0.1  # share of liked tokens; untrained it is a quarter
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two threads that wait for each other cost more than they bring."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def rise(folder: Path, seed: int, *, shuffled: bool) -> float:

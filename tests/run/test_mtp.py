@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from etude.models.mtp import FILE, heads_shape, load_heads
 from etude.models.shape import model_shape
 from tests.conftest import Etude
 from tests.run.test_training_stages import run, write_inputs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 RECIPE = """
 name = "heads"
@@ -66,15 +67,6 @@ batch = 8
 evaluations = 0
 evaluation_rows = 2
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two threads that wait for each other cost more than they bring."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,8 @@ from tests import tiny
 from tests.bench.agent import calc_set
 from tests.conftest import Etude
 from tests.tasks import small
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 RECIPE = """
 name = "learns"
@@ -35,15 +36,6 @@ optimiser = {{ lr = 1e-3 }}
 harness = {{ turns = 2, turn_tokens = 48 }}
 tools = {{ tools = ["read", "shell"] }}
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two threads that wait for each other cost more than they bring."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def write_inputs(folder: Path) -> tuple[Path, Path, Path]:

@@ -10,7 +10,7 @@ from etude.agent.harness import HarnessSettings
 from etude.agent.tool_specs import ToolSettings
 from etude.rewards.reward import RewardSettings
 from etude.tasks.task import Style
-from etude.training.settings import OptimiserSettings
+from etude.training.settings import OptimiserSettings, with_own_defaults
 
 
 class _Settings(BaseModel):
@@ -126,10 +126,7 @@ class RlSettings(_Settings):
     @classmethod
     def _keep_own_defaults(cls, given: dict[str, Any]) -> dict[str, Any]:
         """A table that sets one number of the optimiser leaves the others as this stage has them."""
-        own, table = cls.model_fields["optimiser"].default, given.get("optimiser")
-        if isinstance(table, dict) and table.get("name", own.name) == own.name:
-            given = {**given, "optimiser": {**own.model_dump(exclude_unset=True), **table}}
-        return given
+        return with_own_defaults(cls, given, {"optimiser": "name"})
 
     @model_validator(mode="after")
     def _can_learn(self) -> RlSettings:

@@ -65,6 +65,15 @@ class JointMtpSettings(BaseModel):
     detach: bool = Field(default=True, description="the heads' loss does not change the trunk; false: it does")
 
 
+def with_own_defaults(stage: type[BaseModel], given: dict[str, Any], tables: dict[str, str]) -> dict[str, Any]:
+    """Fill tables of which a recipe sets a part with the stage's own defaults, unless one takes another kind (by the key of it)."""
+    for name, kind in tables.items():
+        own, table = stage.model_fields[name].default, given.get(name)
+        if isinstance(table, dict) and table.get(kind, getattr(own, kind)) == getattr(own, kind):
+            given = {**given, name: {**own.model_dump(exclude_unset=True), **table}}
+    return given
+
+
 class TrainSettings(BaseModel):
     """What all training stages have in common."""
 
@@ -109,11 +118,7 @@ class TrainSettings(BaseModel):
     @classmethod
     def _keep_own_defaults(cls, given: dict[str, Any]) -> dict[str, Any]:
         """A table that sets one number of the optimiser leaves the others as this stage has them, unless it takes another kind."""
-        for name, kind in (("optimiser", "name"), ("schedule", "kind")):
-            own, table = cls.model_fields[name].default, given.get(name)
-            if isinstance(table, dict) and table.get(kind, getattr(own, kind)) == getattr(own, kind):
-                given = {**given, name: {**own.model_dump(exclude_unset=True), **table}}
-        return given
+        return with_own_defaults(cls, given, {"optimiser": "name", "schedule": "kind"})
 
     def steps(self, length: int) -> int:
         """Return the number of steps that the budget makes."""
