@@ -31,7 +31,7 @@ def part(trace: Trace) -> float:
         ((SHELL, SHELL, SHELL, SHELL, READ, "done"), 0.0),
         ((SHELL, SHELL, SHELL, SHELL, SHELL, "done"), 1.0),
         ((BROKEN, call("todo", open="1"), *[SHELL] * 9, "done"), 1.5 + 0.5),
-        (("done",), 0.0),
+        (("done",), 3.0),  # babble is no way out of breaking calls
     ],
 )
 def test_faults_of_whole_episodes(turns: tuple[str, ...], faults: float) -> None:
