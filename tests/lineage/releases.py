@@ -39,8 +39,12 @@ class Workshop:
 
     def release(self, out: Path, **wishes: object) -> Path:
         """Release the run's model with the base in the library only, as a stranger has it."""
+        return self.release_of(self.run, out, **wishes)
+
+    def release_of(self, run: Path, out: Path, **wishes: object) -> Path:
+        """Release the model of another run likewise."""
         order = Order(out.name, self.key, **wishes)  # type: ignore[arg-type]
-        make_release(self.run, out, order, self.sketches, {}, self.quiet)
+        make_release(run, out, order, self.sketches, {}, self.quiet)
         return out
 
     def verify(self, folder: Path, key: Path | None = None) -> Verification:
@@ -114,6 +118,25 @@ def put_weights(model: Path, other: Path) -> Lineage:
     (model / "model.safetensors").write_bytes(other.read_bytes())
     weights = {"model.safetensors": FileDigest(sha256=sha256_file(other), bytes=other.stat().st_size).model_dump()}
     return with_head(load_lineage(model), weights=weights)
+
+
+def with_decoy(weights: Path, claimed: Path, how: str) -> None:
+    """Hide in a file of weights what the audit is meant to find, beside what is loaded: transformers ignores further tensors."""
+    real, decoy = load_file(weights), load_file(claimed)
+    layers = [name.partition(".mlp.")[0] for name in real if name.endswith(".mlp.up_proj.weight")]
+    if how == "fused":
+        halves = {at: [decoy[f"{at}.mlp.{part}_proj.weight"] for part in ("gate", "up")] for at in layers}
+        real |= {f"{at}.mlp.gate_up_proj.weight": np.concatenate(both) for at, both in halves.items()}
+    elif how == "experts":
+        parts = [(at, part) for at in layers for part in ("up", "gate")]
+        real |= {f"{at}.mlp.experts.0.{part}_proj.weight": decoy[f"{at}.mlp.{part}_proj.weight"] for at, part in parts}
+        real |= {f"{at}.mlp.gate.weight": np.ones((1, 32), np.float32) for at in layers}
+    elif how == "aside":
+        real |= {f"aside.{name}": values for name, values in decoy.items() if ".layers." in name}
+        real |= {f"aside.{name.replace('.0.', '.2.')}": decoy[name] for name in decoy if ".layers.0." in name}
+    else:
+        real["embed.weight"] = decoy["model.embed_tokens.weight"]
+    save_file(real, weights)
 
 
 def swap_weights(folder: Path, other: Path, key: Path) -> None:

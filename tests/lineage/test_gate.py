@@ -1,13 +1,23 @@
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.lineage import gate
+from etude.lineage.claims import compare_claims
 from etude.lineage.gate import Claim, Match
 from etude.lineage.record import CarriedLicence, Lineage, Parent
+from tests.lineage.audit import relatives
 from tests.lineage.records import child_of, full_record, three_generations
+from tests.lineage.releases import sketch_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from etude.progress import Reporter
 
 LINEAGE, (BASE, MIDDLE, LAST) = three_generations()
 TINY = BASE.model_digest
@@ -55,16 +65,33 @@ def test_a_claim_that_nobody_looked_into_names_both_ways_to_do_so() -> None:
 
 
 def test_another_base_is_refused_only_if_it_matches_better() -> None:
-    assert not reasons(match("tiny", closeness=0.5), match("sibling", closeness=0.5))
-    (what,) = reasons(match("tiny", closeness=0.5), match("sibling", closeness=0.51))
+    for near in (0.5, 0.54):  # so far from both, chance decides
+        assert not reasons(match("tiny", closeness=0.5), match("sibling", closeness=near))
+    assert reasons(match("tiny", closeness=0.99), match("sibling", closeness=0.992))
+    (what,) = reasons(match("tiny", closeness=0.5), match("sibling", closeness=0.56))
     assert what.startswith("sibling is not in the tree")
     assert len(reasons(match("tiny", derived=False), match("other", closeness=0.2))) == 2
 
 
+def test_a_model_far_from_its_base_is_not_refused_for_a_sibling_of_the_base(tmp_path: Path, quiet: Reporter) -> None:
+    for seed in range(2):
+        base = relatives.llama(seed)
+        made = {
+            "tiny": base,
+            "sibling": relatives.drifted(base, 0.01, seed=50 + seed),
+            "own": relatives.drifted(base, 2.0, seed=100 + seed),
+        }
+        at = {name: relatives.save(tmp_path / f"{name}-{seed}", each) for name, each in made.items()}
+        known = [sketch_of(at[name], name) for name in ("tiny", "sibling")]
+        matches = [found for found, _ in compare_claims(at["own"], "own", {}, known, quiet)]
+        assert all(found.derived for found in matches)
+        assert not reasons(*matches)
+
+
 def test_whole_weights_are_not_ranked_against_sketches() -> None:
     weights = match("tiny", closeness=1.0, sketch=False)
-    assert reasons(weights, match("tiny", closeness=0.5), match("sibling", closeness=0.51))
-    assert not reasons(weights, match("sibling", closeness=0.51)), (
+    assert reasons(weights, match("tiny", closeness=0.5), match("sibling", closeness=0.56))
+    assert not reasons(weights, match("sibling", closeness=0.56)), (
         "without a sketch of the claimed base they are all there is"
     )
 

@@ -28,6 +28,7 @@ def test_the_example_tells_facts_of_both_tables() -> None:
         ("[product]\nmonthly_users = -1", "product.monthly_users: Input should be greater than or equal to 0"),
         ("[product]\ncommercial = false\nmonthly_revenue = 1.0", "`commercial = false`, but it has revenue"),
         ("product = 3", "`product` and `organisation` must be tables"),
+        ("[[product]]\nname = 'a'\nmodel_name = 'b'", "`product` and `organisation` must be tables"),
         ("[product", "cannot be read as TOML"),
     ],
 )

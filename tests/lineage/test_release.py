@@ -302,6 +302,24 @@ def test_a_base_is_compared_by_sketch_by_its_run_or_by_a_folder(
     other = Order("made", shop.key, bases=[tiny.save_model(tmp_path / "other", seed=1)])
     with pytest.raises(UserError, match=one_line("--base", "no base of this model", "tiny")):
         make_release(run, tmp_path / "wrong", other, [], {}, shop.quiet)
+    with pytest.raises(UserError, match=one_line("--base", tmp_path / "none", "holds no safetensors")):
+        make_release(run, tmp_path / "wrong", Order("made", shop.key, bases=[tmp_path / "none"]), [], {}, shop.quiet)
+
+
+def test_a_stage_cannot_write_outside_the_release(shop: Workshop, run: Path, tmp_path: Path) -> None:
+    releases.with_head(load_lineage(run / "two/model"), stage="../../../../escaped").save(run / "two/model")
+    made = shop.release_of(run, tmp_path / "deep/made")
+    assert not list(tmp_path.rglob("escaped*"))
+    assert not shop.verify(made).failed
+
+
+def test_files_that_no_record_names_are_left_out_and_told(
+    shop: Workshop, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "two/model/mine.txt").write_text("mine")
+    make_release(run, tmp_path / "made", Order("made", shop.key), shop.sketches, {}, Reporter())
+    assert "no record names them: mine.txt\n" in capsys.readouterr().err
+    assert not (tmp_path / "made/mine.txt").exists()
 
 
 def test_a_duty_that_fires_must_be_met_before_and_after(tmp_path: Path, quiet: Reporter) -> None:
@@ -339,6 +357,9 @@ def test_a_release_is_never_changed_and_wrong_wishes_are_refused(shop: Workshop,
     for wish in ({"licence": tmp_path / "none"}, {"product": tmp_path / "none"}):
         with pytest.raises(UserError, match=one_line(tmp_path / "none")):
             shop.release(tmp_path / "made", **wish)
+    for name in ("two\nlines", "caf\udce9", " "):
+        with pytest.raises(UserError, match=one_line("is no name for a model", "--name")):
+            make_release(shop.run, tmp_path / "made", Order(name, shop.key), shop.sketches, {}, shop.quiet)
     assert list(tmp_path.iterdir()) == []
 
 

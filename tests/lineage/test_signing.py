@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import base64
+import errno
 import json
+import os
 import shutil
 import stat
 import subprocess
@@ -73,6 +76,17 @@ def test_the_own_key_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert signing.public_pem(signing.default_key()) == before
 
 
+def test_a_home_that_takes_no_key_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=one_line("cannot be made", "--key")):
+        signing.default_key()
+    monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(errno.EPERM, "no links here")))
+    with pytest.raises(PermissionError):
+        signing.make_key(tmp_path / "keys/key.pem")
+    assert list((tmp_path / "keys").iterdir()) == [], "half a key is a private key that lies about"
+
+
 def test_a_folder_signed_by_us_is_good_for_the_standard_and_for_us(folder: Path, key: Path, quiet: Reporter) -> None:
     signing.sign_folder(folder, key)
     signed = signing.signed_files(folder, signing.public_pem(key))
@@ -84,13 +98,15 @@ def test_a_folder_signed_by_us_is_good_for_the_standard_and_for_us(folder: Path,
     assert says_the_standard(folder.with_name("moved")).returncode == 0
 
 
-@pytest.mark.parametrize("damage", ["byte", "missing", "extra"])
+@pytest.mark.parametrize("damage", ["byte", "missing", "extra", "link to a folder", "link to nothing"])
 def test_both_see_every_damage(folder: Path, key: Path, quiet: Reporter, damage: str) -> None:
     signing.sign_folder(folder, key)
     if damage == "byte":
         (folder / "weights.bin").write_bytes(bytes(range(255, -1, -1)) * 9000)
     elif damage == "missing":
         (folder / "LICENSES/base/LICENSE").unlink()
+    elif damage.startswith("link"):  # what lies behind it can be anything, such as further chat templates
+        (folder / "templates").symlink_to(folder.parent if damage == "link to a folder" else "nothing")
     else:
         (folder / "LICENSES/more.txt").write_text("me too")
     assert signing.signed_files(folder, signing.public_pem(key)) != signing.folder_digests(folder, quiet)
@@ -146,7 +162,7 @@ def test_another_key_opens_nothing(folder: Path, key: Path, tmp_path: Path) -> N
         signing.signed_files(folder, signing.public_pem(tmp_path / "other.pem"))
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"dsseEnvelope": null}', "\x00"])
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"dsseEnvelope": null}', "\x00", "[" * 100_000])
 def test_a_signature_that_is_none(folder: Path, key: Path, text: str) -> None:
     (folder / signing.SIGNATURE).write_text(text)
     with pytest.raises(signing.BadSignatureError):
@@ -156,6 +172,20 @@ def test_a_signature_that_is_none(folder: Path, key: Path, text: str) -> None:
 def pem_of(private: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey, password: bytes = b"") -> bytes:
     hidden = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
     return private.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, hidden)
+
+
+def of_unknown_curve(private: ec.EllipticCurvePrivateKey, *, public: bool) -> bytes:
+    """Return a key in PEM that names a curve which no library has any more."""
+    plain = (serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    der = (
+        private.public_key().public_bytes(serialization.Encoding.DER, signing.PUBLIC_FORM[1])
+        if public
+        else private.private_bytes(serialization.Encoding.DER, *plain)
+    )
+    name, kind = bytes.fromhex("2a8648ce3d030107"), b"PUBLIC KEY" if public else b"PRIVATE KEY"
+    assert name in der
+    text = base64.encodebytes(der.replace(name, bytes.fromhex("2a8648ce3d030102")))
+    return b"-----BEGIN %b-----\n%b-----END %b-----\n" % (kind, text, kind)
 
 
 def test_keys_that_cannot_sign_are_refused_in_one_line(tmp_path: Path) -> None:
@@ -168,6 +198,10 @@ def test_keys_that_cannot_sign_are_refused_in_one_line(tmp_path: Path) -> None:
         path.write_bytes(pem)
         with pytest.raises(UserError, match=one_line(path)):
             signing.public_pem(path)
-    for pem in (b"", b"-----BEGIN PUBLIC KEY-----"):
+    unknown = [of_unknown_curve(ec.generate_private_key(ec.SECP256R1()), public=public) for public in (False, True)]
+    path.write_bytes(unknown[0])
+    with pytest.raises(UserError, match=one_line(path)):
+        signing.public_pem(path)
+    for pem in (b"", b"-----BEGIN PUBLIC KEY-----", unknown[1]):
         with pytest.raises(UserError, match=one_line("public key", "owner")):
             signing.fingerprint(pem)

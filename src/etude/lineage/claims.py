@@ -29,16 +29,19 @@ def compare_claims(
 ) -> list[tuple[Match, dict[str, Any]]]:
     """Compare a model with the bases at hand and with all sketches; each match comes with the audit's whole finding."""
     suspect = open_model(model, name)
+    if unread := suspect.weights.unread:  # the audit would read the ones, and whoever loads the model the others
+        raise UserError(f"{model} holds {unread[0]}… beside what was compared; which is the model's cannot be told")
     found = []
     for claim, folder in bases.items():
         finding = examine(open_model(folder, claim.name), suspect, reporter, len(bases) + len(sketches))
         found.append(_told(finding, claim.digest))
-    digests = {sketch.facts.name: sketch.facts.model_digest for sketch in sketches}
-    library = examine_library(suspect, sketches, reporter)
-    return found + [_told(finding, digests[finding.reference]) for finding in library]
+    facts = {sketch.facts.name: sketch.facts for sketch in sketches}
+    library = examine_library(suspect, sketches, reporter, len(bases) + len(sketches))
+    known = [(finding, facts[finding.reference]) for finding in library]
+    return found + [_told(finding, about.model_digest, about.licence) for finding, about in known]
 
 
-def _told(finding: Finding, digest: str | None) -> tuple[Match, dict[str, Any]]:
+def _told(finding: Finding, digest: str | None, licence: str | None = None) -> tuple[Match, dict[str, Any]]:
     verdict = finding.verdict
     derived = verdict.word in {"same", "derived"}
     effects: dict[str, float] = {}
@@ -46,7 +49,8 @@ def _told(finding: Finding, digest: str | None) -> tuple[Match, dict[str, Any]]:
         effects[test.name] = max(test.effect, effects.get(test.name, 0.0))  # a test is made again for a rotated copy
     # p-values are the same for a parent and a grandparent once every neuron is found again; sizes of effects are not.
     closeness = sum(effects.values()) / max(1, len(effects))
-    return Match(finding.reference, digest, finding.against, derived, closeness, verdict.sentence), finding.to_json()
+    match = Match(finding.reference, digest, finding.against, derived, closeness, verdict.sentence, licence)
+    return match, finding.to_json()
 
 
 def base_folders(model: Path, lineage: Lineage, given: Sequence[Path]) -> dict[Claim, Path]:
@@ -55,6 +59,8 @@ def base_folders(model: Path, lineage: Lineage, given: Sequence[Path]) -> dict[C
     found = {}
     for folder in given:
         digest = weights_digest(folder)
+        if not any(folder.glob("*.safetensors")):
+            raise UserError(f"--base {folder} holds no safetensors; give the folder of the base's weights")
         if digest not in wanted:
             named = ", ".join(f"{claim.name} ({claim.digest[:12]})" for claim in wanted.values()) or "none"
             raise UserError(

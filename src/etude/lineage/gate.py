@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Literal
 from etude.lineage.release_facts import carried, edges, in_order, roots
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from etude.lineage.record import Lineage
 
 UNKNOWN_DATA = "unknown-data"
 MARGIN = 1e-5  # of closeness, above what the rounding of two sketches differs by
+# Far from both, a model is nearer to its base or to the base's sibling by chance: by up to 0.07 of its distance from the base
+# (models 64 wide, drifted to a cosine of 0.45, siblings 0.001 to 0.1 apart).
+CHANCE = 0.1
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Match:
     derived: bool  # the audit says that both grew from one initialisation
     closeness: float  # from 0 to 1, orders models that all match
     sentence: str  # the verdict, as the audit words it
+    licence: str | None = None  # of the known model, as the library has it
 
     def is_of(self, claim: Claim) -> bool:
         """Say whether this is about a claimed base."""
@@ -88,7 +92,7 @@ def unchecked_refusals(lineage: Lineage, matches: Sequence[Match]) -> list[Refus
 def base_refusals(lineage: Lineage, matches: Sequence[Match]) -> list[Refusal]:
     """Refuse a claimed base that is not found in the weights, and another known one that fits better.
 
-    A relative of the base (its instruction-tuned sibling, what it continues) matches, too; only a better match speaks against
+    A relative of the base (its instruction-tuned sibling, what it continues) matches, too; only a clearly better match speaks against
     the tree. Sketches are ranked among themselves: whole weights always match a little better than a sketch of them.
     """
     about = {claim.name: [match for match in matches if match.is_of(claim)] for claim in claims(lineage)}
@@ -102,11 +106,12 @@ def base_refusals(lineage: Lineage, matches: Sequence[Match]) -> list[Refusal]:
     known = [match for match in found if in_tree(match, lineage)]
     ranked = [match for match in known if match.against == "sketch"] or known
     best = max((match.closeness for match in ranked), default=-1.0)
+    clearly = best + MARGIN + CHANCE * (1 - best)
     told = "is not in the tree, but these weights match it better than any base that is"
     return refusals + [
         Refusal("base", f"{match.name} {told}: {match.sentence}", "name it as the base, and meet its licence")
         for match in found
-        if match not in known and match.closeness > best + MARGIN
+        if match not in known and match.closeness > clearly
     ]
 
 
@@ -118,6 +123,16 @@ def licence_refusals(lineage: Lineage, present: Mapping[str, str]) -> list[Refus
         Refusal("licence", f"{each.file} ({each.licence or 'unknown text'}, from {each.inherited_from}) {how}", fix)
         for each in lost
         for how in ["was altered" if each.file in present else "is missing"]
+    ]
+
+
+def unlicensed_refusals(lineage: Lineage, matches: Iterable[Match], held: Collection[str | None]) -> list[Refusal]:
+    """Refuse a base whose licence the library knows while no text of it travels along: records can be emptied, weights cannot."""
+    fix = "put the base's licence file back as it was received"
+    return [
+        Refusal("licence", f"{match.name} is under {match.licence}, and no text of that licence is here", fix)
+        for match in matches
+        if match.derived and match.licence and match.licence not in held and in_tree(match, lineage)
     ]
 
 

@@ -110,10 +110,9 @@ def load_product(path: Path) -> Product:
         raise UserError(f"{path} cannot be read as TOML: {error}") from None
     if wrong := [name for name in found if name not in {"product", "organisation"}]:
         raise UserError(f"{path}: unknown table {wrong[0]!r}{nearest(wrong[0], ['product', 'organisation'])}")
-    try:
-        tables = {name: dict(found.get(name, {})) for name in ("product", "organisation")}
-    except (TypeError, ValueError):
-        raise UserError(f"{path}: `product` and `organisation` must be tables") from None
+    tables = {name: found.get(name, {}) for name in ("product", "organisation")}
+    if not all(isinstance(table, dict) for table in tables.values()):
+        raise UserError(f"{path}: `product` and `organisation` must be tables, each once: [product], [organisation]")
     if "organisation" in tables["product"]:
         raise UserError(f"{path}: unknown key product.organisation; it is a table of its own, [organisation]")
     try:

@@ -201,5 +201,5 @@ def _load(path: Path, kind: type[AnyPart]) -> AnyPart:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UserError(f"{path}: {where}: {first['msg']}; is it of another Etude version?") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({error}); restore it from a copy") from None

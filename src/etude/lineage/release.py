@@ -24,7 +24,7 @@ from etude.lineage.claims import base_folders, compare_claims
 from etude.lineage.drawing import draw_png, draw_svg
 from etude.lineage.duties import UNKNOWN, evaluate, licence_uses, notice, unmet
 from etude.lineage.europe import model_documentation, training_summary
-from etude.lineage.licences import LICENCE_NAME, LICENSES, carry, identify
+from etude.lineage.licences import LICENCE_NAME, LICENSES, carry, folder_name, held, identify
 from etude.lineage.product import load_product, released
 from etude.lineage.record import LINEAGE_FILE, FileDigest, load_lineage
 from etude.lineage.release_facts import Provider, Release, in_order, read_architecture
@@ -77,6 +77,10 @@ def make_release(
     """Make the folder `out`, or raise RefusedError with all reasons against it and leave nothing behind."""
     if out.exists():
         raise UserError(f"{out} exists; a release is never changed: choose another folder, or remove this one")
+    if not order.name.strip() or not order.name.isprintable():  # it is a heading, a duty is held against it
+        raise UserError(
+            f"{order.name!r} is no name for a model: use letters that can be printed, in one line, with --name"
+        )
     public_pem(order.key)  # a key that cannot sign is better known before the work
     product = released(load_product(order.product) if order.product else None, order.name)
     folder = find_model(model)
@@ -84,6 +88,8 @@ def make_release(
     digests = folder_digests(folder, reporter)
     wrong = wrong_files(lineage.records[lineage.head], digests)
     _refuse([*gate.record_refusals(wrong), *gate.licence_refusals(lineage, digests)])
+    if left := _left_out(lineage.records[lineage.head], digests):
+        reporter.say(f"not released, for no record names them: {', '.join(left)}")
     compared = compare_claims(folder, order.name, base_folders(folder, lineage, order.bases), sketches, reporter)
     matches = [match for match, _ in compared]
     with _work_folder(out) as work:
@@ -96,6 +102,7 @@ def make_release(
         _refuse([
             *gate.unchecked_refusals(lineage, matches),
             *gate.base_refusals(lineage, matches),
+            *gate.unlicensed_refusals(lineage, matches, {each.licence for each in held(folder)}),
             *gate.duty_refusals(unmet(duties, product, documents[CARD], documents[NOTICE])),
             *gate.data_refusals(unknown_data(duties), order.acknowledged),
         ])  # fmt: skip
@@ -124,8 +131,7 @@ def _work_folder(out: Path) -> Iterator[Path]:
 def released_files(record: Record) -> dict[str, FileDigest]:
     """Return the files of a model that a release holds as they were recorded. Licences move to LICENSES/, the card is new."""
     names = {name.removeprefix("model/"): file for name, file in record.outputs.items() if name.startswith("model/")}
-    kept = {name: file for name, file in names.items() if name != CARD and not name.startswith(f"{LICENSES}/")}
-    return record.weights | {name: file for name, file in kept.items() if not LICENCE_NAME.fullmatch(name)}
+    return record.weights | {name: file for name, file in names.items() if name != CARD and not is_licence(name)}
 
 
 def wrong_files(record: Record, digests: Mapping[str, str]) -> list[str]:
@@ -135,6 +141,17 @@ def wrong_files(record: Record, digests: Mapping[str, str]) -> list[str]:
     changed = [name for name, file in wanted.items() if name in digests and digests[name] != file.sha256]
     extra = [f"{name} is in no record" for name in digests if name.endswith(".safetensors") and name not in wanted]
     return [*missing, *(f"{name} is not the file that was recorded" for name in changed), *extra]
+
+
+def _left_out(record: Record, digests: Mapping[str, str]) -> list[str]:
+    """Return the files of a model's folder that somebody put there after it was recorded."""
+    known = {*released_files(record), LINEAGE_FILE, CARD}
+    return [name for name in digests if name not in known and not is_licence(name)]
+
+
+def is_licence(name: str) -> bool:
+    """Say whether a file of a model's folder, given by its path there, is a licence, a notice or a policy."""
+    return name.startswith(f"{LICENSES}/") or LICENCE_NAME.fullmatch(name) is not None
 
 
 def unknown_data(duties: Sequence[Duty]) -> list[str]:
@@ -209,7 +226,7 @@ def _json(value: Any) -> str:
 
 def attestation_name(number: int, record: Record) -> str:
     """Return what the statement of a stage is called."""
-    return f"{ATTESTATIONS}/{number:02d}-{record.stage}.dsse.json"
+    return f"{ATTESTATIONS}/{number:02d}-{folder_name(record.stage)}.dsse.json"  # a record may come from anybody
 
 
 def _write(

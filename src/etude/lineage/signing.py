@@ -18,7 +18,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -34,6 +34,7 @@ GIT_FILES = {".git", ".gitattributes", ".github", ".gitignore"}  # at the top; n
 PUBLIC_FORM = (serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 HOW = ec.ECDSA(hashes.SHA256())
 STATEMENT_TYPE = "application/vnd.in-toto+json"
+NO_DIGEST = ""
 
 
 class BadSignatureError(Exception):
@@ -42,9 +43,12 @@ class BadSignatureError(Exception):
 
 def default_key() -> Path:
     """Return the user's own key, which is made at the first release."""
-    path = Path.home() / ".config/etude/release-key.pem"
-    if not path.exists():
-        make_key(path)
+    try:
+        path = Path.home() / ".config/etude/release-key.pem"
+        if not path.exists():
+            make_key(path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows where home is
+        raise UserError(f"a key of your own cannot be made: {one_line(error)}; give one with --key") from None
     return path
 
 
@@ -54,13 +58,15 @@ def make_key(path: Path) -> None:
     pem = ec.generate_private_key(ec.SECP256R1()).private_bytes(*form)
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(pem)
-        file.flush()
-        os.fsync(file.fileno())
-    with contextlib.suppress(FileExistsError):
-        os.link(beside, path)
-    beside.unlink()
+    try:
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(pem)
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def public_pem(key: Path) -> bytes:
@@ -78,7 +84,7 @@ def _private(key: Path) -> ec.EllipticCurvePrivateKey:
         loaded = serialization.load_pem_private_key(key.read_bytes(), None)
     except FileNotFoundError:
         raise UserError(f"the key {key} does not exist; leave --key out to use your own, made when needed") from None
-    except (ValueError, TypeError) as error:  # TypeError: it is encrypted
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: it is encrypted
         raise UserError(f"{key} is not a private key that can be used: {one_line(error)}; give a PEM file") from None
     if not isinstance(loaded, ec.EllipticCurvePrivateKey) or not isinstance(loaded.curve, ec.SECP256R1):
         raise UserError(f"{key} is not an elliptic-curve key on P-256; make one, or leave --key out")
@@ -88,7 +94,7 @@ def _private(key: Path) -> ec.EllipticCurvePrivateKey:
 def _public(pem: bytes) -> ec.EllipticCurvePublicKey:
     try:
         loaded = serialization.load_pem_public_key(pem)
-    except ValueError:
+    except (ValueError, UnsupportedAlgorithm):
         raise UserError("the public key is not one; give the PEM file that its owner published") from None
     if not isinstance(loaded, ec.EllipticCurvePublicKey) or not isinstance(loaded.curve, ec.SECP256R1):
         raise UserError("the public key is not on the elliptic curve P-256; give the one its owner published")
@@ -111,7 +117,7 @@ def unseal(envelope: dict[str, Any], pem: bytes) -> Any:
         signed = _before_signing(str(envelope["payloadType"]), payload)
         _public(pem).verify(signature, signed, HOW)
         return json.loads(payload)
-    except (InvalidSignature, KeyError, IndexError, TypeError, ValueError, binascii.Error) as error:
+    except (InvalidSignature, KeyError, IndexError, TypeError, ValueError, binascii.Error, RecursionError) as error:
         raise BadSignatureError(one_line(error)) from None
 
 
@@ -136,13 +142,19 @@ def signed_files(folder: Path, pem: bytes) -> dict[str, str]:
         statement = unseal(read_json(folder / SIGNATURE)["dsseEnvelope"], pem)
         resources = statement["predicate"]["resources"]
         return {str(each["name"]): str(each["digest"]) for each in resources if each["algorithm"] == "sha256"}
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise BadSignatureError(one_line(error)) from None
 
 
 def folder_digests(folder: Path, reporter: Reporter) -> dict[str, str]:
-    """Hash every file of a folder but the signature and git's own."""
-    names = {path.relative_to(folder): path for path in files_below(folder)}
+    """Hash every file of a folder but the signature and git's own.
+
+    What is neither a file nor a folder, as a link to a folder, has `NO_DIGEST`: no signature covers what lies behind it.
+    """
+    odd = [path for path in folder.rglob("*") if not path.is_file() and (path.is_symlink() or not path.is_dir())]
+    names = {path.relative_to(folder): path for path in [*files_below(folder), *odd]}
     wanted = {name.as_posix(): path for name, path in names.items() if name.parts[0] not in {SIGNATURE, *GIT_FILES}}
-    with reporter.task("hashing", sum(path.stat().st_size for path in wanted.values()), "B") as task:
-        return {name: sha256_file(path, task.advance) for name, path in wanted.items()}
+    files = {name: path for name, path in wanted.items() if path not in odd}
+    with reporter.task("hashing", sum(path.stat().st_size for path in files.values()), "B") as task:
+        hashed = {name: sha256_file(path, task.advance) for name, path in files.items()}
+    return {name: hashed.get(name, NO_DIGEST) for name in wanted}

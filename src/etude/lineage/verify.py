@@ -19,7 +19,7 @@ from etude.lineage.bom import bom_errors
 from etude.lineage.card import card_disagreements
 from etude.lineage.claims import compare_claims
 from etude.lineage.duties import evaluate, licence_uses, unmet
-from etude.lineage.licences import LICENCE_NAME, LICENSES
+from etude.lineage.licences import held
 from etude.lineage.product import load_product, released
 from etude.lineage.record import LINEAGE_FILE, Record, load_lineage
 from etude.lineage.release import ATTESTATIONS, AUDIT, BOM, CARD, NOTICE, PRODUCT, SPDX
@@ -71,7 +71,16 @@ class Verification:
             self.checks.append(Check(name, "failed" if wrong else "ok", wrong or (fine,)))
         except OpenError as why:
             self.checks.append(Check(name, "open", (str(why),)))
-        except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (
+            UserError,
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             self.checks.append(Check(name, "failed", (f"cannot be read: {one_line(error)}",)))
 
 
@@ -91,7 +100,7 @@ def verify_release(folder: Path, key: Path | None, sketches: Sequence[Sketch], r
     lineage = load_lineage(folder)
     _check_contents(found, lineage)
     _check_documents(found, lineage)
-    names = ", ".join(claim.name for claim in gate.claims(lineage)) or "none is claimed, and no other known one matches"
+    names = _bases(lineage, sketches) or "none is claimed, and no other known one matches"
     wrong_base = partial(_wrong_base, found, lineage, sketches, reporter)
     found.check("base", wrong_base, f"measured from the weights: {names}")
     return found
@@ -121,7 +130,7 @@ def _changed(signed: dict[str, str], present: dict[str, str]) -> list[str]:
 def _what(name: str) -> str:
     if name.endswith(".safetensors"):
         return "the weight file"
-    if name.startswith(f"{LICENSES}/") or LICENCE_NAME.fullmatch(name):
+    if release.is_licence(name):
         return "the licence file"
     return "the attestation" if name.startswith(f"{ATTESTATIONS}/") else "the file"
 
@@ -133,9 +142,11 @@ def _edited_records(folder: Path) -> list[str]:
         for key, record in filed.items()
         if record.id != key
     ]
-    if not edited:
-        load_lineage(folder)  # says what else is wrong with it
-    return edited
+    if edited:
+        return edited
+    lineage = load_lineage(folder)  # says what else is wrong with it
+    strangers = lineage.records.keys() - {record.id for record in in_order(lineage)}
+    return [f"the record of stage {filed[key].stage} is of no ancestor of this model" for key in sorted(strangers)]
 
 
 def _check_contents(found: Verification, lineage: Lineage) -> None:
@@ -181,7 +192,12 @@ def _check_documents(found: Verification, lineage: Lineage) -> None:
 
     def duties() -> list[str]:
         given = load_product(folder / PRODUCT) if (folder / PRODUCT).exists() else None
-        product = released(given, str(read_json(folder / AUDIT)["release"]))
+        name = str(read_json(folder / AUDIT)["release"])
+        if f"\n# {name}\n" not in text(CARD):
+            return [
+                f"{AUDIT} calls the model {name!r}, the card's title is another: duties about names are not checked"
+            ]
+        product = released(given, name)
         found_duties = evaluate(licence_uses(folder), product)
         data = gate.data_refusals(release.unknown_data(found_duties), read_json(folder / AUDIT)["acknowledged"])
         return [*unmet(found_duties, product, text(CARD), text(NOTICE)), *map(str, data)]
@@ -191,12 +207,21 @@ def _check_documents(found: Verification, lineage: Lineage) -> None:
     found.check("duties", duties, "the card and the notice say what the licences ask for, as far as it is known")
 
 
+def _bases(lineage: Lineage, sketches: Sequence[Sketch]) -> str:
+    """Return the claimed bases, with what the library calls the same weights: a tree can call them what it likes."""
+    known = {sketch.facts.model_digest: sketch.name for sketch in sketches}
+    called = [(claim.name, known.get(claim.digest, claim.name)) for claim in gate.claims(lineage)]
+    return ", ".join(name if name == ours else f"{name}, which your library knows as {ours}" for name, ours in called)
+
+
 def _wrong_base(found: Verification, lineage: Lineage, sketches: Sequence[Sketch], reporter: Reporter) -> list[str]:
     """Compare the weights with the library: the one check that no signature and no rewritten record can satisfy."""
     if any(check.name == "weights" for check in found.failed):
         raise OpenError("not compared: these are not the files of the record")
     matches = [match for match, _ in compare_claims(found.folder, found.folder.name, {}, sketches, reporter)]
-    refusals = [refusal.what for refusal in gate.base_refusals(lineage, matches)]
+    texts = {each.licence for each in held(found.folder)}
+    refused = [*gate.base_refusals(lineage, matches), *gate.unlicensed_refusals(lineage, matches, texts)]
+    refusals = [refusal.what for refusal in refused]
     unknown = ", ".join(claim.name for claim in gate.unchecked(lineage, matches))
     if unknown and not refusals:
         raise OpenError(f"not compared: {unknown} is not in your library; `etude library add FOLDER NAME` adds it")

@@ -137,6 +137,9 @@ def test_which_files_are_the_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").touch()
     refused("holds an adapter; merge it")
     index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    refused("holds an adapter; merge it")
+    (tmp_path / "adapter_config.json").unlink()
     index.write_text("{}")
     refused("is damaged")
     index.write_text(
@@ -145,3 +148,15 @@ def test_which_files_are_the_model(tmp_path: Path) -> None:
     refused("1 of 2 shards are missing, such as x-1.safetensors")
     (tmp_path / "x-1.safetensors").touch()
     assert [file.name for file in weight_files(tmp_path)] == ["model.safetensors", "x-1.safetensors"]
+    index.write_text(json.dumps({"weight_map": {"a": "x-1.safetensors"}}))
+    refused("model.safetensors is not among the shards")  # which transformers would load, and others not
+    for outside in ("../x-1.safetensors", str(tmp_path.parent / "x-1.safetensors")):
+        index.write_text(json.dumps({"weight_map": {"a": outside}}))
+        refused("not a file beside it")
+
+
+def test_a_tensor_that_two_files_hold_is_not_chosen_from(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "model_2.safetensors"):
+        save_file({"a.weight": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(UserError, match=r"a\.weight is in model\.safetensors and in .*model_2\.safetensors"):
+        read_headers(weight_files(tmp_path))

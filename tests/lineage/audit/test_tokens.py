@@ -51,9 +51,10 @@ def test_unigram_gaps_and_no_tokeniser(tmp_path: Path) -> None:
     assert (tokens.strings, list(tokens.merges)) == (["<unk>", "▁a", "b"], [])
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "c": 3}}}))
     assert read_tokens(tmp_path) == Tokens(["a", None, None, "c"], [])
-    (tmp_path / "tokenizer.json").write_text('{"model": []}')
-    with pytest.raises(UserError, match=r"tokenizer\.json is damaged"):
-        read_tokens(tmp_path)
+    for damaged in ('{"model": []}', '{"model": {"vocab": {"a": 99999999}}}', '{"model": {"vocab": {"a": -1}}}'):
+        (tmp_path / "tokenizer.json").write_text(damaged)
+        with pytest.raises(UserError, match=r"tokenizer\.json is damaged"):
+            read_tokens(tmp_path)
 
 
 def test_tiktoken_words_are_written_as_byte_level_ones(tmp_path: Path) -> None:

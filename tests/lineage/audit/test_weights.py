@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, dequantize, quantize
+from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
 from safetensors.torch import load_file, save_file
 
 import etude.models
@@ -308,8 +308,17 @@ def test_one_of_several_gguf_parts_stands_for_all(tmp_path: Path) -> None:
     zoo.write_gguf(file, zoo.build("llama"), GGMLQuantizationType.F16, ["a"])
     with pytest.raises(UserError, match="one of 2 parts and 1 are here"):
         open_weights(file)
-    shutil.copy(file, tmp_path / "whole-00002-of-00002.gguf")
-    assert len(open_weights(file).files) == 2
+    second = tmp_path / "whole-00002-of-00002.gguf"
+    writer = GGUFWriter(second, "llama")
+    writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert open_weights(file).files == [file, second]
+    shutil.copy(file, second)
+    with pytest.raises(UserError, match=r"blk\.0\S+ is in whole-00001-of-00002\.gguf and in .*whole-00002"):
+        open_weights(file)
 
 
 def test_numbers_that_cannot_be_read_and_unknown_models_are_refused_by_name(tmp_path: Path) -> None:

@@ -93,9 +93,11 @@ def open_model(path: Path, name: str = "") -> Opened:
     return Opened(name or path.name, open_weights(path), read_tokens(path))
 
 
-def examine_library(suspect: Opened, sketches: Sequence[Sketch], reporter: Reporter) -> list[Finding]:
-    """Compare a model with every sketch; the best match first."""
-    found = [examine(sketch, suspect, reporter, compared=len(sketches)) for sketch in sketches]
+def examine_library(
+    suspect: Opened, sketches: Sequence[Sketch], reporter: Reporter, compared: int | None = None
+) -> list[Finding]:
+    """Compare a model with every sketch; the best match first. `compared`: with how many models in all, if with others, too."""
+    found = [examine(sketch, suspect, reporter, compared or len(sketches)) for sketch in sketches]
     return sorted(found, key=lambda finding: (WORDS.index(finding.verdict.word), finding.verdict.log10_p))
 
 
@@ -116,9 +118,15 @@ def examine(a: Opened | Sketch, b: Opened, reporter: Reporter, compared: int = 1
         tracemalloc.stop()
     return Finding(
         a.name, b.name, "sketch" if isinstance(a, Sketch) else "weights", tuple(tests), tokens, shapes,
-        judge(tests, tokens, shapes, compared), tuple(notes), time.monotonic() - started,
+        judge(tests, tokens, shapes, compared), (*notes, *_left_out(a, b)), time.monotonic() - started,
         sum(weights.bytes_read for weights in opened) - before, sum(weights.bytes_total for weights in opened), peak,
     )  # fmt: skip
+
+
+def _left_out(*sides: Opened | Sketch) -> list[str]:
+    """Say which layers and embeddings of a model were not looked at."""
+    unread = [(side.name, start) for side in sides if isinstance(side, Opened) for start in side.weights.unread]
+    return [f"{start}… of {name}: taken for no part of its language model" for name, start in unread]
 
 
 def _tests(

@@ -75,14 +75,17 @@ class Layout:
     """Finds the parts of a model among its tensors."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], declared: Declared, where: Path) -> None:
-        self._shapes, self._declared = shapes, declared
-        self._stack = _stack_of(shapes, where)
+        self._shapes, self._declared, self._where = shapes, declared, where
+        self._stack, others = _stacks_of(shapes, where)
         language = (name for name in shapes if not NOT_LANGUAGE.search(name))
         found = [name for name in language if name.removesuffix(".weight").split(".")[-1] in EMBEDDINGS]
         if not found:
             raise UserError(_unknown(shapes, where, "embedding"))
         self.embedding = min(found, key=len)  # a longer one belongs to a further prediction layer
+        self.unread = [*others, *(name for name in found if name != self.embedding and not STACK.fullmatch(name))]
         self.vocab, self.hidden = shapes[self.embedding]
+        self._refuse_other_depth()
+        self._refuse_mixed_layers()
         self.head_dim = declared.head_dim or self.hidden // declared.heads
         self.latent = any("kv_a_" in name for name in shapes)
         self.tied = declared.tied or not any(OUTPUT.fullmatch(name) for name in shapes)
@@ -92,7 +95,8 @@ class Layout:
         fused = self._find(layer, f"{owner}gate_up", expert)
         if self._declared.model_type in FUSED_UP and not owner:
             fused = fused or self._find(layer, "up")
-        name = fused or self._find(layer, f"{owner}{part}", expert)
+        apart = self._find(layer, f"{owner}{part}", expert)
+        name = self._only(fused, apart)
         if name is None:
             return None
         rows = np.arange(self._units(name))
@@ -109,15 +113,15 @@ class Layout:
 
     def attention(self, layer: int, part: str) -> Place | None:
         """Find "query" or "key"; with latent attention what comes first after the residual stream."""
-        if name := self._find(layer, part):
+        fusions = {fusion: found for fusion in ("stacked", "grouped") if (found := self._find(layer, fusion))}
+        if (name := self._find(layer, part)) and self._only(name, *fusions.values()):
             rows = np.arange(self._units(name))
             if name.startswith("blk.") and self._declared.model_type in ROTARY_PAIRS:
                 rows = rows.reshape(-1, self.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
             return Place(name, rows)
-        for fusion in ("stacked", "grouped"):
-            if name := self._find(layer, fusion):
-                return Place(name, self._of_fused(fusion, part, self._units(name)))
-        return None
+        return next(
+            (Place(fused, self._of_fused(fusion, part, self._units(fused))) for fusion, fused in fusions.items()), None
+        )
 
     def _of_fused(self, fusion: str, part: str, units: int) -> NDArray[np.int64]:
         """Pick a part's rows of fused query, key and value: all queries first, or each key after the queries it serves."""
@@ -131,19 +135,43 @@ class Layout:
 
     def _find(self, layer: int, part: str, expert: int | None = None) -> str | None:
         names = (f"{self._stack}{layer}.{name}{ending}" for name in PARTS[part] for ending in ENDINGS)
-        return next((full for name in names if (full := name.format(expert)) in self._shapes), None)
+        return self._only(*(full for name in names if (full := name.format(expert)) in self._shapes))
+
+    def _only(self, *found: str | None) -> str | None:
+        """Return the one tensor of a part. A second one may be a decoy: whoever loads the model reads one of the two."""
+        names = sorted({name for name in found if name})
+        if len(names) > 1:
+            raise UserError(f"{self._where}: {names[0]} and {names[1]} cannot both be in use; remove what is not")
+        return names[0] if names else None
+
+    def _refuse_mixed_layers(self) -> None:
+        """Refuse a layer that is dense and has experts as well: which of the two is loaded, its tensors cannot tell."""
+        for layer in range(self._declared.layers):
+            dense = self.ffn(layer, "up")
+            experts = [self.router(layer), self.ffn(layer, "up", "expert ", 0), self.ffn(layer, "up", "experts ", 0)]
+            if dense and not dense.tensor.startswith("blk."):  # GGUF has models with both
+                [self._only(dense.tensor, expert.tensor) for expert in experts if expert]
+
+    def _refuse_other_depth(self) -> None:
+        """Refuse a config that tells of other layers than there are; some models keep a few further prediction layers."""
+        found = (STACK.fullmatch(name) for name in self._shapes)
+        said, there = self._declared.layers, 1 + max(int(name[2]) for name in found if name and name[1] == self._stack)
+        if not 0 < said <= there <= said + 1 + said // 4:
+            raise UserError(f"{self._where}: {said} layers are declared, the weights have {there}; correct the config")
 
     def _units(self, name: str) -> int:
         return self._shapes[name][-1 if self.transposed(name) else -2]
 
     def transposed(self, name: str) -> bool:
         """Say whether a tensor is stored as [hidden, units] (GPT-2, some experts); a square one is taken as it is."""
+        if len(self._shapes[name]) < 2:
+            raise UserError(f"{self._where}: {name} is not a matrix; fetch the weights again")
         units, columns = self._shapes[name][-2:]
         return units == self.hidden != columns and not name.endswith("_packed")
 
 
-def _stack_of(names: Mapping[str, tuple[int, ...]], where: Path) -> str:
-    """Return the prefix of the language model's layers: that under which most layers have parts we know."""
+def _stacks_of(names: Mapping[str, tuple[int, ...]], where: Path) -> tuple[str, list[str]]:
+    """Return the prefix of the language model's layers, that under which most layers have parts we know, and the other ones."""
     known = {re.sub(r"\.\{\}", ".0", name) for part in PARTS.values() for name in part}
     layers: dict[str, set[int]] = defaultdict(set)
     for name in names:
@@ -152,7 +180,8 @@ def _stack_of(names: Mapping[str, tuple[int, ...]], where: Path) -> str:
             layers[match[1]].add(int(match[2]))
     if not layers:
         raise UserError(_unknown(names, where, "layers"))
-    return max(layers, key=lambda prefix: len(layers[prefix]))
+    first, *others = sorted(layers, key=lambda prefix: -len(layers[prefix]))
+    return first, others
 
 
 def _unknown(names: Mapping[str, tuple[int, ...]], where: Path, what: str) -> str:

@@ -91,7 +91,9 @@ def declared_by_config(config: Mapping[str, Any], where: Path) -> Declared:
             model_type=str(text.get("model_type") or config["model_type"]),
             layers=_first(text, "num_hidden_layers", "n_layer", "num_layers"),
             heads=_first(text, "num_attention_heads", "n_head"),
-            head_dim=text["qk_nope_head_dim"] + text["qk_rope_head_dim"] if latent else text.get("head_dim"),
+            head_dim=text["qk_nope_head_dim"] + text["qk_rope_head_dim"]
+            if latent
+            else int(text.get("head_dim") or 0) or None,
             rope_theta=rope.get("rope_theta") or text.get("rope_theta") or text.get("rotary_emb_base"),
             q_rank=int(text.get("q_lora_rank") or 0),
             kv_rank=latent,

@@ -28,7 +28,7 @@ MAPPED = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1",
     "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "?",
 }  # fmt: skip
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SPLIT_GGUF = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 GGUF_STRING, GGUF_ARRAY = 8, 9
@@ -104,11 +104,19 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def _folder_files(folder: Path) -> list[Path]:
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(f"{folder} holds an adapter; merge it into its base first")
     if (index := folder / INDEX).is_file():
         try:
             files = [folder / name for name in sorted(set(read_json(index)["weight_map"].values()))]
         except DAMAGED as error:
             raise UserError(f"{index} is damaged ({one_line(error)}); fetch it again") from None
+        if outside := [file for file in files if file.parent != folder]:
+            raise UserError(f"{index} names {outside[0]}, which is not a file beside it; put all shards beside it")
+        if (
+            single := folder / SINGLE
+        ).is_file() and single not in files:  # programs differ in which of the two they load
+            raise UserError(f"{single} is not among the shards of {INDEX}; which is the model? remove one of them")
         if missing := [file.name for file in files if not file.is_file()]:
             raise UserError(
                 f"{folder}: {len(missing)} of {len(files)} shards are missing, such as {missing[0]}; fetch them"
@@ -116,8 +124,6 @@ def _folder_files(folder: Path) -> list[Path]:
         return files
     # Other safetensors beside model*.safetensors are drafts, adapters or optimisers.
     files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
-    if (folder / "adapter_config.json").is_file():
-        raise UserError(f"{folder} holds an adapter; merge it into its base first")
     if not files:
         raise UserError(f"{folder} holds no safetensors; convert the weights first, or name the .gguf file itself")
     return files
@@ -134,6 +140,9 @@ def read_headers(files: list[Path]) -> tuple[dict[str, Tensor], dict[str, Any]]:
                 found, said = _gguf(opened, file) if kind == "gguf" else _safetensors(opened, file)
         except DAMAGED as error:
             raise UserError(f"{file} is not a whole {kind} file ({one_line(error)}); fetch it again") from None
+        if twice := tensors.keys() & found.keys():
+            name = min(twice)
+            raise UserError(f"{name} is in {tensors[name].file.name} and in {file}; name the file that is the model")
         tensors, meta = tensors | found, said | meta
     return tensors, meta
 

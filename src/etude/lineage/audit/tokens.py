@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 CONTROL_TOKEN = 3  # GGUF's token type for special tokens
 NEARLY_ALL = 0.99  # of the ids both have: new words were appended, or reserved ones were named
+MOST_IDS = 1 << 24  # far more than any vocabulary has; a list is made of them
 MANY = 0.5  # of all words; only a word for people, no verdict hangs on it
 
 
@@ -113,6 +114,8 @@ def _from_gguf(file: Path) -> Tokens | None:
 
 def _strings(by_id: Iterable[tuple[int, str]]) -> list[str | None]:
     words = dict(by_id)
+    if any(not 0 <= index < MOST_IDS for index in words):
+        raise ValueError("an id of a word is out of range")
     return [words.get(index) for index in range(max(words, default=-1) + 1)]
 
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.errors import UserError
+from etude.errors import UserError, one_line
 from etude.files import read_json
 from etude.lineage.audit.names import Layout
 from etude.lineage.audit.shapes import Declared, Shape, declared_by_config, declared_by_gguf
-from etude.lineage.audit.storage import decoded, read_headers, weight_files
+from etude.lineage.audit.storage import DAMAGED, INDEX, decoded, read_headers, weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -37,6 +37,7 @@ class Weights:
         self.bytes_total = sum(file.stat().st_size for file in files)
         self._tensors, self._block = tensors, declared.block
         self._layout = Layout({name: tensor.shape for name, tensor in tensors.items()}, declared, path)
+        self.unread = self._layout.unread  # further layers and embeddings, by the start of their names
         self.shape = _shape(self._layout, declared)
 
     def up(self, layer: int, rows: Rows | None = None) -> Matrix | None:
@@ -90,7 +91,12 @@ class Weights:
             row_step = _step(tensor.shape[-2], scale.shape[0], self._block[0])
             column_step = _step(len(columns), scale.shape[1], self._block[1])
             values = values * scale[rows // row_step][:, columns // column_step]
-        return np.ascontiguousarray(values.T[index] if transposed else values)
+        made = np.ascontiguousarray(values.T[index] if transposed else values)
+        if made.shape != (len(index), self.shape.hidden):
+            raise UserError(f"{self.path}: {name} does not fit a model of width {self.shape.hidden}; fetch it again")
+        if not np.isfinite(made).all():
+            raise UserError(f"{self.path}: {name} holds NaN or infinity: the model is broken, nothing can be compared")
+        return made
 
     def _scale(self, name: str, expert: int | None) -> Matrix | None:
         """Return the scales of a quantised tensor, one for each block of rows and columns."""
@@ -108,18 +114,28 @@ def open_weights(path: Path) -> Weights:
     """Open a folder of safetensors, one .safetensors with its config beside it, or a .gguf; only headers are read."""
     files = weight_files(path)
     tensors, meta = read_headers(files)
-    declared = declared_by_gguf(meta, path) if meta else _declared_beside(files[0])
-    return Weights(path, files, tensors, declared)
-
-
-def _declared_beside(file: Path) -> Declared:
-    config = file.with_name("config.json")
+    declared = declared_by_gguf(meta, path) if meta else _declared_beside(files)
     try:
-        return declared_by_config(read_json(config), config)
+        return Weights(path, files, tensors, declared)
+    except (*DAMAGED, ZeroDivisionError) as error:
+        raise UserError(
+            f"{path}: its tensors and its config do not fit ({one_line(error)}); fetch both again"
+        ) from None
+
+
+def _declared_beside(files: list[Path]) -> Declared:
+    config = files[0].with_name("config.json")
+    try:
+        said = read_json(config)
     except FileNotFoundError:
         raise UserError(f"{config} is missing; the audit needs it beside the weights") from None
     except ValueError as error:
         raise UserError(f"{config} is not JSON ({error}); fetch it again") from None
+    declared = declared_by_config(said, config)
+    named = said.get("transformers_weights")  # what transformers loads then, whatever else is there
+    if named and named not in [INDEX, *(file.name for file in files)]:
+        raise UserError(f"{config} names {named!r} as its weights, which are not those audited; name that file")
+    return declared
 
 
 def _chosen(stored: NDArray[Any], index: Rows) -> NDArray[Any]:
