@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from etude.agent.calls import Call
 from etude.agent.formats import choose_format
 from etude.agent.search.index import Searcher
+from etude.agent.tool_specs import BASH_ONLY, ToolSettings
 from etude.agent.toolbox_edit import replace
 from etude.agent.trace import Trace, read_traces
 from etude.data.chat.template import ChatTemplate
@@ -22,10 +26,11 @@ from etude.models.bases import resolve
 from etude.models.load import load_tokeniser
 from etude.progress import Reporter
 from etude.run.stages.sft import SftSettings, _packed
-from etude.tasks.demos import Studio, make, read_samples, refuse_benchmarks, tokeniser_digest
+from etude.tasks.demos import Studio, licences_of, make, read_samples, refuse_benchmarks, tokeniser_digest
 from etude.tasks.manifest import TaskSet, write_set
 from etude.tasks.strategies import Change, Script, changes, wrong_versions
 from etude.tasks.task import Style, Task
+from etude.tasks.terminal import in_terminal
 from tests.tasks import small
 
 LINES = st.lists(st.sampled_from(["a\n", "b\n", "    a\n", "\n", "def f(): pass\n", "x = 1"]), max_size=8).map("".join)
@@ -124,11 +129,48 @@ def test_demonstrations_are_kept_if_they_pass_and_are_learnt_token_for_token(
     assert (tmp_path / "one" / "log.jsonl").read_bytes() == before
     assert sampled(made(studio, tmp_path / "two")[1]) == sampled(traces)  # nor otherwise
 
-    with pytest.raises(UserError, match="another set, model or seed"):
+    with pytest.raises(UserError, match="another set, model, seed or tools"):
         made(dataclasses.replace(studio, seed=2), tmp_path / "one")
     tokeniser.chat_template += " "
     with pytest.raises(UserError, match="another tokeniser or template"):
         read_samples(tmp_path / "one" / "traces.jsonl", tokeniser)
+
+
+def test_with_bash_alone_all_is_said_in_commands(studio: Studio, tmp_path: Path) -> None:
+    alone = dataclasses.replace(studio, tools=ToolSettings(tools=BASH_ONLY))
+    row, traces = made(alone, tmp_path)
+    assert row["kept"] == 4
+    assert licences_of(tmp_path / "traces.jsonl").keys() == {"MIT"}
+    for trace in traces:
+        assert trace.made_by["tools"] == ["bash"]
+        assert {answer["name"] for node in trace.nodes for answer in node.details.get("answers", ())} == {"bash"}
+        assert "+        result += value" in trace.diff
+    with pytest.raises(UserError, match="another set, model, seed or tools"):
+        made(studio, tmp_path)
+
+
+@given(
+    st.text("ab'\"\\\n{}%é$`", min_size=1, max_size=12),
+    st.text("xy'\"\\\n{}%é$`", max_size=12),
+    st.sampled_from(["a b.py", "it's.py"]),
+)
+def test_commands_do_what_the_calls_say(old: str, new: str, path: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / path
+
+        def run(name: str, **given: object) -> str:
+            command = str(in_terminal(Call(name, given)).arguments["command"])
+            done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, check=True)
+            return done.stdout
+
+        run("write", path=path, content=f"1{old}2")
+        assert file.read_text() == f"1{old}2"
+        run("edit", path=path, old=old, new=new)
+        assert file.read_text() == f"1{new}2"
+        file.write_text("one\ntwo\nthree\n")
+        assert run("read", path=path, start=2, end=3) == "two\nthree\n"
+        assert run("grep", pattern="t(w|x)o", glob="*.py").endswith(":2:two\n")
+        assert run("grep", pattern=r"\bone\b", path=path).endswith("1:one\n")
 
 
 @pytest.mark.parametrize("turn", ["slip", "wrong"])

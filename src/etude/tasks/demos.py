@@ -11,7 +11,7 @@ import json
 import random
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -75,6 +75,7 @@ class Studio:
     tokeniser: str  # digest
     searcher: Searcher | None
     seed: int = 0
+    tools: ToolSettings = field(default_factory=ToolSettings)  # all, or bash alone
 
     def script(self, task: Task, style: Style, name: str, attempt: int) -> Script:
         """Draw a way to a task's solution, which may know only of tests that the agent can see."""
@@ -82,7 +83,8 @@ class Studio:
         seen = tuple(test for test in failing if test not in task.hidden)
         suites = tuple(sorted({test.partition("::")[0] for test in seen or failing}))
         rng = random.Random(f"{self.seed}/{name}/{attempt}")  # noqa: S311 - keeps no secret
-        script = Script(task, task.prompts[style], seen, suites, self.tasks.codebase(task).options, rng)
+        options, terminal = self.tasks.codebase(task).options, self.tools != ToolSettings()
+        script = Script(task, task.prompts[style], seen, suites, options, rng, terminal=terminal)
         script.wrong_turn = "none" if attempt else script.wrong_turn  # the first way failed: go straight
         return script
 
@@ -105,7 +107,7 @@ class Studio:
         def begin(tools: Toolset) -> Harness:
             return Harness(policy, self.talk, tools, SETTINGS, trace, seed=self.seed)
 
-        left = await work_on(task, codebase, trace, ToolSettings(), self.searcher, begin)
+        left = await work_on(task, codebase, trace, self.tools, self.searcher, begin)
         if trace.stop != "finished":
             raise Unfit(f"the episode ended by {trace.stop}")
         found = await score(task, codebase, left.entries)
@@ -151,11 +153,16 @@ def jobs(tasks: TaskSet, each: int) -> list[tuple[str, Task, Style]]:
 
 async def make(studio: Studio, folder: Path, log: MetricsLog, reporter: Reporter, each: int = 1) -> Row:
     """Make demonstrations into a folder; what is there is not made again. Return what became of all."""
-    about = {"set": studio.tasks.digest, "tokeniser": studio.tokeniser, "seed": studio.seed}
+    about = {
+        "set": studio.tasks.digest,
+        "tokeniser": studio.tokeniser,
+        "seed": studio.seed,
+        "tools": studio.tools.tools,
+    }
     if log.get("about") is None:
         log.put("about", **about)
-    if about != {name: (log.get("about") or {})[name] for name in about}:
-        raise UserError(f"{folder} has demonstrations of another set, model or seed; choose another --out")
+    if about != {name: (log.get("about") or {}).get(name) for name in about}:
+        raise UserError(f"{folder} has demonstrations of another set, model, seed or tools; choose another --out")
     wanted, room = jobs(studio.tasks, each), asyncio.Semaphore(cores())
     with reporter.task(f"demonstrating {studio.tasks.name}", len(wanted), "demonstrations") as progress:
 

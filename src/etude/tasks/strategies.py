@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from etude.agent.calls import Call
 from etude.tasks.generators.operators import OPERATORS
 from etude.tasks.generators.parsed import Parsed, changed_lines, parse
+from etude.tasks.terminal import in_terminal
 
 if TYPE_CHECKING:
     import random
@@ -136,10 +137,14 @@ def phrases() -> dict[str, dict[str, list[str]]]:
 
 
 class Script:
-    """One way to a task's solution, drawn once. `failing` and `suites`: the tests that fail and can be seen, and test files to run."""
+    """One way to a task's solution, drawn once. `failing` and `suites`: the tests that fail and can be seen, and test files to run.
+
+    `terminal`: there is nothing but bash, so all calls are said as its commands, and no list of to-dos is kept.
+    """
 
     def __init__(
-        self, task: Task, prompt: str, failing: tuple[str, ...], suites: tuple[str, ...], options: tuple[str, ...], rng: random.Random
+        self, task: Task, prompt: str, failing: tuple[str, ...], suites: tuple[str, ...], options: tuple[str, ...], rng: random.Random,
+        *, terminal: bool = False,
     ) -> None:  # fmt: skip
         self.edits, self.spans, self.deleted = (
             task.candidate.edits,
@@ -147,10 +152,11 @@ class Script:
             task.candidate.generator == "deletion",
         )
         self.prompt, self.failing, self.suites, self.options, self.rng = prompt, failing, suites, options, rng
-        self.seen = prompt
+        self.seen, self.terminal = prompt, terminal
         self.tested = False  # and so seen to fail
         self.command = self.blamed = ""
         self.plan = [rng.choice(each) for each in phrases()["plan"].values()] if rng.random() < 0.35 else []
+        self.plan = [] if terminal else self.plan
         self.whole: list[Change] = []
         for edit in self.edits:
             plain = (edit.broken or "").strip() and edit.fixed is not None and "\r" not in f"{edit.broken}{edit.fixed}"
@@ -159,7 +165,7 @@ class Script:
         if len(self.whole) > MOST_EDITS:
             raise Unfit("the solution has too many parts")
         self.versions = wrong_versions(self.edits[0]) if len(self.edits) == 1 and failing else []
-        can = {"none": True, "slip": self.whole[0].old is not None, "wrong": bool(self.versions),
+        can = {"none": True, "slip": self.whole[0].old is not None and not terminal, "wrong": bool(self.versions),
                "partial": bool(failing) and 1 < len(self.whole) < 5}  # fmt: skip
         self.wrong_turn = rng.choices([*WRONG_TURNS], [WRONG_TURNS[turn] * can[turn] for turn in WRONG_TURNS])[0]
 
@@ -175,7 +181,7 @@ class Script:
 
     def _do(self, thinking: str, *calls: Call) -> Generator[Say, Answers, Answers]:
         plan = self._todo(0) if self.seen == self.prompt else ()  # with the first call
-        answers = yield Say((*calls, *plan), thinking=thinking)
+        answers = yield Say(tuple(map(in_terminal, calls)) if self.terminal else (*calls, *plan), thinking=thinking)
         self.seen += "\n".join(answer["text"] for answer in answers)
         return answers
 
@@ -186,7 +192,8 @@ class Script:
     def _find(self) -> Turns:
         """Find the code by what the request says, by search or by a failing test."""
         places = [edit.path for edit in self.edits if edit.broken is not None]
-        ways = [(3.0, self._grep), (0.5, self._search), *([(1.5, self._reproduce)] if self.failing else [])]
+        ways = [(3.0, self._grep), *([(1.5, self._reproduce)] if self.failing else [])]
+        ways += [] if self.terminal else [(0.5, self._search)]
         drawn = [way for _, way in sorted(ways, key=lambda each: -each[0] * self.rng.random())]
         for way in [*drawn, self._grep]:  # at last by what all of it has shown
             if self.seen == self.prompt or any(path not in self.seen for path in places):
@@ -297,7 +304,7 @@ class Script:
         for number, group in enumerate(groups):
             why = self._words("more", name=group[0].name) if number else thinking
             answers = yield from self._do(why, *(each.call() for each in group))
-            if any(answer["failed"] for answer in answers):
+            if any(answer["failed"] or answer["details"].get("rc") for answer in answers):
                 raise Unfit("an edit failed")
 
     def _cause(self, change: Change, line: str = "line", lines: str = "lines") -> str:
