@@ -1,7 +1,7 @@
 """How far can the audit be trusted? False alarms and finds, counted on models whose descent is known.
 
-    python benchmarks/audit.py            # a GPU and as many cores as there are; see results/audit-h200.json
-    python benchmarks/audit.py --quick    # a few small models on a CPU, to see that it works
+    python benchmarks/audit.py            # on a GPU 256 bases; without one 64, which take half an hour on two cores
+    python benchmarks/audit.py --quick    # a few small models, to see that it works
 
 It trains tiny Llamas (audit_zoo.py): bases that differ in their seed alone, with the same text in the same order, and descendants
 of some of them. Every descendant is audited against its base, and against other bases; bases against each other; each time by
@@ -56,6 +56,7 @@ class Size:
 
 
 FULL = Size(bases=256, parents=64, steps=800, batch=(8, 128), strangers=2, null_pairs=2048)
+CPU = Size(bases=64, parents=16, steps=150, batch=(4, 64), strangers=2, null_pairs=600)
 QUICK = Size(bases=8, parents=3, steps=30, batch=(2, 64), strangers=2, null_pairs=28)
 
 
@@ -240,7 +241,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    size = QUICK if options.quick else FULL
+    import torch
+
+    size = QUICK if options.quick else FULL if torch.cuda.is_available() else CPU
     out = options.out or Path("runs") / ("audit-quick" if options.quick else "audit")
     begun = time.monotonic()
     losses = make_zoo(out / "zoo", size)
@@ -263,8 +266,6 @@ def main() -> None:
         show(lines)
         print(json.dumps({"rows": lines, **told}))
     else:
-        import torch
-
         finish("audit", lines, "h200" if torch.cuda.is_available() else "cpu", **told)
 
 

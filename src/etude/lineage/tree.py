@@ -83,7 +83,7 @@ def describe(record: Record, role: str) -> list[str]:
         f"made by Etude {record.code.etude} ({kept}), recipe {record.recipe.hash[:12]}",
         f"compute here: {describe_compute(record.compute)}",
     ]
-    lines += _describe_origin(record.origin) if record.origin else []
+    lines += _describe_origin(record.origin, told=bool(record.parents)) if record.origin else []
     lines += [f"data: {use.name}, {use.files} files, {use.bytes:,} bytes, {use.digest[:12]}" for use in record.data]
     for carried in record.licences:
         known = carried.licence or "unknown text, read it"
@@ -101,9 +101,10 @@ def describe_compute(compute: Compute) -> str:
     return f"{compute.tokens:,} tokens, {compute.model_flops:.2e} FLOP ({compute.method}){where}"
 
 
-def _describe_origin(origin: Origin) -> list[str]:
+def _describe_origin(origin: Origin, *, told: bool) -> list[str]:
     revision = f" at {origin.revision}" if origin.revision else ""
     on_top = f", on top of {origin.continues}" if origin.continues else ""
-    before = describe_compute(origin.pretraining) + on_top if origin.pretraining else "not known"
+    unknown = "told below" if told else "not known"
+    before = describe_compute(origin.pretraining) + on_top if origin.pretraining else unknown
     conversion = [f"conversion: {origin.conversion}"] if origin.conversion else []
     return [f"origin: {origin.name}, {origin.source}{revision}", *conversion, f"compute before us: {before}"]
