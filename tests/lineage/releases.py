@@ -12,20 +12,20 @@ from safetensors.numpy import load_file, save_file
 from etude.files import read_json, sha256_file, write_json
 from etude.lineage.attestation import statement
 from etude.lineage.audit.examine import open_model
+from etude.lineage.audit.library import digest_weights
 from etude.lineage.audit.sketch import Facts, make_sketch
-from etude.lineage.claims import weights_digest
 from etude.lineage.record import FileDigest, Lineage, Record, load_lineage
 from etude.lineage.release import Order, attestation_name, make_release
 from etude.lineage.release_facts import in_order
 from etude.lineage.signing import SIGNATURE, make_key, seal, sign_folder
 from etude.lineage.verify import Verification, verify_release
+from etude.progress import Reporter
 from tests.run.toy import ScaleStage, recipe_of, runner
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from etude.lineage.audit.sketch import Sketch
-    from etude.progress import Reporter
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,13 @@ def workshop(folder: Path, base: Path, quiet: Reporter) -> Workshop:
 def sketch_of(model: Path, name: str) -> Sketch:
     """Return the sketch of a model under a name."""
     opened = open_model(model, name)
-    facts = Facts(name=name, source="test", licence=None, model_digest=weights_digest(model), made="2026-11-15")
+    facts = Facts(
+        name=name,
+        source="test",
+        licence=None,
+        model_digest=digest_weights(model, Reporter(quiet=True)),
+        made="2026-11-15",
+    )
     return make_sketch(opened.weights, opened.tokens, facts)
 
 

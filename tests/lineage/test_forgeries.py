@@ -10,7 +10,6 @@ import pytest
 
 from etude.files import read_json, sha256_file, write_json
 from etude.lineage.record import load_lineage
-from etude.progress import Reporter
 from tests import tiny
 from tests.lineage import releases
 
@@ -18,22 +17,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.lineage.releases import Workshop
-
-
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path) -> Workshop:
-    return releases.workshop(tmp_path_factory.mktemp("shop"), tiny_base, Reporter(quiet=True))
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, shop: Workshop) -> Path:
-    return shop.release(tmp_path_factory.mktemp("out") / "tiny-scaled")
-
-
-@pytest.fixture
-def folder(tmp_path: Path, whole: Path) -> Path:
-    """A copy of the release, a test's own."""
-    return shutil.copytree(whole, tmp_path / "received")
 
 
 def failures(shop: Workshop, folder: Path) -> dict[str, list[str]]:

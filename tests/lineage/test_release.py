@@ -29,22 +29,6 @@ if TYPE_CHECKING:
 LICENCE = "LICENSES/tiny/LICENSE"
 
 
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path) -> Workshop:
-    return releases.workshop(tmp_path_factory.mktemp("shop"), tiny_base, Reporter(quiet=True))
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, shop: Workshop) -> Path:
-    return shop.release(tmp_path_factory.mktemp("out") / "tiny-scaled")
-
-
-@pytest.fixture
-def folder(tmp_path: Path, whole: Path) -> Path:
-    """A copy of the release, a test's own."""
-    return shutil.copytree(whole, tmp_path / "received")
-
-
 def failures(shop: Workshop, folder: Path, key: Path | None = None) -> dict[str, list[str]]:
     return {check.name: list(check.lines) for check in shop.verify(folder, key).failed}
 

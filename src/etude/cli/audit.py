@@ -63,7 +63,7 @@ def add(
     place_for(name, folder)  # refused before gigabytes are hashed
     _, path, source = _find(model, cache, reporter)
     opened, today = open_model(path), datetime.now(UTC).date().isoformat()
-    digest = digest_weights(opened.weights, reporter)
+    digest = digest_weights(opened.weights.path, reporter)
     facts = Facts(name=name, source=source, licence=_licence(path), model_digest=digest, made=today)
     file = add_sketch(make_sketch(opened.weights, opened.tokens, facts), folder)
     told = facts.model_dump() | {"file": str(file), "bytes": file.stat().st_size}

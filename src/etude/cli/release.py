@@ -74,10 +74,10 @@ def verify(
 
 
 def _library(cache: Path | None) -> list[Sketch]:
-    from etude.lineage.audit.library import FOLDER, known_sketches
-    from etude.models.fetch import default_cache
+    from etude.cli.audit import sketch_folder
+    from etude.lineage.audit.library import known_sketches
 
-    return known_sketches((cache.absolute() if cache else default_cache()) / FOLDER)
+    return known_sketches(sketch_folder(cache))
 
 
 def _show(found: Verification) -> None:

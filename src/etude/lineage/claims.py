@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError
-from etude.files import digest_of_files, sha256_file
 from etude.lineage.audit.examine import examine, examine_library, open_model
+from etude.lineage.audit.library import digest_weights
 from etude.lineage.gate import Claim, Match, claims
 from etude.lineage.record import LINEAGE_FILE, load_lineage
 
@@ -53,14 +53,14 @@ def _told(finding: Finding, digest: str | None, licence: str | None = None) -> t
     return match, finding.to_json()
 
 
-def base_folders(model: Path, lineage: Lineage, given: Sequence[Path]) -> dict[Claim, Path]:
+def base_folders(model: Path, lineage: Lineage, given: Sequence[Path], reporter: Reporter) -> dict[Claim, Path]:
     """Return the folders of claimed bases that are at hand, known by the digest of their weights."""
     wanted = {claim.digest: claim for claim in claims(lineage)}
     found = {}
     for folder in given:
-        digest = weights_digest(folder)
         if not any(folder.glob("*.safetensors")):
             raise UserError(f"--base {folder} holds no safetensors; give the folder of the base's weights")
+        digest = digest_weights(folder, reporter)
         if digest not in wanted:
             named = ", ".join(f"{claim.name} ({claim.digest[:12]})" for claim in wanted.values()) or "none"
             raise UserError(
@@ -72,11 +72,6 @@ def base_folders(model: Path, lineage: Lineage, given: Sequence[Path]) -> dict[C
     for folder in (path.parent for path in beside):
         known = load_lineage(folder)
         claim = wanted.get(known.records[known.head].model_digest)
-        if claim and claim not in found and weights_digest(folder) == claim.digest:
+        if claim and claim not in found and digest_weights(folder, reporter) == claim.digest:
             found[claim] = folder
     return found
-
-
-def weights_digest(folder: Path) -> str:
-    """Return the digest by which records name the weights of a folder."""
-    return digest_of_files({file.name: sha256_file(file) for file in folder.glob("*.safetensors")})

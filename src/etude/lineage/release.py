@@ -90,7 +90,9 @@ def make_release(
     _refuse([*gate.record_refusals(wrong), *gate.licence_refusals(lineage, digests)])
     if left := _left_out(lineage.records[lineage.head], digests):
         reporter.say(f"not released, for no record names them: {', '.join(left)}")
-    compared = compare_claims(folder, order.name, base_folders(folder, lineage, order.bases), sketches, reporter)
+    compared = compare_claims(
+        folder, order.name, base_folders(folder, lineage, order.bases, reporter), sketches, reporter
+    )
     matches = [match for match, _ in compared]
     with _work_folder(out) as work:
         _copy_small_files(folder, work, lineage, order)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from etude.errors import UserError
+from etude.files import digest_of_files
 from etude.lineage.audit.examine import open_model
 from etude.lineage.audit.library import add_sketch, digest_weights, known_sketches, place_for, shipped
 from etude.lineage.audit.sketch import Facts, Sketch, hashed, make_sketch, middles, project
@@ -135,8 +137,16 @@ def test_the_sketch_of_sprout_is_that_of_the_sprout_that_ships() -> None:
     sprout, lineage = open_model(resolve("sprout").folder), load_lineage(resolve("sprout").folder)
     kept = next(each for each in known_sketches(None) if each.name == "sprout")
     assert kept.facts.model_digest == lineage.records[lineage.head].model_digest
-    assert kept.facts.model_digest == digest_weights(sprout.weights, Reporter(quiet=True))
+    assert kept.facts.model_digest == digest_weights(sprout.weights.path, Reporter(quiet=True))
     again = make_sketch(sprout.weights, sprout.tokens, kept.facts)
     assert again.names == kept.names
     for name in kept.names:  # sums may be rounded otherwise on another machine
         assert np.allclose(again.read(name).astype(float), kept.read(name).astype(float), atol=1, rtol=1e-5)
+
+
+def test_heads_beside_a_model_count_as_its_weights_as_in_a_record(tmp_path: Path) -> None:
+    files = {"model.safetensors": b"model", "mtp.safetensors": b"heads"}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    told = digest_of_files({name: hashlib.sha256(content).hexdigest() for name, content in files.items()})
+    assert digest_weights(tmp_path, Reporter(quiet=True)) == told

@@ -13,7 +13,6 @@ from etude.lineage.audit.sketch import Sketch
 from etude.progress import BYTES
 
 if TYPE_CHECKING:
-    from etude.lineage.audit.weights import Weights
     from etude.progress import Reporter
 
 SUFFIX = ".sketch.safetensors"
@@ -50,7 +49,8 @@ def add_sketch(sketch: Sketch, folder: Path) -> Path:
     return path
 
 
-def digest_weights(weights: Weights, reporter: Reporter) -> str:
-    """Return the digest that the record of a stage has for these weights."""
-    with reporter.task("hashing", weights.bytes_total, BYTES) as task:
-        return digest_of_files({path.name: sha256_file(path, task.advance) for path in weights.files})
+def digest_weights(path: Path, reporter: Reporter) -> str:
+    """Return the digest by which records name the weights of a folder, all of its safetensors; or that of a single file."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    with reporter.task("hashing", sum(file.stat().st_size for file in files), BYTES) as task:
+        return digest_of_files({file.name: sha256_file(file, task.advance) for file in files})
