@@ -7,8 +7,6 @@ BIN := $(VENV)/bin
 
 quickstart: install
 	$(BIN)/etude run recipes/quickstart.toml
-	$(BIN)/etude tasks demos recipes/tasks/quick.jsonl --model sprout --only-bash --each 2
-	$(BIN)/etude run recipes/quickstart-rl.toml
 
 test: install check
 	$(BIN)/python -m pytest

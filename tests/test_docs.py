@@ -17,13 +17,16 @@ from etude.recipe.load import load_recipe
 from etude.recipe.recipe import DATA, Header
 from etude.run.runner import stage_settings
 from etude.run.stages import STAGES
+from etude.run.stages.bench import BenchStage, BenchStageSettings
 from etude.run.stages.cpt import CptSettings
 from etude.run.stages.extend import ExtendSettings
 from etude.run.stages.mtp import MtpSettings
 from etude.run.stages.pretrain import PretrainSettings, ShapeSettings
+from etude.run.stages.release import ReleaseSettings, ReleaseStage
 from etude.run.stages.rl import RlStage
 from etude.run.stages.sft import SftSettings
 from etude.run.stages.training import TrainingStage
+from etude.tasks.demos import DemoSettings
 from etude.training.guard import GuardSettings
 from etude.training.schedule import ScheduleSettings
 from etude.training.settings import JointMtpSettings, LoraSettings, OptimiserSettings, TrainSettings
@@ -44,6 +47,7 @@ TRAINING: dict[type[BaseModel], str] = {  # where docs/training.md has the table
     ExtendSettings: "`[extend]`",
     RopeSettings: "`[extend.rope]`",
     SftSettings: "`[sft]`",
+    DemoSettings: "`[sft.demos]`",
     MtpSettings: "`[mtp]`",
     JointMtpSettings: "`[STAGE.mtp]`",
 }
@@ -53,7 +57,7 @@ def test_every_setting_is_explained() -> None:
     page = (ROOT / "docs/recipes.md").read_text()
     stages = {kind: stage for kind, stage in STAGES.items() if kind not in {"base", DATA}}
     assert [kind for kind in stages if f"`{kind}`" not in page] == []
-    elsewhere = (TrainingStage, RlStage)  # training.md, rl.md
+    elsewhere = (TrainingStage, RlStage, BenchStage, ReleaseStage)  # training.md, rl.md, benchmark.md, lineage.md
     explained_here = [stage for stage in stages.values() if not isinstance(stage, elsewhere)]
     names = [*Header.model_fields, *(name for stage in explained_here for name in stage.settings.model_fields)]
     assert [name for name in names if f"`{name}`" not in page] == []
@@ -101,17 +105,28 @@ def test_every_table_of_training_settings_is_on_the_page() -> None:
     assert found | {TrainSettings} == set(TRAINING)
 
 
-def rows_under(heading: str) -> dict[str, str]:
-    """Return the rows of the table under a heading of docs/training.md, by key; a row may have several keys."""
-    page = (ROOT / "docs/training.md").read_text()
+@pytest.mark.parametrize(("model", "page"), [(BenchStageSettings, "benchmark"), (ReleaseSettings, "lineage")])
+def test_the_tables_of_reports_have_every_setting_and_its_default(model: type[BaseModel], page: str) -> None:
+    told = table_under(f"`[{'bench' if page == 'benchmark' else 'release'}]`", f"docs/{page}.md")
+    assert set(told) == set(model.model_fields)
+    for name, field in model.model_fields.items():
+        if field.is_required() or isinstance(field.default, BaseModel):
+            assert told[name] == ("required" if field.is_required() else "")
+        else:
+            assert tomllib.loads(f"value = {told[name]}") == {"value": field.default}, name
+
+
+def rows_under(heading: str, file: str = "docs/training.md") -> dict[str, str]:
+    """Return the rows of the table under a heading of a page, by key; a row may have several keys."""
+    page = (ROOT / file).read_text()
     part = page.partition(f"\n### {heading}\n")[2].partition("\n#")[0]
     rows = [line for line in part.splitlines() if line.startswith("| `")]
     return {key: row for row in rows for key in re.findall(r"`(\w+)`", row.split("|")[1])}
 
 
-def table_under(heading: str) -> dict[str, str]:
+def table_under(heading: str, file: str = "docs/training.md") -> dict[str, str]:
     """Return the default of each key, as the table under a heading has it."""
-    return {key: row.split("|")[2].strip(" `") for key, row in rows_under(heading).items()}
+    return {key: row.split("|")[2].strip(" `") for key, row in rows_under(heading, file).items()}
 
 
 def examples(page: str) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from etude.errors import Interrupted
-from etude.progress import Reporter, Task, amount, duration
+from etude.progress import Reporter, Task, amount, duration, speed
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,14 @@ def test_rate_and_time_left_speak_of_this_session() -> None:
     assert task.rate == pytest.approx(2.5, rel=0.01)
     assert task.seconds_left == pytest.approx(10, rel=0.01)
     assert "75 of 100 steps (75%), 2.5 steps/s, 10 s left" in task.line()
+
+
+@pytest.mark.parametrize(
+    ("done", "seconds", "shown"),
+    [(0, 10, "0.0 x/s"), (11, 100, "0.1 x/s"), (9, 100, "5.4 x/min"), (1, 500, "7.2 x/h"), (0, 0, "0.0 x/s")],
+)
+def test_slow_work_is_told_by_the_minute_or_the_hour(done: int, seconds: float, shown: str) -> None:
+    assert speed(Task("", 100, "x", done, started=time.monotonic() - seconds)) == shown
 
 
 def test_a_log_gets_plain_lines_and_only_for_long_tasks() -> None:

@@ -22,6 +22,7 @@ LONG = 2.0  # seconds after which a task deserves to be seen
 LINE_EVERY = 10.0  # seconds between two lines in a log
 STATE_EVERY = 0.5  # seconds between two states for the listener
 BYTES = "B"
+SLOW = 0.1  # units a second; fewer would be shown as 0.0
 
 
 @dataclass
@@ -94,9 +95,12 @@ def of_total(task: Task) -> str:
 
 
 def speed(task: Task) -> str:
-    """Return the rate in a form that reads well, slow tasks included."""
+    """Return the rate in a form that reads well, slow tasks included: of these, what is done in a minute or an hour."""
     if task.unit == BYTES:
         return amount(task.rate, BYTES) + "/s"
+    if 0 < task.rate < SLOW:
+        minutely = task.rate * 60
+        return f"{minutely:.1f} {task.unit}/min" if minutely >= 1 else f"{minutely * 60:.1f} {task.unit}/h"
     return f"{task.rate:.1f} {task.unit}/s" if task.rate < 100 else f"{task.rate:,.0f} {task.unit}/s"
 
 

@@ -80,6 +80,14 @@ def test_each_limit_stops_the_episode(settings: dict[str, Any], stop: str, turns
     assert max(len(trace.context(place)) for place in range(len(trace.nodes))) <= max(1 << 20, 700)
 
 
+def test_calls_of_the_last_turn_are_run_though_their_answers_are_not_read() -> None:
+    tools = Echo()
+    trace, _ = play([ECHO.format("one"), ECHO.format("two")], tools, turns=2)
+    assert [call.arguments["text"] for call in tools.seen] == ["one", "two"]
+    assert trace.nodes[-1].kind == "turn"
+    assert [answer["text"] for answer in trace.nodes[-1].details["unread"]] == ["two"]
+
+
 def test_the_context_is_never_exceeded() -> None:
     trace, policy = play([ECHO.format("x" * 50)] * 99, context=900, summary=SummarySettings(kind="none"))
     assert trace.stop == "context"

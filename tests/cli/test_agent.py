@@ -75,7 +75,7 @@ def test_a_file_changed_meanwhile_is_not_overwritten(etude: Etude, repository: P
 
 def test_only_bash_offers_one_tool(etude: Etude, repository: Path) -> None:
     with ChatServer(["@bash\ncommand: sed -i s/-/+/ app.py\n@end", "done"]) as server:
-        code, _, err = ask(etude, server, repository, "--yes", "--only-bash")
+        code, _, err = ask(etude, server, repository, "--yes", "--tools", "bash")
     assert code == 0, err
     assert "return a + b" in (repository / "app.py").read_text()
     assert "@bash" in server.asked[0][0]["content"]

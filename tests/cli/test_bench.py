@@ -108,7 +108,7 @@ def test_what_a_user_gets_wrong_is_one_line(etude: Etude, calc: tuple[Path, Path
         "other": (other,),
         "is it running": ("http://127.0.0.1:9/v1",),
         "noop is named twice": ("noop", "noop"),
-        "the oracle needs the tools edit and write": ("oracle", "--only-bash"),
+        "the oracle needs the tools edit and write": ("oracle", "--tools", "bash"),
     }
     for part, given in wrong.items():
         said = etude(*words(calc, tmp_path / "out"), *given)

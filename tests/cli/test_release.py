@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from etude.bench.agent.entrants import weights_mark
 from etude.bench.agent.results import Header, Trial, TrialLog
-from etude.cli.bench import weights_mark
 from etude.lineage import signing
 from etude.progress import Reporter
 from etude.recipe.load import load_recipe

@@ -8,7 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,9 +24,12 @@ from etude.rl.arena import Infrastructure, Played
 from etude.rl.settings import RlSettings
 from etude.rl.task_arena import LEAST, TaskArena
 from etude.sandbox import local
+from etude.sandbox.box import Entry
 from etude.tasks.manifest import TaskSet
-from etude.tasks.score import longest_scoring
+from etude.tasks.score import Score, longest_scoring, score
 from etude.tasks.solution import solution_calls
+from etude.tasks.suite import Ready
+from etude.tasks.task import Task
 from tests.bench.agent import calc_set
 from tests.tasks import small
 
@@ -92,6 +95,40 @@ def test_a_solution_passes_and_nothing_done_fails(calc: tuple[TaskSet, Path], tm
     assert (solved.behaviour["files_changed"], idle.behaviour["files_changed"]) == (1.0, 0.0)
     assert "+        result += value" in solved.trace.diff
     assert (keepers(), left_behind()) == ([], [])
+
+
+def test_the_same_change_is_scored_once_and_its_trace_says_so(calc: tuple[TaskSet, Path], tmp_path: Path) -> None:
+    count = 0
+
+    async def counting(task: Task, codebase: Ready, entries: Sequence[Entry]) -> Score:
+        nonlocal count
+        count += 1
+        return await score(task, codebase, entries)
+
+    ground = TaskArena(calc[0], RlSettings(tasks="calc.jsonl"), calc[1], counting)
+    solving = TALK.write(*solution_calls(calc[0].tasks[0]))
+    played = [play(ground, scripted(solving, word), tmp_path / word) for word in ("Mended.", "Done.")]
+    assert count == 1
+    assert [each.trace.made_by["score"]["known"] for each in played] == [False, True]
+    assert played[0].outcome == played[1].outcome == "pass"
+    assert [each.trace.rewards["outcome"] for each in played] == [1.0, 1.0]
+    assert play(ground, scripted("Done."), tmp_path / "idle").outcome == "fail"
+    assert count == 1
+
+
+def test_scoring_that_hangs_is_no_failure_of_the_policy_and_is_not_remembered(
+    calc: tuple[TaskSet, Path], tmp_path: Path
+) -> None:
+    async def hanging(task: Task, *_: object) -> Score:
+        async with asyncio.timeout(0):  # as if its time were over
+            await asyncio.Event().wait()
+        raise AssertionError
+
+    ground = TaskArena(calc[0], RlSettings(tasks="calc.jsonl"), calc[1], hanging)
+    solving = TALK.write(*solution_calls(calc[0].tasks[0]))
+    for name in ("a", "b"):
+        with pytest.raises(Infrastructure, match=r"^hung: scoring took more than 211 s"):
+            play(ground, scripted(solving, "Done."), tmp_path / name)
 
 
 def test_history_is_not_there_and_nothing_gets_out(calc: tuple[TaskSet, Path], tmp_path: Path) -> None:

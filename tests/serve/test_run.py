@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from etude.cli.serve import locate
 from etude.errors import UserError
 from etude.models.bases import resolve
+from etude.models.locate import locate
 from etude.progress import Reporter
 from etude.serve.run import OWN_NAMES, bind, gate_for, is_loopback, read_token
 

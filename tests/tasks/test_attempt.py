@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import subprocess
@@ -21,7 +22,7 @@ from etude.agent.trace import Trace
 from etude.sandbox.box import Entry, SandboxError
 from etude.sandbox.launcher import remove_stale_forks
 from etude.tasks.attempt import Left, change_of, judge, own_changes, searcher_for, work_on
-from etude.tasks.score import MOST_BYTES, taken
+from etude.tasks.score import MOST_BYTES, Score, score, taken
 from etude.tasks.suite import Ready
 from tests.tasks import small
 
@@ -62,7 +63,7 @@ def test_an_attempt_is_played_and_judged_and_long_files_are_named(calc: Ready) -
     async def attempt() -> None:
         left = await work_on(small.task(), calc, trace, tools, None, begin)
         assert left.change["calc/__init__.py"] == (small.BROKEN, small.SOLVED)
-        judged = await judge(small.task(), calc, trace, left, "terse")
+        judged = await judge(small.task(), calc, trace, left, "terse", await score(small.task(), calc, left.entries))
         assert (judged.score.outcome, judged.score.ignored) == ("pass", ("calc/long.py",))
         assert judged.quality is not None
         assert (judged.quality.files, judged.quality.unrelated_files) == (2, 1)
@@ -82,8 +83,16 @@ def test_scoring_that_fails_is_no_score(calc: Ready, tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to("/bin/false")
     broken = dataclasses.replace(calc, python=tmp_path / "bin" / "python")
+    found = small.run(score(small.task(), broken, []))
     with pytest.raises(SandboxError):
-        small.run(judge(small.task(), broken, Trace("one", ""), Left([], {}), "terse"))
+        asyncio.run(judge(small.task(), broken, Trace("one", ""), Left([], {}), "terse", found))
+
+
+def test_a_trace_says_whether_its_score_was_known(calc: Ready) -> None:
+    for found, known in (Score("pass", how="known"), True), (Score("fail", how="idle"), False), (Score("fail"), False):
+        trace = Trace("one", "")
+        asyncio.run(judge(small.task(), calc, trace, Left([], {}), "terse", found))
+        assert trace.made_by["score"]["known"] is known
 
 
 def test_search_is_the_product_s(tmp_path: Path) -> None:
@@ -121,9 +130,3 @@ def test_changes_leave_out_caches_and_unfold_folders(tmp_path: Path) -> None:
         "pkg/b.py": ("lower/pkg/b.py", None),
         "long.txt": (None, "x" * ((1 << 20) - len("lower/keep.py"))),
     }
-
-
-def test_code_left_as_it_was_is_scored_alike_with_and_without_running_tests(calc: Ready) -> None:
-    run = small.run(judge(small.task(), calc, Trace("one", ""), Left([], {}), "terse")).score
-    known = small.run(judge(small.task(), calc, Trace("one", ""), Left([], {}), "terse", test_idle=False)).score
-    assert (known.outcome, known.fail_to_pass, known.pass_to_pass) == (run.outcome, run.fail_to_pass, run.pass_to_pass)

@@ -26,15 +26,25 @@ from etude.models.bases import resolve
 from etude.models.load import load_tokeniser
 from etude.progress import Reporter
 from etude.run.stages.sft import SftSettings, _packed
-from etude.tasks.demos import Studio, licences_of, make, read_samples, refuse_benchmarks, tokeniser_digest
+from etude.tasks.demos import (
+    DemoSettings,
+    Studio,
+    jobs,
+    licences_of,
+    make,
+    read_samples,
+    refuse_benchmarks,
+    tokeniser_digest,
+)
 from etude.tasks.manifest import TaskSet, write_set
-from etude.tasks.strategies import Change, Script, changes, wrong_versions
-from etude.tasks.task import Style, Task
+from etude.tasks.replacements import Change, changes
+from etude.tasks.strategies import Script, wrong_versions
+from etude.tasks.task import StoredStyle, Task
 from etude.tasks.terminal import in_terminal
 from tests.tasks import small
 
 LINES = st.lists(st.sampled_from(["a\n", "b\n", "    a\n", "\n", "def f(): pass\n", "x = 1"]), max_size=8).map("".join)
-PROMPTS: dict[Style, str] = {"terse": "fix total", "premise": "since the change to name, sums are wrong", "full": "calc.total([1, 2]) gives 2\nWhere: calc/__init__.py",
+PROMPTS: dict[StoredStyle, str] = {"terse": "fix total", "premise": "since the change to name, sums are wrong", "full": "calc.total([1, 2]) gives 2\nWhere: calc/__init__.py",
            "trace": "test_calc.py:10: in test_total\nassert 2 == 3\n\nfix"}  # fmt: skip
 
 
@@ -90,7 +100,8 @@ def studio(tmp_path_factory: pytest.TempPathFactory, tokeniser: Any) -> Studio:
 
 def made(studio: Studio, folder: Path) -> tuple[dict[str, Any], list[Trace]]:
     with MetricsLog(folder / "log.jsonl") as log:
-        row = small.run(make(studio, folder, log, Reporter(quiet=True), each=4))
+        wanted = jobs(studio.tasks.tasks, DemoSettings(tasks="", each=4))
+        row = small.run(make(studio, folder, log, Reporter(quiet=True), wanted))
     return row, read_traces(folder / "traces.jsonl")[0]
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from etude.tasks import prompts
 from etude.tasks.generators.parsed import solution_spans
-from etude.tasks.prompts import Failure, Split
-from etude.tasks.task import Candidate, Edit, Style
+from etude.tasks.prompts import Failure
+from etude.tasks.task import Candidate, Edit, Split, StoredStyle
 
 FIXED = '''\
 def other(a):
@@ -60,7 +60,7 @@ def test_there_are_25_templates_a_style_and_none_in_both_splits() -> None:
     texts = [[text for kind in kinds.values() for text in kind] for kinds in (train, bench)]
     assert len({*texts[0], *texts[1]}) == len(texts[0]) + len(texts[1])
     fields = {field for text in texts[0] + texts[1] for _, field, _, _ in string.Formatter().parse(text) if field}
-    assert fields == {"name", "seen", "trace", "other", "doc", "entry", "package", "path"}
+    assert fields == {"name", "seen", "trace", "other", "doc", "entry", "package", "path", "code", "old", "new"}
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_prompts_are_short_tell_facts_and_blame_somebody_who_exists(seed: int, s
         random.Random(seed),
         split,
     )
-    assert set(made) == {*get_args(Style)}
+    assert set(made) == {*get_args(StoredStyle)}
     for style, text in made.items():
         assert len(text) <= prompts.MOST or style == "full"
         assert "{" not in text

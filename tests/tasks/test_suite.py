@@ -38,6 +38,25 @@ def test_a_test_that_hangs_fails_alone(calc: Ready) -> None:
     assert found == dict.fromkeys(calc.ids, "passed") | {"test_calc.py::test_name": "failed"}
 
 
+SLOW = """
+    from time import process_time as now
+    began = now()
+    while len(values) == {looping} or now() < began + 0.8 * (len(values) == 3):
+        pass
+"""
+
+
+@pytest.mark.parametrize(("looping", "failed"), [(0, set()), (2, {*small.FAILING})])
+def test_once_a_test_has_computed_for_too_long_others_may_compute_less(
+    calc: Ready, looping: int, failed: set[str]
+) -> None:
+    """Of 5 s, a test may compute for 2. Sums of three take 0.8, which is no longer granted after sums of two have used up theirs."""
+    slow = Ready(**{**vars(calc), "seconds": dict.fromkeys(calc.ids, -0.5)})
+    source = small.SOLVED.replace('"""Return the sum of values."""', SLOW.format(looping=looping).strip())
+    found = small.run(outcomes(slow, source, calc.ids))
+    assert {name for name, outcome in found.items() if outcome != "passed"} == failed
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_spoilt_tests_fail_on_the_solved_tree(calc: Ready, form: str) -> None:
     async def work() -> list[str]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from etude.agent.calls import Answer, Call, Format, ToolSpec, Turn
     from etude.inference.policy import Policy, Token
 
-VERSION = "1"  # of the harness; raise it when the same policy would see other tokens
+VERSION = "2"  # of the harness; raise it when the same policy would see other tokens
 Stop = Literal["finished", "turns", "tokens", "seconds", "context", "malformed", "summaries"]
 
 
@@ -106,7 +106,10 @@ class Harness:
                 stop = "malformed"
             elif not turn.calls and not turn.malformed:
                 stop = "finished" if self.trace.nodes[self.leaf].details["ended"] else None
-            if stop or (stop := self._limit()):
+            if stop:
+                break
+            if stop := self._limit():
+                await self._run_last(turn, stop)
                 break
             if stop := await self._answer(turn):
                 break
@@ -154,6 +157,12 @@ class Harness:
         details |= {"thinking": turn.thinking, "said": turn.said, "malformed": list(turn.malformed)}
         self.watch(self.trace.nodes[self.leaf])
         return turn
+
+    async def _run_last(self, turn: Turn, stop: Stop) -> None:
+        """Run the calls of the last turn that was allowed: they were made in time, though nobody reads their answers."""
+        answers = await self.tools.run(turn.calls) if turn.calls and stop != "seconds" else []
+        self.counts["failed_calls"] += sum(answer.failed for answer in answers)
+        self.trace.nodes[self.leaf].details["unread"] = [_as_json(answer) for answer in answers]
 
     async def _answer(self, turn: Turn) -> Stop | None:
         """Run the calls, append their answers; begin anew where the context has grown too long."""

@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, model_validator
 from etude.bench import perplexity, state_tracking
 from etude.bench.perplexity import BitsResult  # noqa: TC001 - read back by pydantic
 from etude.bench.state_tracking import StateResult  # noqa: TC001
+from etude.data.codebase import Keep
 from etude.errors import UserError
 from etude.lineage.compute import forward_flops
 from etude.lineage.licences import headline_duties, identify, licence_files
@@ -36,6 +37,7 @@ class CompareConfig(BaseModel, extra="forbid", strict=True):
 
     on: str = Field(description="folder with the code to compare on; relative to where the command is run")
     bases: list[str] = Field(default=[], description="bases to compare, besides the model the stages before have made")
+    keep: Keep = Field(default="code", description="which files: source code, or prose such as .txt and .md")
     window: int = Field(default=1024, ge=16, description="tokens a model sees at once while code is scored")
     stride: int = Field(default=512, ge=1, description="tokens the window moves on by; smaller is slower and kinder")
     max_bytes: int = Field(default=100_000, ge=0, description="score about this many bytes of whole files; 0 means all")

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from etude.cli.options import CacheFolder  # noqa: TC001 - as above
-from etude.cli.policies import find
+from etude.cli.options import CacheFolder, ToolNames, chosen_tools, token_in
 from etude.errors import UserError, one_line
+from etude.progress import Reporter
 
 if TYPE_CHECKING:
     from etude.agent.trace import Trace
@@ -28,7 +28,7 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
     sandbox: Annotated[str, typer.Option(help="auto, namespaces, bubblewrap, podman or docker.")] = "auto",
     name: Annotated[str, typer.Option(help="Which of an endpoint's models; default: its first.")] = "",
     token_file: Annotated[Path | None, typer.Option(help="File with the endpoint's token.")] = None,
-    only_bash: Annotated[bool, typer.Option("--only-bash", help="One tool, as mini-swe-agent has it.")] = False,
+    tools: ToolNames = "",
     turns: Annotated[int, typer.Option(min=1, help="Turns at most.")] = 50,
     minutes: Annotated[float, typer.Option(min=0.01, help="Minutes at most.")] = 30.0,
     temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling; 0 takes the likeliest token.")] = 0.7,
@@ -40,9 +40,9 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
     cache: CacheFolder = None,
 ) -> None:
     """Work on a request in a sandboxed copy of a repository; show the diff and apply it after a yes."""
+    from etude.agent.policies import find
     from etude.agent.product import active_environment, attempt, settings_for, workshop
     from etude.agent.show import Live
-    from etude.agent.tool_specs import BASH_ONLY, ToolSettings
     from etude.agent.trace import append_trace
     from etude.models.fetch import default_cache
     from etude.sandbox.box import SandboxError
@@ -50,12 +50,13 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
     if not request.strip():
         raise UserError("the request is empty; say what is to be done")
     console, folder = Console(), cache.absolute() if cache else default_cache()
-    tools = ToolSettings(tools=BASH_ONLY) if only_bash else ToolSettings()
-
+    offered = chosen_tools(tools)
     live = Live(console)
 
     async def work() -> None:
-        policy, talk = await (await find(model, name, token_file, device, folder, context)).open()
+        token = token_in(token_file)
+        found = await find(model, device, folder, Reporter(), name=name, token=token, context=context)
+        policy, talk = await found.open()
         settings = settings_for(policy, turns=turns, seconds=60 * minutes, temperature=temperature)
         try:
             async with workshop(repo.absolute(), sandbox, active_environment()) as shop:
@@ -68,7 +69,7 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
                     policy,
                     talk,
                     settings,
-                    tools,
+                    offered,
                     cache=folder,
                     watch=lambda node: None if node.kind == "opening" else live.node(node),
                 )

@@ -92,7 +92,7 @@ def open_word(word: str, cache: Path | None, reporter: Reporter) -> Opened:
 
 def _find(word: str, cache: Path | None, reporter: Reporter) -> tuple[str, Path, str]:
     """Return what to call a model, where it lies, and where it came from."""
-    from etude.cli.serve import locate
+    from etude.models.locate import locate
 
     path = Path(word).expanduser()
     if path.suffix in {".gguf", ".safetensors"} and path.is_file():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,19 +10,16 @@ import typer
 from pydantic import ValidationError
 from typer.core import TyperGroup
 
-from etude.cli.options import CacheFolder  # noqa: TC001 - typer reads annotations at run time
-from etude.cli.policies import find
+from etude.cli.options import CacheFolder, ToolNames, chosen_tools, token_in
 from etude.errors import Interrupted, UserError
-from etude.files import digest_of, files_below, read_json
-from etude.lineage.record import LINEAGE_FILE
+from etude.files import digest_of, read_json
 from etude.progress import Reporter
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import Sequence
 
-    from etude.bench.agent.contestant import Contestant, Player
+    from etude.bench.agent.contestant import Contestant
     from etude.bench.agent.run import BenchSettings
-    from etude.cli.policies import Found
     from etude.tasks.manifest import TaskSet
 
 
@@ -51,10 +46,10 @@ def run(  # noqa: PLR0913, PLR0917 - an argument for every option
     tasks: Annotated[Path, typer.Option(metavar="SET", help="A manifest of tasks, a task's folder, or a folder of those.")],
     k: Annotated[int, typer.Option(help="Attempts of every model at every task.")] = 5,
     out: Annotated[Path | None, typer.Option(help="Folder of the results; default runs/bench/NAME. Run again to go on.")] = None,
-    style: Annotated[str, typer.Option(help="Of the requests: terse, trace, premise or full.")] = "terse",
+    style: Annotated[str, typer.Option(help="Of the requests: terse, trace, premise, full, shown or told.")] = "terse",
     limit: Annotated[int, typer.Option(help="Only so many tasks; a larger number includes a smaller one's; 0: all.")] = 0,
     concurrency: Annotated[int, typer.Option(help="Attempts at once; 0: two a core.")] = 0,
-    only_bash: Annotated[bool, typer.Option("--only-bash", help="One tool, as mini-swe-agent has it.")] = False,
+    tools: ToolNames = "",
     turns: Annotated[int, typer.Option(help="Turns of an attempt at most.")] = 50,
     minutes: Annotated[float, typer.Option(help="Minutes of an attempt at most.")] = 30.0,
     temperature: Annotated[float, typer.Option(help="Of sampling; 0 takes the likeliest token.")] = 0.7,
@@ -64,17 +59,17 @@ def run(  # noqa: PLR0913, PLR0917 - an argument for every option
     cache: CacheFolder = None,
 ) -> None:  # fmt: skip
     """Have every model try every task k times; killed at any moment, the same command goes on."""
-    from etude.agent.tool_specs import BASH_ONLY
     from etude.bench.agent.run import run_benchmark
     from etude.models.fetch import default_cache
     from etude.run.interrupt import StopRequest
     from etude.run.lock import RunLock
 
-    given = {"k": k, "limit": limit, "concurrency": concurrency, "style": style, "tools": {"tools": BASH_ONLY} if only_bash else {},
+    offered = chosen_tools(tools).tools
+    given = {"k": k, "limit": limit, "concurrency": concurrency, "style": style, "tools": {"tools": offered},
              "harness": {"turns": turns, "seconds": 60.0 * minutes, "temperature": temperature}}  # fmt: skip
     settings, reporter = _settings(given), Reporter()
-    if only_bash and "oracle" in models:
-        raise UserError("the oracle needs the tools edit and write; leave --only-bash or `oracle` out")
+    if "oracle" in models and not {"edit", "write"} <= {*offered}:
+        raise UserError("the oracle needs the tools edit and write; leave --tools or `oracle` out")
     place = cache.absolute() if cache else default_cache()
 
     async def work() -> Path:
@@ -118,38 +113,18 @@ def _settings(given: dict[str, Any]) -> BenchSettings:
 
 async def _contestants(words: Sequence[str], token_file: Path | None, device: str, cache: Path) -> list[Contestant]:
     """Return who is measured. All are found before any is loaded."""
-    from etude.agent.endpoint import BYTES
-    from etude.bench.agent.contestant import BUILT_IN, Contestant
+    from etude.agent.policies import find
+    from etude.bench.agent.contestant import BUILT_IN
+    from etude.bench.agent.entrants import entrant
 
+    token, reporter = token_in(token_file), Reporter()
     made: dict[str, Contestant] = {}
     for word in words:
-        if not (each := BUILT_IN.get(word)):
-            found = await find(word, "", token_file, device, cache)
-            name = f"{found.name}@{weights_mark(found.folder)}" if found.folder else found.name
-            each = Contestant(name, partial(_playing, found), 1 if found.folder else BYTES)
+        each = BUILT_IN.get(word) or entrant(await find(word, device, cache, reporter, token=token))
         if each.name in made:
             raise UserError(f"{each.name} is named twice; measure endpoints of one name into folders of their own")
         made[each.name] = each
     return list(made.values())
-
-
-@asynccontextmanager
-async def _playing(found: Found) -> AsyncIterator[Player]:
-    policy, talk = await found.open()
-    try:
-        yield lambda _task: (policy, talk)
-    finally:
-        await policy.close()
-
-
-def weights_mark(folder: Path) -> str:
-    """Return what tells a model from others of its name: trials of one must not pass for the other's.
-
-    It is made of its record, which has the weights' digests, and of its files' sizes: reading all weights would take minutes.
-    """
-    record = folder / LINEAGE_FILE
-    sizes = [[path.name, path.stat().st_size] for path in files_below(folder)]
-    return digest_of([record.read_text(encoding="utf-8") if record.is_file() else "", sizes])[:6]
 
 
 def _tasks(path: Path, cache: Path, reporter: Reporter) -> TaskSet:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import ValidationError
 
-from etude.cli.options import CacheFolder  # noqa: TC001 - typer reads it
-from etude.errors import Interrupted
+from etude.cli.options import CacheFolder, ToolNames, chosen_tools
+from etude.errors import Interrupted, UserError
 from etude.progress import Reporter
 
 
@@ -18,39 +19,40 @@ def demos(  # noqa: PLR0913, PLR0917 - an argument for every option
     model: Annotated[str, typer.Option(help="The base or run that is to learn from them: its tokeniser writes them.")] = "sprout",
     template: Annotated[str, typer.Option(help="As in [sft]: auto, base, chatml, or a .jinja file.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Folder to write to; default runs/demos/NAME.")] = None,
-    each: Annotated[int, typer.Option(min=1, max=4, help="Demonstrations of each task, in different styles of prompt.")] = 1,
-    only_bash: Annotated[bool, typer.Option("--only-bash", help="One tool, as mini-swe-agent has it.")] = False,
+    each: Annotated[int, typer.Option(min=1, max=6, help="Demonstrations of each task, in different styles of prompt.")] = 1,
+    styles: Annotated[str, typer.Option(help="Of the prompts, with commas between.")] = "terse,trace,premise,full",
+    most: Annotated[int, typer.Option(min=0, help="Demonstrations in all, spread over the set; 0: no bound.")] = 0,
+    tools: ToolNames = "",
     only: Annotated[str, typer.Option(help="Only tasks whose ids begin like this.")] = "",
     seed: Annotated[int, typer.Option(help="What is drawn depends on it.")] = 0,
     cache: CacheFolder = None,
 ) -> None:  # fmt: skip
     """Replay reference solutions through the harness and keep what passes. Run the same command again to go on."""
-    from etude.agent.formats import ChatFormat, choose_format
-    from etude.agent.tool_specs import BASH_ONLY, ToolSettings
-    from etude.cli.serve import locate
     from etude.data.chat.template import choose_template
     from etude.jsonl import MetricsLog
     from etude.models.fetch import default_cache
     from etude.models.load import load_tokeniser
+    from etude.models.locate import locate
     from etude.run.interrupt import StopRequest
-    from etude.tasks.attempt import searcher_for
-    from etude.tasks.demos import TRACES, Studio, make, refuse_benchmarks, tokeniser_digest
-    from etude.tasks.manifest import load_set
+    from etude.tasks.demos import TRACES, DemoSettings, make, refuse_benchmarks, studio_for
 
     refuse_benchmarks(manifest)
+    given = {"tasks": str(manifest), "only": only, "each": each, "most": most, "styles": styles.split(","),
+             "tools": chosen_tools(tools).tools}  # fmt: skip
+    try:
+        settings = DemoSettings.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"demos: {first['msg'].removeprefix('Value error, ')}, not {first['input']!r}") from None
     reporter, place = Reporter(), cache or default_cache()
     tokeniser = load_tokeniser(locate(model, cache, reporter)[1])
     choose_template(tokeniser, template)  # as the sft stage will leave it
-    talk = choose_format(tokeniser)
-    assert isinstance(talk, ChatFormat)
-    tasks = load_set(manifest, place, reporter, only)
-    tools = ToolSettings(tools=BASH_ONLY) if only_bash else ToolSettings()
-    studio = Studio(tasks, talk, tokeniser_digest(tokeniser), searcher_for(tools, place), seed, tools)
-    folder = out or Path("runs", "demos", tasks.name)
+    studio, wanted = studio_for(settings, tokeniser, place, reporter, seed)
+    folder = out or Path("runs", "demos", studio.tasks.name)
     with StopRequest(reporter.say) as stop, MetricsLog(folder / "log.jsonl") as log:
         reporter.check_stop = stop.check
         try:
-            made = asyncio.run(make(studio, folder, log, reporter, each))
+            made = asyncio.run(make(studio, folder, log, reporter, wanted))
         except Interrupted as interruption:
             reporter.say(f"stopped; what was made is kept in {folder}; run the same command to go on")
             raise typer.Exit(128 + interruption.signal_number) from None

@@ -47,9 +47,9 @@ def licences(
 
 def _uses(word: str, cache: Path | None) -> list[LicenceUse]:
     """Return the licences of a model. Known bases on the hub may be a terabyte: those are as listed, their text is not fetched."""
-    from etude.cli.serve import locate
     from etude.lineage.duties import LicenceUse, licence_uses
     from etude.models.bases import resolve
+    from etude.models.locate import locate
 
     base = resolve(word)
     if base.known and base.place == "hub":

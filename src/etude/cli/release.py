@@ -96,9 +96,9 @@ def _show(found: Verification) -> None:
 
 def _measured(folder: Path, model: Path) -> Sequence[Measured]:
     """Return the scores of this model, and of no other, from a benchmark's folder."""
+    from etude.bench.agent.entrants import weights_mark
     from etude.bench.agent.report import Scored
     from etude.bench.agent.results import read_results
-    from etude.cli.bench import weights_mark
     from etude.lineage.release_facts import Measured
 
     results = read_results(folder)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -83,26 +85,35 @@ def _run_recipe(
 
 
 def _print_plan(runner: Runner, recipe: Recipe, until: str | None, *, as_json: bool) -> None:
+    """Print what would be done; then refuse, if a stage lacks something, as the run itself would."""
     from etude.recipe.recipe import as_toml
 
     steps = runner.plan(recipe, until)
     folder = str(runner.folder.path)
     if as_json:
         sources = [str(step.source) if step.source else None for step in steps]
-        listed = [{"stage": step.entry.name, "action": step.action, "from": source}
+        listed = [{"stage": step.entry.name, "action": step.action, "from": source, "lacks": step.lacks}
                   for step, source in zip(steps, sources, strict=True)]  # fmt: skip
         print_json({"recipe": recipe.resolved(), "hash": recipe.hash, "folder": folder, "steps": listed})
-        return
-    typer.echo(f"# resolved recipe {recipe.hash[:12]}, to run in {folder}\n{as_toml(recipe)}")
+    else:
+        typer.echo(f"# resolved recipe {recipe.hash[:12]}, to run in {folder}\n{as_toml(recipe)}")
+        _print_steps(steps)
+    if lacking := [step.lacks for step in steps if step.lacks]:
+        more = f" ({len(lacking) - 1} more above)" if len(lacking) > 1 else ""
+        raise UserError(f"{lacking[0]}{more}")
+
+
+def _print_steps(steps: list[Step]) -> None:
     for step in steps:
         words = {"kept": "is finished, would be kept", "finish": "is finished, would be published",
                  "reuse": f"would be reused from {step.source}", "run": "would run"}  # fmt: skip
-        typer.echo(f"{step.entry.name}: {words[step.action]}")
+        typer.echo(f"{step.entry.name}: " + (f"cannot run yet: {step.lacks}" if step.lacks else words[step.action]))
 
 
 def _print_outcome(steps: list[Step], folder: Path, *, as_json: bool) -> None:
     from etude.lineage.record import load_record
-    from etude.run.stages import STAGES
+    from etude.recipe.recipe import DATA
+    from etude.run.stages import BASE, STAGES
 
     if as_json:
         records = {step.entry.name: load_record(folder / step.entry.name).model_dump(mode="json") for step in steps}
@@ -110,10 +121,29 @@ def _print_outcome(steps: list[Step], folder: Path, *, as_json: bool) -> None:
         print_json({"folder": str(folder), "steps": actions, "records": records})
         return
     console = Console()
+    if console.options.ascii_only and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without → must not spoil the end of a long run
     for step in steps:
         STAGES[step.entry.kind].show(folder / step.entry.name, console)
+    made = [step.entry.name for step in steps if STAGES[step.entry.kind].makes_model]
+    if made and sum(step.entry.kind not in {BASE, DATA} for step in steps) > 1:
+        _print_ending([step.entry.name for step in steps], made[-1], folder, console)
     last = folder / steps[-1].entry.name
     console.print(f"done: {folder}; its record: {last / 'record.json'}", highlight=False, soft_wrap=True)
+
+
+def _print_ending(names: list[str], model: str, folder: Path, console: Console) -> None:
+    """Print what a chain of stages came to, in one screen."""
+    from etude.lineage.record import load_lineage
+    from etude.run.ending import next_steps, read_ended, screen
+
+    stages = [read_ended(folder / name) for name in names]
+    plain = console.options.ascii_only
+    console.rule(f"what came of {folder.absolute().name}", characters="-" if plain else "─")
+    console.print(screen(stages, load_lineage(folder / model / "model"), wide=console.width, plain=plain))
+    console.print("\n[bold]to try next[/]")
+    for at, (what, command) in enumerate(next_steps(folder, stages), 1):
+        console.print(f"{at}. {what}\n   {command}", highlight=False, markup=False, soft_wrap=True)
 
 
 def compare(

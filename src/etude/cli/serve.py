@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path  # noqa: TC003 - as below
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from etude.cli.options import CacheFolder  # noqa: TC001 - typer reads annotations at run time
+from etude.models.locate import locate
 from etude.progress import Reporter
-
-if TYPE_CHECKING:
-    from etude.lineage.record import Origin
 
 
 def serve(  # noqa: PLR0913, PLR0917 - an argument for every option
@@ -51,16 +49,3 @@ def serve(  # noqa: PLR0913, PLR0917 - an argument for every option
             reporter.say(f"licence {duty['licence']}: {duty['duty']}")
         reporter.say(f"serving {card.id} at http://{host}:{address.getsockname()[1]}/v1; Ctrl-C ends it")
         server_of(app, limits).run(sockets=[address])
-
-
-def locate(word: str, cache: Path | None, reporter: Reporter) -> tuple[str, Path, Origin | None]:
-    """Return what to call the model, its folder, and where it came from if it was not made here."""
-    from etude.lineage.tree import find_model
-    from etude.models.bases import resolve
-    from etude.models.fetch import default_cache, fetch
-
-    base = resolve(word)
-    if base.place == "folder" and not (base.folder / "config.json").is_file():
-        return base.name, find_model(base.folder), None  # a run's, or a stage's
-    fetched = fetch(base, cache.absolute() if cache is not None else default_cache(), reporter)
-    return base.name, fetched.folder, fetched.origin

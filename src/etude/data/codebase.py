@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from etude.errors import UserError
 from etude.files import digest_of
@@ -27,6 +27,8 @@ CODE_SUFFIXES = frozenset({
     ".proto", ".cmake", ".tf",
 })
 # fmt: on
+PROSE_SUFFIXES = frozenset({".txt", ".md", ".rst", ".tex"})
+Keep = Literal["code", "prose"]
 SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages", "venv", "build", "dist", "target"})
 LARGEST_FILE = 1_000_000  # bytes; longer ones are data or generated
 
@@ -81,22 +83,23 @@ class Codebase:
         return Codebase(self.root, tuple(sorted(chosen, key=lambda file: file.path)), left_out)
 
 
-def read_codebase(root: Path) -> Codebase:
-    """Read the code below a folder, or one file."""
+def read_codebase(root: Path, keep: Keep = "code") -> Codebase:
+    """Read the code below a folder, or one file; or, of a domain that is not code, its prose."""
     if not root.exists():
         raise UserError(f"code folder {str(root)!r} does not exist (looked in {Path.cwd()})")
     left_out: Counter[str] = Counter()
     files = []
     base = root if root.is_dir() else root.parent
     for path in [root] if root.is_file() else tracked_files(root) or _files_below(root):
-        text, fault = _read(path)
+        text, fault = _read(path, keep)
         if fault:
             left_out[fault] += 1
         else:
             files.append(SourceFile(path.relative_to(base).as_posix(), text))
     if not any(file.text.strip() for file in files):
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items())) or "it is empty"
-        raise UserError(f"{str(root)!r} holds no code to read ({reasons}); point at a folder with source files")
+        wanted = "source files" if keep == "code" else f"text ({', '.join(sorted(PROSE_SUFFIXES))})"
+        raise UserError(f"{str(root)!r} holds no {keep} to read ({reasons}); point at a folder with {wanted}")
     return Codebase(root, tuple(sorted(files, key=lambda file: file.path)), dict(sorted(left_out.items())))
 
 
@@ -142,10 +145,10 @@ def git_revision(root: Path) -> str | None:
     return f"{commit.strip()}{'+changes' if changed else ''}" if commit else None
 
 
-def _read(path: Path) -> tuple[str, str]:
+def _read(path: Path, keep: Keep) -> tuple[str, str]:
     """Return the text of a source file, and the reason to leave it out, if there is one."""
-    if path.suffix.lower() not in CODE_SUFFIXES:
-        return "", "not source code"
+    if path.suffix.lower() not in (CODE_SUFFIXES if keep == "code" else PROSE_SUFFIXES):
+        return "", "not source code" if keep == "code" else "not prose"
     if not path.name.isascii() and path.name != path.name.encode(errors="ignore").decode():
         return "", "name not UTF-8"
     try:

@@ -87,7 +87,8 @@ def parsed(text: str) -> ast.Module | None:
     return None if level else tree
 
 
-def owners(text: str | None) -> dict[int, str]:
+@lru_cache(maxsize=1024)
+def owners(text: str | None) -> Mapping[int, str]:
     """Return for each line inside of a function the qualified name of the innermost one."""
     found: dict[int, str] = {}
     waiting: list[tuple[ast.AST, str]] = [(parsed(text or "") or ast.Module([], []), "")]
@@ -110,6 +111,7 @@ def touched(pair: Pair) -> set[str]:
     return (old | new) - {""}
 
 
+@lru_cache(maxsize=1024)
 def decisions(tree: ast.AST) -> int:
     """Return the number of decision points (McCabe, counted as radon does): a function's complexity is one more than its own."""
     return sum(map(_decisions, ast.walk(tree)))

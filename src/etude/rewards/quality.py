@@ -16,6 +16,7 @@ import tempfile
 import tokenize
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -144,13 +145,14 @@ def _comment_density(python: Change) -> float | None:
     return commented / added if added else None
 
 
-def _commented(text: str) -> set[int]:
+@lru_cache(maxsize=1024)
+def _commented(text: str) -> frozenset[int]:
     """Return the lines that hold a comment; of text that cannot be tokenised, those that begin with one."""
     try:
         tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
     except (SyntaxError, tokenize.TokenError):
-        return {number for number, line in enumerate(text.splitlines()) if line.lstrip().startswith("#")}
-    return {token.start[0] - 1 for token in tokens if token.type == tokenize.COMMENT}
+        return frozenset(number for number, line in enumerate(text.splitlines()) if line.lstrip().startswith("#"))
+    return frozenset(token.start[0] - 1 for token in tokens if token.type == tokenize.COMMENT)
 
 
 def _keys(path: str, pair: Pair) -> list[tuple[str, str]]:

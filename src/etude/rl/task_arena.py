@@ -2,7 +2,8 @@
 
 Two clocks keep a slow policy apart from machinery that hangs. What the policy does, commands included, ends at the harness's deadline,
 and is scored. That lies before the end of the time for playing, and scoring has a time of its own which no test run can exceed: so
-whoever reaches one of those ends hangs, and the episode is no episode. Waiting for a free core to score on counts for neither.
+whoever reaches one of those ends hangs, and the episode is no episode. Waiting for a free core to score on counts for neither, nor
+does waiting for the score of another episode that left the same code.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ from typing import TYPE_CHECKING, cast
 from etude.agent.harness import Harness
 from etude.agent.trace import Trace
 from etude.errors import UserError, one_line, storage_error
-from etude.parallel import cores
 from etude.rewards.quality import measure
 from etude.rewards.reward import Facts, behaviour, parts
 from etude.rl.arena import Infrastructure, Item, Played
 from etude.rl.resume import Diverged, Memory, RememberedPolicy, RememberedTools
 from etude.sandbox.box import SandboxError
-from etude.tasks.attempt import asked, judge, searcher_for, work_on
-from etude.tasks.score import longest_scoring
+from etude.tasks.attempt import judge, searcher_for, work_on
+from etude.tasks.known import Scores, one_a_core
+from etude.tasks.pointed import asked
+from etude.tasks.score import longest_scoring, score
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
     from typing import Literal
 
@@ -33,8 +35,12 @@ if TYPE_CHECKING:
     from etude.agent.tools import Toolset
     from etude.inference.policy import Policy
     from etude.rl.settings import RlSettings
+    from etude.sandbox.box import Entry
     from etude.tasks.attempt import Left
+    from etude.tasks.known import Scorer
     from etude.tasks.manifest import TaskSet
+    from etude.tasks.score import Score
+    from etude.tasks.suite import Ready
     from etude.tasks.task import Task
 
 POLICY_SHARE = (
@@ -55,13 +61,12 @@ class Clocks:
 class TaskArena:
     """Plays the tasks of a set."""
 
-    def __init__(self, found: TaskSet, settings: RlSettings, cache: Path) -> None:
-        self.found, self.settings = found, settings
+    def __init__(self, found: TaskSet, settings: RlSettings, cache: Path, scorer: Scorer = score) -> None:
+        self.found, self.settings, self._scorer = found, settings, scorer
         self.tasks = {task.id: task for task in found.tasks}
         self.items = tuple(Item(task.id, f"{task.package} {task.candidate.generator}") for task in found.tasks)
         self.searcher = searcher_for(settings.tools, cache)
-        # Tests have time limits: crowded, they would fail for no fault of the policy's.
-        self._scoring = asyncio.Semaphore(cores())
+        self.scores = Scores(one_a_core(self._punctual))
         if not self.tasks:
             raise UserError(
                 f"{settings.tasks} has no task whose id begins with {settings.only!r}; there is nothing to learn"
@@ -91,8 +96,14 @@ class TaskArena:
         clocks = self.clocks(task)
         async with _excused("playing", clocks.playing):
             trace, left = await self._played(task, policy, talk, name, seed, memory)
-        async with self._scoring, _excused("scoring", clocks.scoring):
-            return await self._scored(task, trace, left)
+        found = await self.scores.of(task, self.found.codebase(task), left.entries)
+        async with _excused("judging", clocks.scoring):
+            return await self._judged(task, trace, left, found)
+
+    async def _punctual(self, task: Task, codebase: Ready, entries: Sequence[Entry]) -> Score:
+        """Score; the clock begins when a core is free."""
+        async with _excused("scoring", self.clocks(task).scoring):
+            return await self._scorer(task, codebase, entries)
 
     async def _played(
         self, task: Task, policy: Policy, talk: Format, name: str, seed: int, path: Path
@@ -124,9 +135,9 @@ class TaskArena:
             trace.counts["replayed"] = memory.replayed
         return trace, left
 
-    async def _scored(self, task: Task, trace: Trace, left: Left) -> Played:
+    async def _judged(self, task: Task, trace: Trace, left: Left, found: Score) -> Played:
         style, _ = asked(task, self.settings.style)
-        judged = await judge(task, self.found.codebase(task), trace, left, style, test_idle=False)
+        judged = await judge(task, self.found.codebase(task), trace, left, style, found)
         outcome = cast("Literal['pass', 'fail']", judged.score.outcome)
         shares = judged.score.fail_to_pass, judged.score.pass_to_pass
         facts = Facts(trace, outcome, *shares, left.change, judged.quality, judged.interaction)

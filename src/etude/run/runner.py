@@ -66,6 +66,7 @@ class Step:
     fingerprint: str | None  # None while its parent has not been made
     action: Action
     source: Path | None = None  # where finished work is taken from
+    lacks: str | None = None  # what is seen to be wrong or missing before it runs; in a plan only
 
 
 @dataclass(frozen=True)
@@ -78,16 +79,24 @@ class Runner:
     stages: Mapping[str, Stage]
 
     def plan(self, recipe: Recipe, until: str | None = None) -> list[Step]:
-        """Return what would be done, without doing it. After a stage that must run, fingerprints are not known."""
-        wanted = self._checked(recipe, until)
+        """Return what would be done, without doing it, and what each stage lacks.
+
+        After a stage that must run, fingerprints are not known.
+        """
+        wanted = _wanted(recipe, until)
         steps: list[Step] = []
         parent_digest: str | None = None
         corpus: Record | None = None
         known = corpus_known = True
         for entry in wanted:
             stage = self.stages[entry.kind]
-            ready = known and (corpus_known or not stage.reads_corpus)
-            step = self._step(entry, recipe.seed, parent_digest, corpus) if ready else Step(entry, None, "run")
+            lacks = self._lacks(entry)
+            ready = known and lacks is None and (corpus_known or not stage.reads_corpus)
+            step = (
+                self._step(entry, recipe.seed, parent_digest, corpus)
+                if ready
+                else Step(entry, None, "run", lacks=lacks)
+            )
             steps.append(step)
             done = self._record_of(step)
             if stage.makes_model:
@@ -99,7 +108,9 @@ class Runner:
 
     def execute(self, recipe: Recipe, until: str | None = None) -> list[Step]:
         """Run the recipe and return what was done with each stage."""
-        wanted = self._checked(recipe, until)
+        wanted = _wanted(recipe, until)
+        for entry in wanted:  # all of them before the first runs
+            self.stages[entry.kind].check(entry.settings)
         self._refuse_foreign_folder()
         with RunLock(self.folder.path, self.reporter.say):
             remove_parts(self.folder.path)
@@ -117,16 +128,13 @@ class Runner:
                     corpus = load_record(self.folder.stage(entry.name))
             return done
 
-    def _checked(self, recipe: Recipe, until: str | None) -> list[StageEntry]:
-        """Return the stages to do, after refusing what can be seen to be wrong before the first of them runs."""
-        listed = entries(recipe)
-        names = [entry.name for entry in listed]
-        if until is not None and until not in names:
-            raise UserError(f"--until {until!r} is not a stage of this recipe: {names}")
-        wanted = listed if until is None else listed[: names.index(until) + 1]
-        for entry in wanted:
+    def _lacks(self, entry: StageEntry) -> str | None:
+        """Return what the stage's check has against it: a plan tells it of every stage, so that all is put right at once."""
+        try:
             self.stages[entry.kind].check(entry.settings)
-        return wanted
+        except UserError as error:
+            return str(error)
+        return None
 
     def _refuse_foreign_folder(self) -> None:
         """A folder with somebody's files in it is not ours to sort out."""
@@ -249,8 +257,8 @@ class Runner:
         stage = self.stages[step.entry.kind]
         model = folder / MODEL
         licences = self._carried(outcome, parent, model) if stage.makes_model else []
-        notes = {RECORD_FILE, LINEAGE_FILE}
-        files = [file for file in files_below(folder) if file.name not in notes]
+        notes = {folder / RECORD_FILE, model / LINEAGE_FILE}  # which this writes
+        files = [file for file in files_below(folder) if file not in notes]
         weights = [file for file in files if file.suffix == ".safetensors" and file.parent == model]
         others = [file for file in files if file not in weights]
         sessions = list(metrics.rows("etude/session/"))
@@ -305,6 +313,15 @@ def _spent(metrics: MetricsLog, device: str | None) -> Compute:
         device_seconds=round(metrics.total("device_seconds"), 3),
         **{field: round(metrics.total(field), 3) for field in apart},
     )
+
+
+def _wanted(recipe: Recipe, until: str | None) -> list[StageEntry]:
+    """Return the stages to do."""
+    listed = entries(recipe)
+    names = [entry.name for entry in listed]
+    if until is not None and until not in names:
+        raise UserError(f"--until {until!r} is not a stage of this recipe: {names}")
+    return listed if until is None else listed[: names.index(until) + 1]
 
 
 def entries(recipe: Recipe) -> list[StageEntry]:

@@ -26,7 +26,7 @@ from etude.rewards.quality import Quality, Work, measure
 from etude.sandbox.box import Entry, SandboxError
 from etude.sandbox.local import open_sandbox
 from etude.tasks.prompts import suspects
-from etude.tasks.score import Score, score, taken, visible, workspace
+from etude.tasks.score import visible, workspace
 from etude.tasks.seal import FOLDERS
 from etude.tasks.suite import layers_of
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from etude.agent.trace import Trace
     from etude.rewards.diffs import Change
     from etude.sandbox.box import Place, Sandbox
+    from etude.tasks.score import Score
     from etude.tasks.suite import Ready
     from etude.tasks.task import Style, Task
 
@@ -84,11 +85,6 @@ def searcher_for(tools: ToolSettings, cache: Path) -> Searcher | None:
     return Searcher(cache, installed_embedder()) if "search" in tools.tools else None
 
 
-def asked(task: Task, style: Style) -> tuple[Style, str]:
-    """Return a task's request in a style, or in the first it has."""
-    return min(task.prompts.items(), key=lambda pair: pair[0] != style)
-
-
 async def work_on(
     task: Task,
     codebase: Ready,
@@ -129,33 +125,26 @@ async def _opened(place: Place) -> AsyncIterator[Sandbox]:
             logging.getLogger(__name__).warning("a sandbox did not end within %.0f s", CLOSING)
 
 
-async def judge(
-    task: Task, codebase: Ready, trace: Trace, left: Left, style: Style, *, test_idle: bool = True
-) -> Judged:
-    """Run the tests of a task on what was left, and look at it and at the trace along the other axes.
-
-    Without `test_idle`, code that was left as it was is known to fail, as validation found, and no test is run.
-    """
-    changes, ignored = taken(task, codebase, left.entries)
-    if changes or test_idle:
-        found = await score(task, codebase, left.entries)
-    else:
-        found = Score("fail", 0.0, 1.0, "the code is as it was", ignored)
+async def judge(task: Task, codebase: Ready, trace: Trace, left: Left, style: Style, found: Score) -> Judged:
+    """Look at what was left, whose score was found, and at the trace along the other axes."""
     if found.outcome == "invalid":
         raise SandboxError(found.reason)
     works = [Work(left.change, reference_change(task), codebase.tests)] if left.change else []
     quality = await asyncio.to_thread(measure, works)
     seen = interaction(trace, changed=list(left.change), premise=premise_of(task, style, trace.task))
-    trace.made_by["score"] = {"outcome": found.outcome, "reason": found.reason, "ignored": list(found.ignored)}
+    told = {"outcome": found.outcome, "reason": found.reason, "ignored": list(found.ignored)}
+    trace.made_by["score"] = {**told, "known": found.how == "known"}
     return Judged(found, quality[0] if quality else None, seen)
 
 
 def premise_of(task: Task, style: Style, prompt: str) -> Premise | None:
     """Return what a request with a wrong premise blames, as far as its words tell, and what is at fault."""
+    if style != "premise":
+        return None
     words = set(re.findall(r"\w+", prompt))
     blamed = tuple(name for name in suspects(task.candidate) if name.rpartition(".")[2] in words)
     names = tuple(span.name for span in task.candidate.spans if span.name)
-    return Premise(blamed, names or tuple(edit.path for edit in task.candidate.edits)) if style == "premise" else None
+    return Premise(blamed, names or tuple(edit.path for edit in task.candidate.edits))
 
 
 def reference_change(task: Task) -> Change:

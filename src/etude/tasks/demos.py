@@ -12,43 +12,72 @@ import random
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from etude.agent.formats import ChatFormat, choose_format
 from etude.agent.harness import Harness, HarnessSettings
 from etude.agent.scripted import ScriptedPolicy
 from etude.agent.summary import SummarySettings
-from etude.agent.tool_specs import ToolSettings
+from etude.agent.tool_specs import BASH_ONLY, ToolName, ToolSettings
 from etude.agent.trace import Trace, read_traces, samples, write_traces
 from etude.data.chat.template import Encoded
 from etude.errors import UserError
 from etude.files import digest_of, whole_file
+from etude.jsonl import MetricsLog
 from etude.parallel import cores
 from etude.sandbox.box import SandboxError
-from etude.tasks.attempt import work_on
+from etude.tasks.attempt import searcher_for, work_on
 from etude.tasks.hide import function_of
 from etude.tasks.make import read_settings
-from etude.tasks.manifest import read_rows
+from etude.tasks.manifest import load_set, read_rows
+from etude.tasks.pointed import asked
 from etude.tasks.score import score
 from etude.tasks.strategies import Script, Unfit
+from etude.tasks.task import PointedStyle, StoredStyle, Style
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
 
-    from etude.agent.formats import ChatFormat
     from etude.agent.search.index import Searcher
     from etude.agent.tools import Toolset
-    from etude.jsonl import MetricsLog
     from etude.progress import Reporter
     from etude.tasks.manifest import TaskSet
-    from etude.tasks.task import Style, Task
+    from etude.tasks.task import Task
 
+STORED: tuple[StoredStyle, ...] = get_args(StoredStyle)
 ATTEMPTS = 3  # ways that are drawn for a demonstration before it is given up
 SETTINGS = HarnessSettings(summary=SummarySettings(kind="none"))
 TRACES = "traces.jsonl"
 Row = dict[str, Any]
+
+
+class DemoSettings(BaseModel):
+    """Which demonstrations are made."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    tasks: str = Field(description="a manifest of a training set, as `etude tasks make` writes it")
+    only: str = Field(default="", description="only tasks whose ids begin so")
+    styles: list[Style] = Field(
+        default=[*STORED], min_length=1, description="of the requests; shown and told go straight"
+    )
+    each: int = Field(default=1, ge=1, le=6, description="demonstrations of a task, in different styles")
+    most: int = Field(default=0, ge=0, description="demonstrations in all, spread over the set; 0: no bound")
+    tools: list[ToolName] = Field(default=ToolSettings().tools, min_length=1, description="tools offered and used")
+
+    @model_validator(mode="after")
+    def _can_be_done(self) -> DemoSettings:
+        """Scripts find code by grep and read it; where the request points at it, an edit is enough."""
+        needed = (
+            {"edit"} if set(self.styles) <= {*get_args(PointedStyle)} else {"grep", "read", "edit", "write", "shell"}
+        )
+        if self.tools != BASH_ONLY and (missing := sorted(needed - {*self.tools})):
+            raise ValueError(f"demonstrations need the tools {', '.join(missing)} as well, or `bash` alone")
+        return self
 
 
 def refuse_benchmarks(manifest: Path) -> None:
@@ -75,7 +104,7 @@ class Studio:
     tokeniser: str  # digest
     searcher: Searcher | None
     seed: int = 0
-    tools: ToolSettings = field(default_factory=ToolSettings)  # all, or bash alone
+    tools: ToolSettings = field(default_factory=ToolSettings)
 
     def script(self, task: Task, style: Style, name: str, attempt: int) -> Script:
         """Draw a way to a task's solution, which may know only of tests that the agent can see."""
@@ -83,8 +112,9 @@ class Studio:
         seen = tuple(test for test in failing if test not in task.hidden)
         suites = tuple(sorted({test.partition("::")[0] for test in seen or failing}))
         rng = random.Random(f"{self.seed}/{name}/{attempt}")  # noqa: S311 - keeps no secret
-        options, terminal = self.tasks.codebase(task).options, self.tools != ToolSettings()
-        script = Script(task, task.prompts[style], seen, suites, options, rng, terminal=terminal)
+        options, tools = self.tasks.codebase(task).options, self.tools.tools
+        direct = style if style in get_args(PointedStyle) else None
+        script = Script(task, asked(task, style)[1], seen, suites, options, rng, tools=tools, direct=direct)
         script.wrong_turn = "none" if attempt else script.wrong_turn  # the first way failed: go straight
         return script
 
@@ -100,7 +130,7 @@ class Studio:
             "attempt": attempt,
         }
         made_by = {"tokeniser": self.tokeniser, "set": self.tasks.name, "demonstration": about}
-        trace = Trace(name, task.prompts[style], made_by=made_by)
+        trace = Trace(name, script.prompt, made_by=made_by)
         talk = self.talk.talk
         policy = ScriptedPolicy(self._lines(script, trace), talk.tokens, talk.text, talk.end_token)
 
@@ -141,17 +171,47 @@ class Studio:
         return {"kept": False, "reason": reasons[-1]}
 
 
-def jobs(tasks: TaskSet, each: int) -> list[tuple[str, Task, Style]]:
-    """Return the demonstrations to make, by name: every task in `each` of its styles of prompt, all styles about as often."""
+def jobs(tasks: Sequence[Task], settings: DemoSettings) -> list[tuple[str, Task, Style]]:
+    """Return the demonstrations to make, by name: every task in `each` of the styles it has, all styles about as often."""
     found = []
-    for number, task in enumerate(tasks.tasks):
-        styles = sorted(task.prompts)
-        drawn = [styles[(number + i) % len(styles)] for i in range(min(each, len(styles)))]
+    for number, task in enumerate(tasks):
+        styles = sorted(style for style in settings.styles if asked(task, style)[0] == style)
+        drawn = [styles[(number + i) % len(styles)] for i in range(min(settings.each, len(styles)))]
         found += [(f"{task.id}-{style}", task, style) for style in drawn]
-    return found
+    most = settings.most or len(found)
+    return [found[place * len(found) // most] for place in range(most)] if most < len(found) else found
 
 
-async def make(studio: Studio, folder: Path, log: MetricsLog, reporter: Reporter, each: int = 1) -> Row:
+def studio_for(
+    settings: DemoSettings, tokeniser: Any, cache: Path, reporter: Reporter, seed: int = 0
+) -> tuple[Studio, list[tuple[str, Task, Style]]]:
+    """Build the set; return who makes its demonstrations, and which. The tokeniser has the template that will be trained."""
+    manifest = Path(settings.tasks).expanduser()
+    refuse_benchmarks(manifest)
+    tasks = load_set(manifest, cache, reporter, settings.only)
+    tools = ToolSettings(tools=settings.tools)
+    talk = choose_format(tokeniser)
+    assert isinstance(talk, ChatFormat)
+    studio = Studio(tasks, talk, tokeniser_digest(tokeniser), searcher_for(tools, cache), seed, tools)
+    return studio, jobs(tasks.tasks, settings)
+
+
+def make_demos(
+    settings: DemoSettings, tokeniser: Any, folder: Path, cache: Path, reporter: Reporter, seed: int = 0
+) -> Path:
+    """Make demonstrations for a stage that learns from them at once; return their file."""
+    studio, wanted = studio_for(settings, tokeniser, cache, reporter, seed)
+    with MetricsLog(folder / "log.jsonl") as log:
+        made = asyncio.run(make(studio, folder, log, reporter, wanted))
+    if not made["kept"]:
+        raise UserError(f"none of {made['wanted']} demonstrations of {settings.tasks} passed: {made['left out']}")
+    reporter.say(f"{made['kept']} of {made['wanted']} demonstrations; left out: {made['left out'] or 'none'}")
+    return folder / TRACES
+
+
+async def make(
+    studio: Studio, folder: Path, log: MetricsLog, reporter: Reporter, wanted: Sequence[tuple[str, Task, Style]]
+) -> Row:
     """Make demonstrations into a folder; what is there is not made again. Return what became of all."""
     about = {
         "set": studio.tasks.digest,
@@ -163,7 +223,7 @@ async def make(studio: Studio, folder: Path, log: MetricsLog, reporter: Reporter
         log.put("about", **about)
     if about != {name: (log.get("about") or {}).get(name) for name in about}:
         raise UserError(f"{folder} has demonstrations of another set, model, seed or tools; choose another --out")
-    wanted, room = jobs(studio.tasks, each), asyncio.Semaphore(cores())
+    room = asyncio.Semaphore(cores())
     with reporter.task(f"demonstrating {studio.tasks.name}", len(wanted), "demonstrations") as progress:
 
         async def one(name: str, task: Task, style: Style) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from etude.progress import Reporter
     from etude.tasks.suite import Ready
-    from etude.tasks.task import Style, Task
+    from etude.tasks.task import StoredStyle, Task
 
 DOCKERFILE = """FROM python:{python}-slim
 RUN pip install --no-cache-dir --no-deps {installed} && pip uninstall -y setuptools wheel pip
@@ -76,7 +76,7 @@ json.dump({{"reward": reward, **fractions}}, open("/logs/verifier/reward.json", 
 """
 
 
-def write_harbor(task: Task, codebase: Ready, folder: Path, style: Style = "terse") -> None:
+def write_harbor(task: Task, codebase: Ready, folder: Path, style: StoredStyle = "terse") -> None:
     """Write a task as a folder that Harbor runs."""
     if folder.exists():
         raise UserError(f"{folder} is there already; choose another folder, or remove it")

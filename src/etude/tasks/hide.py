@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from etude.errors import UserError
-from etude.tasks.generators.parsed import Cut, Definition, Parsed, parse
+from etude.syntax import parse_python
+from etude.tasks.generators.parsed import Cut, Definition, Parsed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,7 +25,7 @@ def hide(text: str, functions: Iterable[str]) -> str:
 
     Decorators and the comments directly above go with them, and a class goes that has no test left; helpers stay.
     """
-    file = Parsed("", text)
+    file = _parsed(text)
     wanted = {name.rpartition(".py::")[2].replace("::", ".") for name in functions}
     unknown = wanted - {name for name, _ in file.definitions}
     if unknown:
@@ -31,8 +33,14 @@ def hide(text: str, functions: Iterable[str]) -> str:
             f"test file has no {sorted(unknown)[0]}; hide functions that are written in it, not inherited ones"
         )
     hidden = file.cut(_cuts(file, file.tree.body, "", wanted))
-    parse(hidden)
+    parse_python(hidden)
     return hidden
+
+
+@lru_cache(maxsize=8)
+def _parsed(text: str) -> Parsed:
+    """Return a file; many tasks hide parts of the same one, and parsing is most of the time it takes to load a set."""
+    return Parsed("", text)
 
 
 def _cuts(file: Parsed, block: Sequence[ast.stmt], prefix: str, wanted: set[str]) -> list[Cut]:

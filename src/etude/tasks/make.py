@@ -31,11 +31,10 @@ from etude.tasks.environment import environment
 from etude.tasks.generators import deletion, history, mutation, version
 from etude.tasks.generators.parsed import Parsed
 from etude.tasks.manifest import codebase_row, ready, task_of, task_row, write_set
-from etude.tasks.prompts import Split
 from etude.tasks.score import check, visible
 from etude.tasks.source import PackageSettings, permissive, unpack
 from etude.tasks.suite import FAST, Ready, lay
-from etude.tasks.task import Task
+from etude.tasks.task import Split, Task
 from etude.tasks.validate import Verdict, examine, try_candidate
 
 if TYPE_CHECKING:

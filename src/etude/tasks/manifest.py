@@ -10,7 +10,7 @@ import difflib
 import json
 import platform
 from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -132,12 +132,12 @@ def tree_digest(task: Task, codebase: Ready) -> str:
 
 def task_of(row: Row, codebase: Ready) -> Task:
     """Return the task of a line."""
-    tests = {name: tuple(codebase.ids[i] for i in numbers(row[name])) for name in ("fail_to_pass", "pass_to_pass")}
+    failing, passing = (tuple(codebase.ids[i] for i in numbers(row[name])) for name in ("fail_to_pass", "pass_to_pass"))
     edits = tuple(_edit(each, codebase.tree) for each in row["edits"])
     spans = tuple(Span(*each) for each in row["spans"])
     candidate = Candidate(row["generator"], tuple(row["kinds"]), edits, spans)
-    task = Task(row["task"], codebase.name, codebase.version, candidate, row["prompts"], **tests, hidden=tuple(row["hidden"]),
-                category=row["category"], difficulty=row["difficulty"], seconds=row["seconds"])  # fmt: skip
+    task = Task(row["task"], codebase.name, codebase.version, candidate, row["prompts"], failing, passing,
+                tuple(row["hidden"]), category=row["category"], difficulty=row["difficulty"], seconds=row["seconds"])  # fmt: skip
     if tree_digest(task, codebase) != row["digest"]:
         raise UserError(f"task {task.id}: its tree is not what it was when it was made; make the set anew")
     return task
@@ -221,5 +221,6 @@ def load_set(path: Path, cache: Path, reporter: Reporter, only: str = "") -> Tas
             if row["codebase"] in named:
                 codebases[row["codebase"]] = ready(row, cache, reporter)
                 progress.advance()
-    built = tuple(task_of(row, codebases[row["codebase"]]) for row in wanted)
+    split = header.get("split", "bench")
+    built = tuple(replace(task_of(row, codebases[row["codebase"]]), split=split) for row in wanted)
     return TaskSet(header["name"], digest_of([header, rows, tasks]), built, codebases)

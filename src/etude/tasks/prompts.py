@@ -13,11 +13,11 @@ import tomllib
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
 from etude.tasks.generators.parsed import Parsed
 from etude.tasks.seal import code_pieces
-from etude.tasks.task import Style
+from etude.tasks.task import Split, StoredStyle
 
 if TYPE_CHECKING:
     import random
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from etude.tasks.task import Candidate
 
-Split = Literal["train", "bench"]
 MOST = 400  # characters of a prompt, `full` excepted
 MOST_TRACE, MOST_LINE, MOST_VALUE = 300, 110, 60
 TRIES = 40
@@ -138,7 +137,7 @@ def _all_facts(candidate: Candidate, facts: dict[str, str], failures: Sequence[F
     return "\n".join(f"{key}: {value}" for key, value in said.items() if value)
 
 
-def _kinds(candidate: Candidate, style: Style) -> tuple[str, ...]:
+def _kinds(candidate: Candidate, style: StoredStyle) -> tuple[str, ...]:
     if style != "terse":
         return (style,)
     if candidate.generator == "deletion":
@@ -146,7 +145,9 @@ def _kinds(candidate: Candidate, style: Style) -> tuple[str, ...]:
     return ("change", "wrong") if candidate.generator in {"version", "history"} else ("wrong",)
 
 
-def _drawn(candidate: Candidate, facts: dict[str, str], style: Style, rng: random.Random, split: Split) -> str | None:
+def _drawn(
+    candidate: Candidate, facts: dict[str, str], style: StoredStyle, rng: random.Random, split: Split
+) -> str | None:
     kinds = templates()[split]
     if style == "full":
         return f"{rng.choice(kinds['full_open'])}\n{{facts}}\n{rng.choice(kinds['full_close'])}".format(**facts)
@@ -168,12 +169,12 @@ def prompts(
     rng: random.Random,
     split: Split,
     others: Sequence[str] = (),
-) -> dict[Style, str]:
+) -> dict[StoredStyle, str]:
     """Return a prompt of each style that there are facts for and that does not leak; `others` are suspects from elsewhere."""
     facts = _facts(candidate, package, failures)
     blamed = suspects(candidate) or sorted(others)
-    made: dict[Style, str] = {}
-    for style in get_args(Style):
+    made: dict[StoredStyle, str] = {}
+    for style in get_args(StoredStyle):
         for _ in range(TRIES):
             drawn = facts | ({"other": rng.choice(blamed).rpartition(".")[2]} if blamed else {})
             text = _drawn(candidate, drawn | {"facts": _all_facts(candidate, facts, failures)}, style, rng, split)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 ROOT = "/workspace"
 COVERAGE = ".etude-coverage.json"
 LONGEST_TRACE = 6000
+EFFORT = 0.4  # of the time a test has, that it may compute
+LESS_EFFORT = 0.1  # the same once a test has failed for that: who breaks a loop breaks many tests
 FIXED = ("-c", "/dev/null", "--rootdir", ROOT, "--confcutdir", ROOT, "-p", "no:cacheprovider", "--continue-on-collection-errors",
          "-q", "--no-header", "--no-summary", "--tb=short", "--color=no")  # fmt: skip
 
@@ -38,6 +40,7 @@ class Reporter:
         self.channel = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 100)
         self.count = 0
         self.outcomes: dict[str, str] = {}
+        self.effort, self.ran_out = EFFORT, False
         self.trace = ""
         self.cover: Any = None
 
@@ -66,16 +69,26 @@ class Reporter:
         self.trace = ""
         if self.cover:
             self.cover.switch_context(item.nodeid)
-        signal.signal(signal.SIGALRM, _too_long)
+        signal.signal(signal.SIGALRM, self.too_long)
+        signal.signal(signal.SIGPROF, self.too_long)
         signal.setitimer(signal.ITIMER_REAL, self.limit, 1.0)
+        signal.setitimer(signal.ITIMER_PROF, self.effort * self.limit, 1.0)
         try:
             done = yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        if self.ran_out and self.outcomes[item.nodeid] == "failed":
+            self.effort = LESS_EFFORT  # the outcome of all is known; which others pass is worth a second of each
         if self.cover:
             self.cover.switch_context("")
         self.say("test", item.nodeid, self.outcomes[item.nodeid], round(time.perf_counter() - began, 4), self.trace)
         return done
+
+    def too_long(self, *_: object) -> None:
+        """End the test that runs. Waiting it may take long, as the machine may be crowded; that does not count as computing."""
+        self.ran_out = True
+        pytest.fail("this test takes too long")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take one phase of a test, or one part of it: the worst counts, and an expected failure is no pass."""
@@ -85,10 +98,6 @@ class Reporter:
                 self.trace = self.trace or report.longreprtext[-LONGEST_TRACE:]
         elif (report.skipped or hasattr(report, "wasxfail")) and self.outcomes[report.nodeid] == "passed":
             self.outcomes[report.nodeid] = "skipped"
-
-
-def _too_long(*_: object) -> None:
-    pytest.fail("this test takes too long")
 
 
 def _covered(cover: Any) -> dict[str, dict[str, list[int]]]:

@@ -10,6 +10,7 @@ import asyncio
 import random
 import secrets
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from etude.sandbox.box import Entry, SandboxError
@@ -36,6 +37,7 @@ STARTS_BY_ITSELF = {
     "pyproject.toml",
 }
 NOT_SOURCE = (".pth", ".pyc", ".pyo", ".so", ".pyd")
+How = Literal["run", "known", "idle"]
 OPENING = 30.0  # seconds for the sandboxes of one scoring, on a busy machine
 MOST_BYTES = 4 << 20  # of a file that is taken: it is written anew for every run of the tests, into memory
 
@@ -50,6 +52,7 @@ class Score:
     reason: str = ""
     ignored: tuple[str, ...] = ()  # paths the agent changed that were not taken
     seconds: float = 0.0
+    how: How = "run"  # it was found: by tests, by those of the same change before, or as nothing was changed (known.py)
 
 
 def visible(task: Task, codebase: Ready) -> list[Entry]:
@@ -59,9 +62,14 @@ def visible(task: Task, codebase: Ready) -> list[Entry]:
         by_file.setdefault(function.partition("::")[0], []).append(function)
     entries = entries_of(task.candidate.edits, "broken")
     for path, functions in sorted(by_file.items()):
-        content = hide((codebase.tree / path).read_bytes().decode(), functions).encode()
+        content = _without((codebase.tree / path).read_bytes(), tuple(functions))
         entries.append(Entry(path, "file", len(content), 0o644, content))
     return entries
+
+
+@lru_cache(maxsize=512)  # every attempt at a task asks for it, and it takes as long as opening a sandbox
+def _without(tests: bytes, functions: tuple[str, ...]) -> bytes:
+    return hide(tests.decode(), functions).encode()
 
 
 def workspace(codebase: Ready, layer: Path) -> Place:
@@ -120,6 +128,10 @@ def forbidden(task: Task, codebase: Ready, changes: Iterable[Entry]) -> str:
 
 async def tried(task: Task, codebase: Ready, changes: Sequence[Entry], ignored: tuple[str, ...] = ()) -> Score:
     """Run the tests of a task on the broken tree with changes, plain and spoilt. Which comes first is drawn: nothing tells it.
+
+    What fails plain has failed, so no more is run: nobody can cheat by failing, and that a plain run was the last is known only
+    when it is over. But it cannot always be the first, to save the rest: code can tell the time since it was written, so it would
+    forge in the first run and be honest in the others.
 
     In one of the spoilt runs only tests are spoilt that the agent never saw: comparing the others with what it saw tells nothing.
     """

@@ -6,7 +6,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from etude.agent.calls import Call
-from etude.tasks.strategies import changes
+from etude.tasks.replacements import changes
 
 if TYPE_CHECKING:
     from etude.tasks.task import Task

@@ -8,9 +8,7 @@ before it is mended, and the last turn counts only tests that were run. Where th
 from __future__ import annotations
 
 import ast
-import difflib
 import re
-import shlex
 import tomllib
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,21 +16,23 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from etude.agent.calls import Call
+from etude.agent.tool_specs import BASH_ONLY
 from etude.tasks.generators.operators import OPERATORS
 from etude.tasks.generators.parsed import Parsed, changed_lines, parse
+from etude.tasks.replacements import Change, changes
 from etude.tasks.terminal import in_terminal
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
-    from etude.tasks.task import Edit, Task
+    from etude.tasks.task import Edit, Style, Task
 
     Turns = Generator["Say", "Answers", None]
 
 Answers = list[dict[str, Any]]  # as a trace keeps them: name, text, failed, details
-SHOWN = 70  # characters of a line that is spoken of
 MOST_EDITS = 12
+DIRECT_CHECKS = 0.5  # how often a change that was pointed at is tested
 WRONG_TURNS = {"none": 5.0, "slip": 1.5, "wrong": 2.0, "partial": 2.0}  # how often, where they can be taken
 
 
@@ -47,71 +47,6 @@ class Say:
     calls: tuple[Call, ...] = ()
     said: str = ""
     thinking: str = ""
-
-
-@dataclass(frozen=True)
-class Change:
-    """One replacement in a file, in which `old` is once when those before it are made; no `old`: the whole file; no `new`: it goes."""
-
-    path: str
-    name: str  # of the definition it is in
-    old: str | None
-    new: str | None
-
-    def call(self, indent: str = "") -> Call:
-        """Return the call that makes it; with an indent it will not be found."""
-        if self.new is None:
-            return Call("shell", {"command": f"rm -- {shlex.quote(self.path)}"})
-        if self.old is None:
-            return Call("write", {"path": self.path, "content": self.new})
-        old, new = (re.sub(r"(?m)^(?=.)", indent, text) for text in (self.old, self.new))
-        return Call("edit", {"path": self.path, "old": old, "new": new})
-
-    @property
-    def line(self) -> dict[str, str]:
-        """The one line that gives way to one other, where that is so and both are short enough to be spoken of."""
-        old, new = (self.old or "").splitlines(), (self.new or "").splitlines()
-        pairs = [(a.strip(), b.strip()) for a, b in zip(old, new, strict=False) if a != b]
-        short = (
-            len(old) == len(new)
-            and len(pairs) == 1
-            and all(0 < len(text) <= SHOWN and "`" not in text for text in pairs[0])
-        )
-        return dict(zip(("was", "now"), pairs[0], strict=True)) if short else {}
-
-
-def changes(path: str, before: str, after: str) -> list[Change]:
-    """Return the replacements that turn one text into another, front to back, with as many lines around each as make it unique."""
-    old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
-    found = []
-    for tag, i, j, k, m in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
-        if tag == "equal":
-            continue
-        present = "".join([*new[:k], *old[i:]])
-        for around in range(len(old) + len(new)):
-            head, tail = "".join(new[max(0, k - around) : k]), "".join(old[j : j + around])
-            was, now = head + "".join(old[i:j]) + tail, head + "".join(new[k:m]) + tail
-            if was.strip() and _times(was, present) == 1:
-                break
-        if was.endswith("\n") and now.endswith("\n") and now.strip() and _times(was[:-1], present) == 1:
-            was, now = was[:-1], now[:-1]
-        found.append(Change(path, _name(path, before, after, range(k + 1, m + 1)) or path, was, now))
-    return found
-
-
-def _times(part: str, text: str) -> int:
-    """Return how often a part is in a text, as the tool that edits counts: also where it overlaps itself."""
-    return len(re.findall(f"(?={re.escape(part)})", text))
-
-
-def _name(path: str, before: str, after: str, lines: range) -> str:
-    """Return the definition that lines of the new text bring, or that they are in."""
-    if not path.endswith(".py"):
-        return ""
-    known = {name for name, _ in Parsed(path, before).definitions}
-    file = Parsed(path, after)
-    brought = [name for name, node in file.definitions if node.lineno in lines and name not in known]
-    return brought[0] if brought else file.name_at(min(lines.start, len(file.lines)))
 
 
 def wrong_versions(edit: Edit) -> list[str]:
@@ -139,12 +74,13 @@ def phrases() -> dict[str, dict[str, list[str]]]:
 class Script:
     """One way to a task's solution, drawn once. `failing` and `suites`: the tests that fail and can be seen, and test files to run.
 
-    `terminal`: there is nothing but bash, so all calls are said as its commands, and no list of to-dos is kept.
+    Where `tools` are nothing but bash, all calls are said as its commands, and no list of to-dos is kept; where there is no shell,
+    nothing is tested. `direct`: the request points at the code in this style, so it is mended at once.
     """
 
     def __init__(
         self, task: Task, prompt: str, failing: tuple[str, ...], suites: tuple[str, ...], options: tuple[str, ...], rng: random.Random,
-        *, terminal: bool = False,
+        *, tools: Sequence[str] = ("shell",), direct: Style | None = None,
     ) -> None:  # fmt: skip
         self.edits, self.spans, self.deleted = (
             task.candidate.edits,
@@ -152,11 +88,14 @@ class Script:
             task.candidate.generator == "deletion",
         )
         self.prompt, self.failing, self.suites, self.options, self.rng = prompt, failing, suites, options, rng
-        self.seen, self.terminal = prompt, terminal
+        self.seen, self.terminal, self.direct = prompt, list(tools) == BASH_ONLY, direct
+        self.checks = (
+            bool({"shell", "bash"} & {*tools}) and bool(suites) and (direct is None or rng.random() < DIRECT_CHECKS)
+        )
         self.tested = False  # and so seen to fail
         self.command = self.blamed = ""
         self.plan = [rng.choice(each) for each in phrases()["plan"].values()] if rng.random() < 0.35 else []
-        self.plan = [] if terminal else self.plan
+        self.plan = [] if self.terminal or direct else self.plan
         self.whole: list[Change] = []
         for edit in self.edits:
             plain = (edit.broken or "").strip() and edit.fixed is not None and "\r" not in f"{edit.broken}{edit.fixed}"
@@ -165,16 +104,23 @@ class Script:
         if len(self.whole) > MOST_EDITS:
             raise Unfit("the solution has too many parts")
         self.versions = wrong_versions(self.edits[0]) if len(self.edits) == 1 and failing else []
-        can = {"none": True, "slip": self.whole[0].old is not None and not terminal, "wrong": bool(self.versions),
+        can = {"none": True, "slip": self.whole[0].old is not None and not self.terminal, "wrong": bool(self.versions),
                "partial": bool(failing) and 1 < len(self.whole) < 5}  # fmt: skip
-        self.wrong_turn = rng.choices([*WRONG_TURNS], [WRONG_TURNS[turn] * can[turn] for turn in WRONG_TURNS])[0]
+        can = {"none": True} if direct else can
+        self.wrong_turn = rng.choices(
+            [*WRONG_TURNS], [WRONG_TURNS[turn] * can.get(turn, False) for turn in WRONG_TURNS]
+        )[0]
 
     def play(self) -> Turns:
         """Yield all turns."""
-        yield from self._find()
-        yield from self._read()
+        if not self.direct:
+            yield from self._find()
+            yield from self._read()
         yield from self._mend()
-        yield from self._check()
+        if self.checks:
+            yield from self._check()
+        else:
+            yield Say(said=" ".join([*map(self._described, self.edits), self._words("unchecked", "said")]))
 
     def _words(self, key: str, section: str = "think", **facts: object) -> str:
         return self.rng.choice(phrases()[section][key]).format(**facts)
@@ -281,7 +227,7 @@ class Script:
     def _mend(self) -> Turns:
         """Make the changes; before that, where it was so drawn, take the wrong turn."""
         first, last = self.whole[0], self.whole[-1]
-        wanted, why = self.whole, self._cause(first)
+        wanted, why = self.whole, "" if self.direct == "told" else self._cause(first)
         if self.wrong_turn == "slip":
             (answer,) = yield from self._do(why, first.call(indent="    "))
             if not answer["failed"]:
@@ -300,7 +246,7 @@ class Script:
 
     def _apply(self, wanted: list[Change], thinking: str) -> Turns:
         """Make changes, all in one turn or one after the other."""
-        groups = [wanted] if self.rng.random() < 0.5 else [[each] for each in wanted]
+        groups = [wanted] if self.direct or self.rng.random() < 0.5 else [[each] for each in wanted]
         for number, group in enumerate(groups):
             why = self._words("more", name=group[0].name) if number else thinking
             answers = yield from self._do(why, *(each.call() for each in group))

@@ -120,7 +120,9 @@ async def _run(
     )
     files = codebase.tests if ids is None else sorted({each.partition("::")[0] for each in ids})
     usual = _usual(codebase, ids)
-    order = {"nonce": nonce, "ids": None if ids is None else sorted(ids), "files": list(files), "options": list(codebase.options),
+    # Pytest takes longer to render failures (it parses the test file for each) than to run tests, and nobody reads them.
+    options = [*codebase.options, *([] if traces or ids is None else ["--tb=no"])]
+    order = {"nonce": nonce, "ids": None if ids is None else sorted(ids), "files": list(files), "options": options,
              "paths": paths, "traces": traces, "cover": include, "limit": 10 + 10 * max(usual, default=2.0)}  # fmt: skip
     seconds = longest_run(codebase, ids)
     sandbox = await open_sandbox(place_of(codebase, layers))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from etude.tasks.manifest import TaskSet
     from etude.tasks.suite import Ready
-    from etude.tasks.task import Style
+    from etude.tasks.task import StoredStyle
 
 NO_NEWLINE = "\\ No newline at end of file"
 HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@.*")
@@ -128,7 +128,7 @@ def task_of_row(row: dict[str, Any], codebase: Ready, *, reverse: bool = False) 
         for value in (row["FAIL_TO_PASS"], row["PASS_TO_PASS"])
     ]
     candidate = Candidate("history", ("swe-bench",), tuple(edits), solution_spans(edits))
-    said: dict[Style, str] = {"terse": row["problem_statement"]}
+    said: dict[StoredStyle, str] = {"terse": row["problem_statement"]}
     return Task(
         row["instance_id"], codebase.name, codebase.version, candidate, said, lists[0], lists[1], (), "debugging"
     )

@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Generator = Literal["mutation", "deletion", "version", "history"]
-Style = Literal[
+StoredStyle = Literal[
     "terse", "trace", "premise", "full"
 ]  # a short report; a stack trace and "fix"; a wrong premise; everything
+PointedStyle = Literal["shown", "told"]  # with the code to mend; with the change itself (pointed.py)
+Style = Literal[StoredStyle, PointedStyle]
+Split = Literal["train", "bench"]
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,11 @@ class Task:
     package: str
     version: str
     candidate: Candidate
-    prompts: Mapping[Style, str]
+    prompts: Mapping[StoredStyle, str]
     fail_to_pass: tuple[str, ...]  # test ids
     pass_to_pass: tuple[str, ...]
     hidden: tuple[str, ...]  # test functions (path::name) that are not in the tree the agent sees
     category: str  # debugging, new feature, …
     difficulty: Mapping[str, float] = field(default_factory=dict)  # signals: lines, files, failing tests, sites
     seconds: float = 0.0  # of its tests
+    split: Split = "train"  # which templates its requests are made from

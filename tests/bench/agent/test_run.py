@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -11,13 +13,19 @@ import pytest
 from etude.agent.calls import Call
 from etude.agent.trace import read_traces
 from etude.bench.agent.contestant import BUILT_IN, Contestant, Player, scripted
+from etude.bench.agent.report import write_report
 from etude.bench.agent.results import Results, Trial, read_results
 from etude.bench.agent.run import BenchSettings, run_benchmark
 from etude.errors import UserError
 from etude.progress import Reporter
-from etude.sandbox.box import SandboxError
+from etude.sandbox.box import Entry, SandboxError
 from etude.tasks.attempt import premise_of
+from etude.tasks.known import Scorer
 from etude.tasks.manifest import TaskSet
+from etude.tasks.score import Score, score
+from etude.tasks.solution import solution_calls
+from etude.tasks.suite import Ready
+from etude.tasks.task import Task
 from tests.bench.agent import calc_set
 from tests.tasks import small
 
@@ -38,12 +46,11 @@ def calc(tmp_path_factory: pytest.TempPathFactory) -> tuple[TaskSet, Path]:
     return calc_set.load(manifest, cache), cache
 
 
-def bench(calc: tuple[TaskSet, Path], folder: Path, *contestants: Contestant, **settings: object) -> Results:
-    small.run(
-        run_benchmark(
-            calc[0], contestants, BenchSettings.model_validate(settings), folder, calc[1], Reporter(quiet=True)
-        )
-    )
+def bench(
+    calc: tuple[TaskSet, Path], folder: Path, *contestants: Contestant, scorer: Scorer = score, **settings: object
+) -> Results:
+    own = BenchSettings.model_validate(settings)
+    small.run(run_benchmark(calc[0], contestants, own, folder, calc[1], Reporter(quiet=True), scorer))
     return read_results(folder)
 
 
@@ -85,6 +92,33 @@ def test_oracle_noop_and_a_clumsy_agent(calc: tuple[TaskSet, Path], tmp_path: Pa
     assert (trial.interaction["claimed"], trial.interaction["unverified"]) == (1.0, 1.0)
     assert found.header.integrity["network"] == "none"
     assert (found.header.about["tasks"], found.header.tasks) == (2, calc[0].digest)
+
+
+def test_what_is_known_is_not_tested_again_unless_the_benchmark_itself_is_measured(
+    calc: tuple[TaskSet, Path], tmp_path: Path
+) -> None:
+    seen: list[str] = []
+
+    async def counting(task: Task, codebase: Ready, entries: Sequence[Entry]) -> Score:
+        seen.append(f"{task.id} {len(entries)}")
+        return await score(task, codebase, entries)
+
+    solver = scripted("solver", lambda task, talk: [talk.write(*solution_calls(task)), "Done."])
+    idler = scripted("idler", lambda _task, _talk: ["Done."])
+    found = bench(calc, tmp_path, solver, idler, *BUILT_IN.values(), scorer=counting, k=2)
+    ways = Counter((trial.model, trial.outcome, trial.how) for trial in found.trials)
+    assert ways == {
+        ("solver", "pass", "run"): 2, ("solver", "pass", "known"): 2, ("idler", "fail", "idle"): 4,
+        ("oracle", "pass", "run"): 4, ("noop", "fail", "run"): 4,
+    }  # fmt: skip
+    assert len(seen) == 2 + 4 + 4
+    write_report([tmp_path], tmp_path)
+    told = (tmp_path / "report.md").read_text()
+    columns = re.search(r"\| how the score was found \| (.*) \|", told)
+    counts = re.search(r"\| the same change was scored before \| (.*) \|", told)
+    assert columns
+    assert counts
+    assert dict(zip(columns[1].split(" | "), counts[1].split(" | "), strict=True))["solver"].strip() == "2"
 
 
 def test_traces_are_kept_and_seeds_are_the_trial_s_own(calc: tuple[TaskSet, Path], tmp_path: Path) -> None:

@@ -99,6 +99,22 @@ def test_values_that_are_no_rates_keep_the_plain_interval() -> None:
     assert found == (1000.0, 1000.0, 1000.0, 9)
 
 
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=12))
+def test_what_cannot_be_negative_has_no_negative_interval(values: list[float]) -> None:
+    rows = [(f"r{n % 3}", f"t{n}", value) for n, value in enumerate(values)]
+    clipped, free = (estimate(rows, rate=False, signed=signed) for signed in (False, True))
+    assert clipped is not None
+    assert free is not None
+    assert clipped == free._replace(low=max(0.0, free.low))
+
+
+def test_differences_and_signed_values_may_be_negative() -> None:
+    skewed = [("r", f"t{n}", float(1000 * (n == 0))) for n in range(8)]
+    none = [("r", f"t{n}", 0.0) for n in range(8)]
+    below = [estimate(skewed, rate=False, signed=True), estimate(none, against=skewed, rate=False)]
+    assert all(each and each.low < 0 for each in below)
+
+
 @pytest.mark.parametrize("statistic", [pass_at(3), pass_all(3)])
 def test_an_interval_holds_its_estimate_though_redrawn_trials_are_biased(statistic: statistics.Statistic) -> None:
     found = estimate(

@@ -36,11 +36,12 @@ class Prices(BaseModel):
 
 
 class Metric(NamedTuple):
-    """One number. `rate`: its values lie between 0 and 1, and are shown in per cent."""
+    """One number. `rate`: its values lie between 0 and 1, and are shown in per cent; `signed`: they may lie below 0."""
 
     name: str
     value: Callable[[Trial], float | None]
     rate: bool = False
+    signed: bool = False
 
     def rows(self, trials: Iterable[Trial]) -> list[Row]:
         """Return the values of the trials to which it applies, for the bootstrap."""
@@ -53,9 +54,9 @@ def _tests_passed(trial: Trial) -> float | None:
     return sum(trial.passed.values()) / expected if expected else None
 
 
-def _quality(name: str, formula: Callable[[Any], float | None], *, rate: bool = False) -> Metric:
+def _quality(name: str, formula: Callable[[Any], float | None], *, rate: bool = False, signed: bool = False) -> Metric:
     """Return a metric of the trials that changed something."""
-    return Metric(name, lambda trial: formula(trial.quality) if trial.quality else None, rate)
+    return Metric(name, lambda trial: formula(trial.quality) if trial.quality else None, rate, signed)
 
 
 def _seen(name: str, key: str, among: str = "") -> Metric:
@@ -82,7 +83,9 @@ QUALITY = (
     _quality(
         "lines changed, × reference", lambda q: q["lines"] / q["reference_lines"] if q["reference_lines"] else None
     ),
-    _quality("decision points above the reference ↓", lambda q: q["complexity"] - q["reference_complexity"]),
+    _quality(
+        "decision points above the reference ↓", lambda q: q["complexity"] - q["reference_complexity"], signed=True
+    ),
     _quality("changes unrelated files ↓", lambda q: q["unrelated_files"] > 0, rate=True),
     _quality("changes unrelated functions ↓", lambda q: q["unrelated_functions"] > 0, rate=True),
     _quality("leaves scratch files ↓", lambda q: q["scratch_files"] > 0, rate=True),

@@ -28,6 +28,7 @@ class Contestant:
     name: str
     open: Callable[[], AbstractAsyncContextManager[Player]]
     bounds: int = 1  # times those of the harness that count tokens
+    probe: bool = False  # measures the benchmark itself: its work is tested every time, also where the result is known
 
     def bounded(self, own: HarnessSettings) -> HarnessSettings:
         """Return the harness's settings in this contestant's tokens."""
@@ -37,7 +38,7 @@ class Contestant:
         return own.model_copy(update={**times[0], "summary": own.summary.model_copy(update=times[1])})
 
 
-def scripted(name: str, turns: Callable[[Task, Format], list[str]]) -> Contestant:
+def scripted(name: str, turns: Callable[[Task, Format], list[str]], *, probe: bool = False) -> Contestant:
     """Return a contestant that says the same at every attempt."""
     talk = message_format()
 
@@ -50,10 +51,12 @@ def scripted(name: str, turns: Callable[[Task, Format], list[str]]) -> Contestan
     async def opened() -> AsyncIterator[Player]:
         yield play
 
-    return Contestant(name, opened, UNBOUNDED)
+    return Contestant(name, opened, UNBOUNDED, probe)
 
 
 BUILT_IN = {
-    "oracle": scripted("oracle", lambda task, talk: [talk.write(*solution_calls(task)), "The reference is in place."]),
-    "noop": scripted("noop", lambda _task, _talk: []),
+    "oracle": scripted(
+        "oracle", lambda task, talk: [talk.write(*solution_calls(task)), "The reference is in place."], probe=True
+    ),
+    "noop": scripted("noop", lambda _task, _talk: [], probe=True),
 }

@@ -35,6 +35,11 @@ LEAD = Picture(
     "score_tokens.png", "Score against the median of tokens written; the line joins those that no other beats"
 )
 HEAD = 20  # characters of a model's name over a column
+FOUND = {"run": "tests were run", "known": "the same change was scored before", "idle": "the code was left as it was"}
+TAKEN_OVER = (
+    "A change that was scored before is not tested again, and code left as it was is known to fail. So a test that ends now this way, "
+    "now that, may look steadier here than it is; oracle and noop are tested every time."
+)
 CHANCE = 20  # comparisons among which one is expected to look sure and not be
 
 
@@ -78,7 +83,8 @@ class Scored:
         self, trials: Sequence[Trial], metric: Metric = SCORE, statistic: Statistic = average, least: int = 1
     ) -> Estimate | None:
         """Return a metric of some trials."""
-        return estimate(metric.rows(trials), statistic, rate=metric.rate, least=least, seed=self.seed)
+        found = metric.rows(trials)
+        return estimate(found, statistic, rate=metric.rate, signed=metric.signed, least=least, seed=self.seed)
 
     def apart(self, one: str, other: str, metric: Metric = SCORE) -> Estimate | None:
         """Return by how much one model is above another on the tasks of both."""
@@ -145,7 +151,7 @@ def _page(scored: Scored, prices: Prices | None, said: Sequence[str]) -> Page:
         "By category": [Picture("by_category.png", "Score by category"), _grouped(scored, "category")],
         "By generator and style of prompt": [_grouped(scored, "generator"), _grouped(scored, "style")],
         "By package": [Picture("by_package.png", "Score by package"), _grouped(scored, "package")],
-        "How trials ended": [_endings(scored)],
+        "How trials ended": [_endings(scored), TAKEN_OVER, _found(scored)],
         "The tasks": [
             "To compare: the third version of CursorBench has a median of 181 lines changed and of 390 characters of a prompt.",
             Table(("the set", ">"), [(name, f"{value:,.4g}") for name, value in header.about.items()])],
@@ -212,6 +218,14 @@ def _endings(scored: Scored) -> Table:
     kinds = sorted({way[:2] for way in ways})
     listed: list[Line] = [(*kind, *(ways[*kind, model] for model in scored.valid)) for kind in kinds]
     return Table(("outcome", "how it ended", *scored.heads), listed)
+
+
+def _found(scored: Scored) -> Table:
+    ways: Counter[tuple[str, str]] = Counter(
+        (trial.how, model) for model, trials in scored.valid.items() for trial in trials
+    )
+    listed: list[Line] = [(said, *(ways[way, model] for model in scored.valid)) for way, said in FOUND.items()]
+    return Table(("how the score was found", *scored.heads), listed)
 
 
 def _passes(trial: Trial) -> bool:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from etude.errors import UserError
 from etude.files import canonical_json
 from etude.jsonl import MetricsLog
+from etude.tasks.score import How
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,6 +61,7 @@ class Trial(BaseModel):
     number: int  # of the attempt
     outcome: Outcome  # invalid: the machinery failed, and nothing is known of the model
     why: str = ""  # it is invalid
+    how: How = "run"  # the outcome was found: by tests, by those of the same change before, or as nothing was changed
     passed: dict[str, int] = {}  # tests by kind: fail_to_pass, pass_to_pass
     expected: dict[str, int] = {}
     tokens: dict[str, int] = {}  # by kind, as axes.effort names them

@@ -8,7 +8,7 @@ a server that is down would spoil the rest.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -23,7 +23,10 @@ from etude.files import digest_of
 from etude.parallel import cores
 from etude.rewards.quality import measure
 from etude.sandbox.probe import strongest
-from etude.tasks.attempt import asked, judge, searcher_for, work_on
+from etude.tasks.attempt import judge, searcher_for, work_on
+from etude.tasks.known import Scores, one_a_core
+from etude.tasks.pointed import asked
+from etude.tasks.score import score
 from etude.tasks.task import Style, Task
 
 if TYPE_CHECKING:
@@ -35,16 +38,18 @@ if TYPE_CHECKING:
     from etude.bench.agent.contestant import Contestant, Player
     from etude.progress import Reporter
     from etude.progress import Task as Progress
+    from etude.tasks.known import Scorer
     from etude.tasks.manifest import TaskSet
 
 TRACES = "traces.jsonl"
 GIVE_UP = 10  # invalid attempts in a row
 INTEGRITY = {
-    "policy": 1,  # raise it when any of these comes to mean something else
+    "policy": 2,  # raise it when any of these comes to mean something else
     "network": "none",
     "history": "none",
     "hidden tests": "at least half of the failing test functions are not in the tree the agent sees",
-    "scoring": "changes to code only, all tests restored, in a fresh sandbox; passes are tried again with spoilt tests",
+    "scoring": "changes to code only, all tests restored, in a fresh sandbox; passes are tried again with spoilt tests; a change to a "
+    "task is scored once for all who make it, and no change is a fail",
 }
 
 
@@ -84,7 +89,8 @@ class Attempt:
 
 
 async def run_benchmark(
-    found: TaskSet, contestants: Sequence[Contestant], settings: BenchSettings, folder: Path, cache: Path, reporter: Reporter
+    found: TaskSet, contestants: Sequence[Contestant], settings: BenchSettings, folder: Path, cache: Path, reporter: Reporter,
+    scorer: Scorer = score,
 ) -> None:  # fmt: skip
     """Make all attempts that the folder does not hold yet, one contestant after another."""
     measure([])  # says now, not after the first attempt, that ruff is missing
@@ -99,10 +105,13 @@ async def run_benchmark(
     numbered = [(task, number) for number in range(1, settings.k + 1) for task in tasks]
     searcher = searcher_for(settings.tools, cache)
     total = len(numbered) * len(contestants)
+    tested = one_a_core(scorer)
+    scores = Scores(tested)
     with TrialLog(folder, header) as log, reporter.task(f"benchmark {found.name}", total, "trials") as progress:
         for each in contestants:
             attempts = [Attempt(each.name, task, number, *asks[task.id]) for task, number in numbered]
-            await Benchmark(found, each, settings, folder, log, searcher, reporter, progress).run(attempts)
+            own = tested if each.probe else scores.of
+            await Benchmark(found, each, settings, folder, log, searcher, reporter, progress, own).run(attempts)
 
 
 @dataclass(frozen=True)
@@ -117,8 +126,7 @@ class Benchmark:
     searcher: Searcher | None
     reporter: Reporter
     progress: Progress
-    # Tests have time limits: crowded, they would fail for no fault of the model's.
-    scoring: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(cores()))
+    score: Scorer
 
     async def run(self, attempts: Sequence[Attempt]) -> None:
         """Make the attempts that are not in the log, those that were invalid once more at the end."""
@@ -177,13 +185,13 @@ class Benchmark:
             return Harness(policy, talk, tools, bounded, trace, seed=seed)
 
         left = await work_on(task, codebase, trace, self.settings.tools, self.searcher, begin)
-        async with self.scoring:
-            judged = await judge(task, codebase, trace, left, attempt.style)
+        scored = await self.score(task, codebase, left.entries)
+        judged = await judge(task, codebase, trace, left, attempt.style, scored)
         expected = {"fail_to_pass": len(task.fail_to_pass), "pass_to_pass": len(task.pass_to_pass)}
-        shares = {name: float(getattr(judged.score, name)) for name in expected}
+        shares = {name: float(getattr(scored, name)) for name in expected}
         passed = {name: round(share * expected[name]) for name, share in shares.items()}
-        trace.rewards = {"pass": float(judged.score.outcome == "pass"), **shares}
+        trace.rewards = {"pass": float(scored.outcome == "pass"), **shares}
         quality = vector(judged.quality) if judged.quality else {}
-        trial = attempt.trial(outcome=judged.score.outcome, passed=passed, expected=expected, **effort(trace), quality=quality,
-                              interaction=vector(judged.interaction), trace=f"{TRACES}#{trace.id}")  # fmt: skip
+        trial = attempt.trial(outcome=scored.outcome, how=scored.how, passed=passed, expected=expected, **effort(trace),
+                              quality=quality, interaction=vector(judged.interaction), trace=f"{TRACES}#{trace.id}")  # fmt: skip
         return trial, trace

@@ -76,12 +76,14 @@ def estimate(
     against: Iterable[Row] | None = None,
     least: int = 1,
     rate: bool = True,
+    signed: bool = False,
     seed: int = 0,
 ) -> Estimate | None:
     """Return the mean over tasks that have at least `least` trials, with its interval; None if there are no such tasks.
 
     `against`: by how much it is above that of another model, on tasks that both have. Tasks are redrawn in pairs, so what makes a
-    task hard for both cancels; trials of each are redrawn on their own. `rate`: values lie between 0 and 1.
+    task hard for both cancels; trials of each are redrawn on their own. `rate`: values lie between 0 and 1;
+    `signed`: they may lie below 0.
     """
     found = [_by_task(each, least) for each in (rows, against) if each is not None]
     common = set.intersection(*(set(each) for each in found))
@@ -97,6 +99,8 @@ def estimate(
         for end in np.quantile(redrawn, [TAIL, 1 - TAIL]) - redrawn.mean()
     )
     low, high = min(low, value), max(high, value)
+    if against is None and not signed:
+        low = max(low, 0.0)  # that of skewed values, stretched to both sides, may reach where no truth can be
     if rate:
         unseen = 1 - TAIL ** (1 / len(common))
         if against is None:

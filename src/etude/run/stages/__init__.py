@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from etude.recipe.recipe import DATA, StageEntry
 from etude.run.stages.base import BaseSettings, BaseStage
+from etude.run.stages.bench import BenchStage
 from etude.run.stages.compare import CompareStage
 from etude.run.stages.cpt import CptStage
 from etude.run.stages.data import DataStage
@@ -13,6 +14,7 @@ from etude.run.stages.extend import ExtendStage
 from etude.run.stages.merge import MergeStage
 from etude.run.stages.mtp import MtpStage
 from etude.run.stages.pretrain import PretrainStage
+from etude.run.stages.release import ReleaseStage
 from etude.run.stages.rl import RlStage
 from etude.run.stages.sft import SftStage
 
@@ -31,6 +33,8 @@ STAGES: dict[str, Stage] = {
     "rl": RlStage(),
     "merge": MergeStage(),
     "compare": CompareStage(),
+    "bench": BenchStage(),
+    "release": ReleaseStage(),
 }
 
 

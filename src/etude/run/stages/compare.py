@@ -40,15 +40,16 @@ class CompareStage:
         """Refuse unknown bases and a folder without code."""
         for word in settings.bases:
             resolve(word)
-        read_codebase(_code_folder(settings))
+        read_codebase(_code_folder(settings), settings.keep)
 
     def inputs(self, settings: CompareConfig, parent_digest: str | None, seed: int) -> dict[str, Any]:
         """Return the code and the tasks by content, the candidates by identity, and the machine, on which speed depends."""
         if parent_digest is None and not settings.bases:
             raise UserError("compare: nothing to compare; set `base` in the recipe or `bases` in [compare]")
-        code = read_codebase(_code_folder(settings))
+        code = read_codebase(_code_folder(settings), settings.keep)
         return {
-            "settings": settings.model_dump(exclude={"on", "bases"}),
+            # `keep` came later: what was finished before it is still what it was, and the code tells what was kept
+            "settings": settings.model_dump(exclude={"on", "bases", "keep"}),
             "code": code.digest,
             "tasks": digest_of([asdict(chain) for chain in _chains(code, settings, seed)]),
             "seed": seed,
@@ -60,7 +61,7 @@ class CompareStage:
         """Measure every candidate and write the report."""
         from etude.models.load import choose_device
 
-        everything = read_codebase(_code_folder(settings))
+        everything = read_codebase(_code_folder(settings), settings.keep)
         code = everything.sample(settings.max_bytes)
         chains = _chains(everything, settings, job.seed)
         device = choose_device(settings.device)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 RESULTS = "results.json"
 WITHOUT_EFFECT = {"micro", "checkpoint_every", "anchor_every", "engine_memory", "processes", "keep_traces", "tasks"}
 SCRATCH = ("exchange", "weights", "trainer", "job.json", "engine.log", "learner.log", "reward_weights.json")
-CHECKED = 3  # tasks whose check is tried before any time is spent on episodes
+CHECKED = 2  # tasks whose check is tried before any time is spent on episodes
 
 
 class RlStage:
@@ -103,15 +103,17 @@ def _is_trained(folder: Path) -> bool:
 
 def _trained(found: TaskSet, settings: RlSettings, job: Job) -> None:
     from etude.models.load import choose_device
-    from etude.models.mtp import keep_apart
     from etude.rl.conductor import conduct
-    from etude.rl.report import write_report
     from etude.rl.task_arena import TaskArena
 
     assert job.parent is not None
     parent, work, model = job.parent.folder, job.work, job.work.folder / MODEL
     arena = TaskArena(found, settings, work.cache)
     asyncio.run(conduct(arena, parent.absolute(), settings, work, job.seed, before=lambda: _tasks_work(found)))
+    # Imported here, as they take seconds, and others can begin before them.
+    from etude.models.mtp import keep_apart
+    from etude.rl.report import write_report
+
     copy_side_files(parent, model)
     heads = carry_heads(parent, model)
     keep_apart(model)

@@ -15,19 +15,22 @@ from etude.files import sha256_file
 from etude.lineage.record import DataUse
 from etude.run.folder import MODEL
 from etude.run.stages.training import Training, TrainingStage, finish, joint_objective, open_corpus
+from etude.tasks.demos import DemoSettings, licences_of, make_demos, read_samples, refuse_benchmarks
+from etude.tasks.manifest import read_rows
 from etude.training.settings import JointMtpSettings, LoraSettings, OptimiserSettings, TrainSettings
 
 if TYPE_CHECKING:
     from etude.data.chat.conversations import Conversation
     from etude.data.chat.template import ChatTemplate
     from etude.data.loader import Corpus, Loader
-    from etude.run.stage import Job
+    from etude.run.stage import Job, Outcome
     from etude.training.measure import Bits, Nats
     from etude.training.session import Evaluate, Session
     from etude.training.world import World
     from etude.work import Work
 
 CONTEXT = 2048  # longest default row
+DEMOS = "demos"  # the folder they are made in
 
 
 class SftSettings(TrainSettings):
@@ -41,6 +44,9 @@ class SftSettings(TrainSettings):
     conversations: list[str] = Field(default=[], description="JSONL files of conversations in OpenAI's form")
     traces: list[str] = Field(
         default=[], description="files of episodes, as `etude tasks demos` writes them; learnt token for token"
+    )
+    demos: DemoSettings | None = Field(
+        default=None, description="demonstrations to make of a training set and to learn from; leave out for none"
     )
     code: str | None = Field(default=None, description="a folder of Python code to make conversations of")
     licence: str | None = Field(
@@ -64,9 +70,9 @@ class SftSettings(TrainSettings):
     def _has_data(self) -> SftSettings:
         if self.mtp and self.lora:
             raise ValueError("`mtp` trains heads along with all weights, `lora` none of them; leave one of the two out")
-        if not (self.conversations or self.traces or self.code):
+        if not (self.conversations or self.traces or self.demos or self.code):
             raise ValueError(
-                "nothing to learn from; name `conversations` or `traces` (JSONL files), or a folder of `code`"
+                "nothing to learn from; name `conversations` or `traces` (JSONL files), `demos`, or a folder of `code`"
             )
         if self.shares:
             raise ValueError("`shares` means nothing here: the corpus is measured on, not learnt from")
@@ -86,12 +92,18 @@ class SftStage(TrainingStage):
         """Refuse files that are not there, or not what they should be: stages before this one may take days."""
         from etude.data.chat.conversations import read_conversations
 
-        for field, names in {"conversations": settings.conversations, "traces": settings.traces}.items():
+        tasks = {"demos.tasks": [settings.demos.tasks] if settings.demos else []}
+        for field, names in {"conversations": settings.conversations, "traces": settings.traces, **tasks}.items():
             for name in names:
                 if not Path(name).expanduser().is_file():
                     raise UserError(f"sft.{field}: {name!r} is not a file (looked in {Path.cwd()})")
         for name in settings.conversations:
             read_conversations(Path(name).expanduser())
+        if settings.demos:
+            manifest = Path(settings.demos.tasks).expanduser()
+            refuse_benchmarks(manifest)
+            if not any(row["task"].startswith(settings.demos.only) for row in read_rows(manifest)[2]):
+                raise UserError(f"sft.demos: {manifest} has no task whose id begins with {settings.demos.only!r}")
         if settings.template not in {"auto", "base", "chatml"} and not Path(settings.template).is_file():
             raise UserError(
                 f'sft.template {settings.template!r} is not "auto", "base", "chatml" or a file (looked in {Path.cwd()})'
@@ -107,12 +119,29 @@ class SftStage(TrainingStage):
             *settings.conversations,
             *settings.traces,
             *([settings.template] if Path(settings.template).is_file() else []),
+            *([settings.demos.tasks] if settings.demos else []),
         ]
         content = [sha256_file(Path(name).expanduser()) for name in files]
         content += [read_codebase(Path(settings.code).expanduser()).digest] if settings.code else []
         found = super().inputs(settings, parent_digest, seed)
-        paths = {"conversations", "traces", "code"}
-        return {**found, "settings": {k: v for k, v in found["settings"].items() if k not in paths}, "content": content}
+        paths = {"conversations", "traces", "code", "demos"}
+        kept = {k: v for k, v in found["settings"].items() if k not in paths}
+        if settings.demos:
+            kept["demos"] = settings.demos.model_dump(mode="json", exclude={"tasks"})
+        return {**found, "settings": kept, "content": content}
+
+    def run(self, settings: SftSettings, job: Job) -> Outcome:
+        """Make the demonstrations that are missing, and train: on those of this stage as on any other traces."""
+        if settings.demos:
+            from etude.data.chat.template import choose_template
+            from etude.models.load import load_tokeniser
+
+            assert job.parent is not None
+            tokeniser, work = load_tokeniser(job.parent.folder), job.work
+            choose_template(tokeniser, settings.template)
+            made = make_demos(settings.demos, tokeniser, work.folder / DEMOS, work.cache, work.reporter, job.seed)
+            settings = settings.model_copy(update={"traces": [*settings.traces, str(made.absolute())]})
+        return super().run(settings, job)
 
     def train(self, training: Training, world: World, work: Work | None) -> None:
         """Train on this rank."""
@@ -156,14 +185,16 @@ class SftStage(TrainingStage):
 
     def data_uses(self, settings: SftSettings, job: Job, seen: dict[str, float]) -> list[DataUse]:  # noqa: ARG002 - as its parent's
         """Return the files and the code that conversations came from."""
-        from etude.tasks.demos import licences_of
-
         uses = []
         for name in [*settings.conversations, *settings.traces]:
             path = Path(name).expanduser()
             known = licences_of(path) if name in settings.traces else _stated(settings, path.stat().st_size)
-            uses.append(DataUse(name=path.name, source=f"file {path.absolute()}", revision=None, digest=sha256_file(path),
-                                files=1, bytes=path.stat().st_size, left_out={}, licences=known))  # fmt: skip
+            named, source = path.name, f"file {path.absolute()}"
+            if settings.demos and path.parent == job.work.folder.absolute() / DEMOS:  # a place that is soon another
+                tasks = Path(settings.demos.tasks).expanduser()
+                named, source = f"demonstrations of {tasks.name}", f"made from file {tasks.absolute()}"
+            uses.append(DataUse(name=named, source=source, revision=None, digest=sha256_file(path), files=1,
+                                bytes=path.stat().st_size, left_out={}, licences=known))  # fmt: skip
         if settings.code:
             folder = Path(settings.code).expanduser()
             code = read_codebase(folder)
@@ -183,7 +214,6 @@ def _packed(settings: SftSettings, template: ChatTemplate, length: int, seed: in
     from etude.data.chat.from_code import conversations_from_code
     from etude.data.chat.rows import pack_chat
     from etude.data.heldout import choose_heldout
-    from etude.tasks.demos import read_samples
 
     every: list[Conversation] = [
         each for name in settings.conversations for each in read_conversations(Path(name).expanduser())
