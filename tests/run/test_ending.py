@@ -307,10 +307,10 @@ def commands(*kinds: str, run: str = "runs/quickstart") -> list[str]:
 def test_what_to_try_next_fits_what_the_run_has_made() -> None:
     agent = 'etude agent "the tests fail; find out why" --model runs/quickstart/'
     assert commands(*QUICKSTART) == [
-        f"{agent}rl", "etude verify runs/quickstart/release/release", "etude tasks make mine.toml",
+        f"{agent}rl", "etude verify runs/quickstart/release/release", "etude tasks make tasks.toml",
     ]  # fmt: skip
     assert commands("base", "sft", "rl")[1:] == [
-        "etude tasks make mine.toml", "etude lineage show runs/quickstart/rl --verify",
+        "etude tasks make tasks.toml", "etude lineage show runs/quickstart/rl --verify",
     ]  # fmt: skip
     assert commands("base", "data", "cpt", "cpt:more", run="my runs/a") == [
         "etude serve 'my runs/a/more'", "etude lineage show 'my runs/a/more' --verify",

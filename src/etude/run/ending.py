@@ -298,8 +298,8 @@ def next_steps(run: Path, stages: Sequence[Ended]) -> list[tuple[str, str]]:
         folder = shlex.quote(str(run / released.stage / RELEASE))
         found.append(("check the release as those who receive it would", f"etude verify {folder}"))
     if kinds.keys() & {"rl", "bench"}:
-        words = "teach it your repository: say in mine.toml where it is (docs/your-own-agent.md)"
-        found.append((words, "etude tasks make mine.toml"))
+        words = "teach it your repository: say in tasks.toml where it is (docs/your-own-agent.md)"
+        found.append((words, "etude tasks make tasks.toml"))
     base = next((stage.record.origin.name for stage in stages if stage.record.origin), "sprout")
     return [
         *found,
