@@ -1,0 +1,150 @@
+"""The study: arms of one experiment after the other, several at once on one GPU, each a recipe with some settings changed.
+
+    python benchmarks/study.py benchmarks/study.toml --arms ladder --at-once 4 --seconds 540 --work DIR --out FILE
+
+An arm is run once for each of its seeds by `etude run`: what is finished is kept, what was interrupted goes on, and stages that arms
+have in common are made once if they come first. Whatever has been measured is written to FILE every few seconds: a machine that is
+taken away takes nothing with it. Run the same command again in the next ten minutes that you have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from etude.lineage import environment
+
+STEP = ("reward", "solved", "best", "entropy", "turns", "sampled_tokens", "episodes", "time")  # kept of each step of rl
+LOOK = 5.0  # seconds between two looks at what is finished
+
+
+def jobs(plan: dict[str, Any], wanted: list[str], work: Path) -> dict[str, list[str]]:
+    """Return the calls of `etude run` by name, those whose stages others take over first."""
+    found = {}
+    for name, arm in plan["arm"].items():
+        if wanted and not any(name.startswith(each) for each in wanted):
+            continue
+        for seed in arm.get("seeds", plan.get("seeds", [0])):
+            changes = [*plan.get("set", []), *arm.get("set", []), f"seed={seed}"]
+            words = [word for change in changes for word in ("--set", change)]
+            until = ["--until", arm["until"]] if "until" in arm else []
+            out = ["--out", str(work / f"{name}-{seed}")]
+            found[f"{name}-{seed}"] = ["run", *arm.get("recipes", plan["recipes"]), *words, *until, *out]
+    return found
+
+
+def stage(folder: Path) -> dict[str, Any]:
+    """Return what a stage's record tells, with its held-out measures and the steps of rl, also of one that is still under way."""
+    row: dict[str, Any] = {}
+    if (folder / "record.json").exists():
+        record = json.loads((folder / "record.json").read_text())
+        row = {name: record[name] for name in ("kind", "summary", "compute", "started", "finished")}
+    if (folder / "results.json").exists():
+        results = json.loads((folder / "results.json").read_text())
+        row |= {name: results[name] for name in ("domains", "acceptance", "curve") if results.get(name)}
+    if (folder / "metrics.jsonl").exists():
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+        if steps := [{name: line[name] for name in STEP if name in line} for line in lines if "reward" in line]:
+            row["steps"] = steps
+    return row
+
+
+def trials(folder: Path) -> list[list[Any]]:
+    """Return what became of each attempt of a benchmark: the interval of a difference is drawn from these."""
+    path = folder / "trials.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+    return [
+        [line["task"], line["number"], line["style"], line["outcome"], line["calls"], line["tokens"]["written"]]
+        for line in lines
+        if "outcome" in line
+    ]
+
+
+def gathered(work: Path) -> dict[str, Any]:
+    """Return all stages of all runs, those under way included."""
+    found: dict[str, Any] = {}
+    for run in sorted(path for path in work.iterdir() if path.is_dir()):
+        folders = [path for path in [*run.iterdir(), *run.glob(".work/*")] if path.is_dir() and path.name != ".work"]
+        rows = {path.name: stage(path) | ({"trials": rows} if (rows := trials(path)) else {}) for path in folders}
+        found[run.name] = {name: row for name, row in sorted(rows.items()) if row}
+    return found
+
+
+def keep(arguments: argparse.Namespace, began: float) -> None:
+    """Write everything that is known, whole or not at all."""
+    result = {
+        "script": "study",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": " ".join(["python", "benchmarks/study.py", *sys.argv[1:]]),
+        "hardware": environment.hardware().model_dump(),
+        "code": environment.code().model_dump(),
+        "packages": environment.packages(),
+        "seconds": round(time.monotonic() - began, 1),
+        "plan": tomllib.loads(arguments.plan.read_text()),
+        "runs": gathered(arguments.work),
+    }
+    beside = arguments.out.with_suffix(".part")
+    beside.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    beside.replace(arguments.out)
+
+
+def carry_out(arguments: argparse.Namespace) -> dict[str, int | None]:
+    """Run all jobs, several at once, until they are done or the time is over; return their exit codes."""
+    began = time.monotonic()
+    plan = tomllib.loads(arguments.plan.read_text())
+    waiting = list(jobs(plan, arguments.arms, arguments.work).items())
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    codes: dict[str, int | None] = {name: None for name, _ in waiting}
+    cache = ["--cache", str(arguments.cache)] if arguments.cache else []
+    while (waiting or running) and time.monotonic() - began < arguments.seconds:
+        while waiting and len(running) < arguments.at_once:
+            name, words = waiting.pop(0)
+            with (arguments.work / f"{name}.log").open("ab") as log:
+                running[name] = subprocess.Popen(
+                    [sys.executable, "-m", "etude", *words, *cache], stdout=log, stderr=subprocess.STDOUT
+                )
+        time.sleep(LOOK)
+        for name in [name for name, process in running.items() if process.poll() is not None]:
+            codes[name] = running.pop(name).returncode
+            print(f"{time.monotonic() - began:6.0f} s  {name}: exit code {codes[name]}", flush=True)
+        keep(arguments, began)
+    for process in running.values():
+        process.send_signal(signal.SIGINT)  # so that each stops at a safe place, as by Ctrl-C
+    for process in running.values():
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    keep(arguments, began)
+    return codes
+
+
+def main() -> None:
+    """Run arms, and print a table of what their stages say."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--arms", nargs="*", default=[], help="only those whose names begin so")
+    parser.add_argument("--at-once", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--work", type=Path, default=Path("runs/study"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/study.json"))
+    parser.add_argument("--cache", type=Path)
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    codes = carry_out(arguments)
+    for run, stages in gathered(arguments.work).items():
+        for name, row in stages.items():
+            print(f"{run:28} {name:24} {json.dumps(row.get('summary', 'under way'))[:150]}")
+    print(json.dumps({"exit codes": codes}))
+
+
+if __name__ == "__main__":
+    main()
