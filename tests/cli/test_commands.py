@@ -97,16 +97,16 @@ def test_a_dry_run_prints_the_resolved_recipe_and_what_would_run(etude: Etude, t
         tmp_path / "run",
         "--dry-run",
         "--set",
-        "compare.on=" + str(ROOT / "src"),
+        "cpt.tokens=4096",
     ]
     said = etude(*words)
-    assert "stride = 512" in said.out
-    assert said.out.endswith(
-        "base: would run\ndata: would run\ncpt: would run\nmtp: would run\nsft: would run\ncompare: would run\n"
-    )
+    assert "evaluation_rows = 16" in said.out
+    stages = ("base", "data", "cpt", "mtp", "before", "sft", "taught", "rl", "after", "release")
+    assert said.out.endswith("".join(f"{stage}: would run\n" for stage in stages))
     plan = json.loads(etude(*words, "--json").out)
-    assert plan["recipe"]["compare"]["window"] == 1024
-    assert [step["action"] for step in plan["steps"]] == ["run"] * 6
+    assert plan["recipe"]["cpt"]["tokens"] == 4096
+    assert plan["recipe"]["mtp"]["schedule"]["kind"] == "cosine"
+    assert [step["action"] for step in plan["steps"]] == ["run"] * len(stages)
     assert not (tmp_path / "run").exists()
 
 
