@@ -43,7 +43,8 @@ def demos(  # noqa: PLR0913, PLR0917 - an argument for every option
         settings = DemoSettings.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
-        raise UserError(f"demos: {first['msg'].removeprefix('Value error, ')}, not {first['input']!r}") from None
+        given_word = f", not {first['input']!r}" if first["loc"] else ""  # none: several settings do not fit together
+        raise UserError(f"demos: {first['msg'].removeprefix('Value error, ')}{given_word}") from None
     reporter, place = Reporter(), cache or default_cache()
     tokeniser = load_tokeniser(locate(model, cache, reporter)[1])
     choose_template(tokeniser, template)  # as the sft stage will leave it
