@@ -43,15 +43,17 @@ async def find(
     return Found(policy.info.name, opened, None)
 
 
-def in_folder(name: str, folder: Path, device: str, reporter: Reporter, context: int | None = None) -> Found:
-    """Return the model of a folder."""
+def in_folder(
+    name: str, folder: Path, device: str, reporter: Reporter, context: int | None = None, memory: int | None = None
+) -> Found:  # fmt: skip
+    """Return the model of a folder; `memory`: bytes for the engine's cache, where others work on the same GPU."""
 
     async def load() -> tuple[Policy, Format]:
         from etude.agent.formats import choose_format
         from etude.inference.local import LocalPolicy
         from etude.models.load import load_tokeniser
 
-        made = LocalPolicy.open(folder, name=name, device=device, context=context, say=reporter.say)
+        made = LocalPolicy.open(folder, name=name, device=device, context=context, memory=memory, say=reporter.say)
         return made, choose_format(load_tokeniser(folder))
 
     return Found(name, load, folder)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     Numbers = dict[str, float | int | str | None]
 
 RESULTS = "results.json"
-WITHOUT_EFFECT = {"tasks", "against", "concurrency", "device"}
+WITHOUT_EFFECT = {"tasks", "against", "concurrency", "device", "engine_memory"}
 
 
 class BenchStageSettings(BenchSettings):
@@ -48,6 +48,7 @@ class BenchStageSettings(BenchSettings):
         default=[], description="models to measure as well: known bases, folders of runs or models; oracle, noop"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto, cpu or cuda")
+    engine_memory: float = Field(default=0.0, ge=0, description="GB for the engine's cache; 0: a share of what is free")
 
 
 class BenchStage:
@@ -146,8 +147,10 @@ def _contestants(settings: BenchStageSettings, folders: Mapping[str, Path], job:
     from etude.bench.agent.contestant import BUILT_IN
     from etude.bench.agent.entrants import entrant
 
+    memory = int(settings.engine_memory * 1e9) or None
     models = [
-        entrant(in_folder(name, folder, settings.device, job.work.reporter), name) for name, folder in folders.items()
+        entrant(in_folder(name, folder, settings.device, job.work.reporter, memory=memory), name)
+        for name, folder in folders.items()
     ]
     return [*models, *(BUILT_IN[word] for word in settings.against if word in BUILT_IN)]
 
