@@ -22,11 +22,19 @@ from typing import Any
 
 from etude.lineage import environment
 
-STEP = ("reward", "solved", "best", "entropy", "turns", "sampled_tokens", "episodes", "time")  # kept of each step of rl
+LEFT_OUT = (
+    "weight_",
+    "queue_",
+    "at_once_",
+    "part_",
+    "swap",
+)  # of the steps of rl: known from the recipe, or told otherwise
+QUALITY = ("lines", "reference_lines", "lint", "complexity", "reference_complexity", "unrelated_files", "unparsable")
+INTERACTION = ("claimed", "unverified", "silent", "malformed")
 LOOK = 5.0  # seconds between two looks at what is finished
 
 
-def jobs(plan: dict[str, Any], wanted: list[str], work: Path) -> dict[str, list[str]]:
+def jobs(plan: dict[str, Any], wanted: list[str], work: Path, stop: str = "") -> dict[str, list[str]]:
     """Return the calls of `etude run` by name, those whose stages others take over first."""
     found = {}
     for name, arm in plan["arm"].items():
@@ -35,7 +43,7 @@ def jobs(plan: dict[str, Any], wanted: list[str], work: Path) -> dict[str, list[
         for seed in arm.get("seeds", plan.get("seeds", [0])):
             changes = [*plan.get("set", []), *arm.get("set", []), f"seed={seed}"]
             words = [word for change in changes for word in ("--set", change)]
-            until = ["--until", arm["until"]] if "until" in arm else []
+            until = ["--until", last] if (last := stop or arm.get("until")) else []
             out = ["--out", str(work / f"{name}-{seed}")]
             found[f"{name}-{seed}"] = ["run", *arm.get("recipes", plan["recipes"]), *words, *until, *out]
     return found
@@ -52,17 +60,28 @@ def stage(folder: Path) -> dict[str, Any]:
         row |= {name: results[name] for name in ("domains", "acceptance", "curve") if results.get(name)}
     if (folder / "metrics.jsonl").exists():
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
-        if steps := [{name: line[name] for name in STEP if name in line} for line in lines if "reward" in line]:
+        if steps := [_short(line) for line in lines if "reward" in line]:
             row["steps"] = steps
     return row
 
 
-def trials(folder: Path) -> list[list[Any]]:
-    """Return what became of each attempt of a benchmark: the interval of a difference is drawn from these."""
+def _short(line: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: float(f"{value:.4g}") if isinstance(value, float) else value
+        for name, value in line.items()
+        if not name.startswith(LEFT_OUT) and isinstance(value, int | float)
+    }
+
+
+def trials(folder: Path) -> list[dict[str, Any]]:
+    """Return what became of each attempt of a benchmark: intervals are drawn from these, and all four axes."""
     path = folder / "trials.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
     return [
-        [line["task"], line["number"], line["style"], line["outcome"], line["calls"], line["tokens"]["written"]]
+        {name: line[name] for name in ("task", "package", "number", "outcome", "calls", "turns", "stop", "seconds")}
+        | {"tokens": {name: count for name, count in line["tokens"].items() if count}}
+        | {name: line["quality"][name] for name in QUALITY if name in line["quality"]}
+        | {name: line["interaction"][name] for name in INTERACTION if name in line["interaction"]}
         for line in lines
         if "outcome" in line
     ]
@@ -100,7 +119,7 @@ def carry_out(arguments: argparse.Namespace) -> dict[str, int | None]:
     """Run all jobs, several at once, until they are done or the time is over; return their exit codes."""
     began = time.monotonic()
     plan = tomllib.loads(arguments.plan.read_text())
-    waiting = list(jobs(plan, arguments.arms, arguments.work).items())
+    waiting = list(jobs(plan, arguments.arms, arguments.work, arguments.until).items())
     running: dict[str, subprocess.Popen[bytes]] = {}
     codes: dict[str, int | None] = {name: None for name, _ in waiting}
     cache = ["--cache", str(arguments.cache)] if arguments.cache else []
@@ -132,6 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("plan", type=Path)
     parser.add_argument("--arms", nargs="*", default=[], help="only those whose names begin so")
+    parser.add_argument("--until", default="", help="stop each arm after this stage; go on without it later")
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--work", type=Path, default=Path("runs/study"))

@@ -43,7 +43,9 @@ def main() -> None:
             used[task.package] += 1
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_without(arguments.manifest, wrong, arguments.out)
-    print(f"{arguments.out}: {sum(used.values())} tasks of {len(used)} packages; left out: {dict(Counter(wrong.values()))}")
+    print(
+        f"{arguments.out}: {sum(used.values())} tasks of {len(used)} packages; left out: {dict(Counter(wrong.values()))}"
+    )
 
 
 if __name__ == "__main__":

@@ -176,6 +176,7 @@ class DataSettings(Settings):
     replay: ReplaySettings | None = None
     tokeniser: TokeniserSettings = TokeniserSettings()
     samples: int = Field(5, ge=0, description="dropped documents kept for looking at, by step and reason")
+    seed: int | None = Field(None, description="what is drawn for the corpus depends on it; none: the recipe's seed")
     workers: int = Field(0, ge=0, description="processes; 0: one a core. The result is the same")
 
     @model_validator(mode="after")

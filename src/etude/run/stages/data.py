@@ -53,10 +53,10 @@ class DataStage:
         named = settings.tokeniser.source
         folder = [Path(named).expanduser()] if named not in {"base", "train"} else []
         return {
-            "settings": settings.model_dump(mode="json", exclude={"workers"}),
+            "settings": settings.model_dump(mode="json", exclude={"workers", "seed"}),
             "sources": [identify_source(source) for source in settings.source],
             "files": [_digest(path) for path in [*_tasks(settings), *folder]],
-            "seed": seed,
+            "seed": _seed(settings, seed),
         }
 
     def run(self, settings: DataSettings, job: Job) -> Outcome:
@@ -64,7 +64,7 @@ class DataStage:
         from etude.data.build import Build
         from etude.data.report import write_report
 
-        manifest = Build(settings, job.work, job.seed, job.parent.folder if job.parent else None).run()
+        manifest = Build(settings, job.work, _seed(settings, job.seed), job.parent.folder if job.parent else None).run()
         write_report(job.work.folder, job.work.folder)
         writes = any(source.generated_by for source in manifest.sources)
         return Outcome(
@@ -89,6 +89,11 @@ class DataStage:
 
 def _tasks(settings: DataSettings) -> list[Path]:
     return [Path(name).expanduser() for name in settings.contamination.tasks]
+
+
+def _seed(settings: DataSettings, seed: int) -> int:
+    """Return the corpus's own seed, so that runs that differ in theirs can share it; or the run's."""
+    return seed if settings.seed is None else settings.seed
 
 
 def _digest(path: Path) -> str:
