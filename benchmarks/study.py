@@ -57,7 +57,7 @@ def stage(folder: Path) -> dict[str, Any]:
         row = {name: record[name] for name in ("kind", "summary", "compute", "started", "finished")}
     if (folder / "results.json").exists():
         results = json.loads((folder / "results.json").read_text())
-        row |= {name: results[name] for name in ("domains", "acceptance", "curve") if results.get(name)}
+        row |= {name: results[name] for name in ("domains", "acceptance", "curve", "speed") if results.get(name)}
     if (folder / "metrics.jsonl").exists():
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
         if steps := [_short(line) for line in lines if "reward" in line]:
