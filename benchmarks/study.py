@@ -35,18 +35,16 @@ LOOK = 5.0  # seconds between two looks at what is finished
 
 
 def jobs(plan: dict[str, Any], wanted: list[str], work: Path, stop: str = "") -> dict[str, list[str]]:
-    """Return the calls of `etude run` by name, those whose stages others take over first."""
+    """Return the calls of `etude run` by name, ARM-SEED, in the order of what is wanted: stages are taken over from those before."""
     found = {}
-    for name, arm in plan["arm"].items():
-        if wanted and not any(name.startswith(each) for each in wanted):
-            continue
+    for arm_name, arm in plan["arm"].items():
         for seed in arm.get("seeds", plan.get("seeds", [0])):
             changes = [*plan.get("set", []), *arm.get("set", []), f"seed={seed}"]
             words = [word for change in changes for word in ("--set", change)]
             until = ["--until", last] if (last := stop or arm.get("until")) else []
-            out = ["--out", str(work / f"{name}-{seed}")]
-            found[f"{name}-{seed}"] = ["run", *arm.get("recipes", plan["recipes"]), *words, *until, *out]
-    return found
+            name = f"{arm_name}-{seed}"
+            found[name] = ["run", *arm.get("recipes", plan["recipes"]), *words, *until, "--out", str(work / name)]
+    return {name: found[name] for each in wanted or [""] for name in found if name.startswith(each)}
 
 
 def stage(folder: Path) -> dict[str, Any]:
@@ -150,7 +148,9 @@ def main() -> None:
     """Run arms, and print a table of what their stages say."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("plan", type=Path)
-    parser.add_argument("--arms", nargs="*", default=[], help="only those whose names begin so")
+    parser.add_argument(
+        "--arms", nargs="*", default=[], help="only those whose names (ARM-SEED) begin so, in this order"
+    )
     parser.add_argument("--until", default="", help="stop each arm after this stage; go on without it later")
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3600.0)

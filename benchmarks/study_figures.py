@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from etude.bench.agent.statistics import Estimate, estimate
 
-BUDGETS = {"none": 0, "1m": 1_000_000, "5m": 5_000_000, "25m": 25_000_000}
+BUDGETS = ("none", "1m", "4m", "16m")
 BLUE, RED, GREEN, GREY, GOLD = "#3b6ea8", "#b5532a", "#6a9a3b", "#777777", "#c29b2b"
 MODES = {
     "free": "no limit",
@@ -91,9 +91,9 @@ def mean(trials: Trials, name: str) -> float:
 def rungs(study: Study) -> list[tuple[str, Trials]]:
     """Return the ladder from below."""
     ladder = [("base", "ladder-base", "told"), ("SFT", "ladder-none", "taught")]
-    ladder += [(f"CPT {name.upper()} + SFT", f"ladder-{name}", "taught") for name in list(BUDGETS)[1:]]
+    ladder += [(f"CPT {name.upper()} + SFT", f"ladder-{name}", "taught") for name in BUDGETS[1:]]
     ladder += [("SFT + RL", "ladder-none", "after")]
-    ladder += [(f"CPT {name.upper()} + SFT + RL", f"ladder-{name}", "after") for name in list(BUDGETS)[1:]]
+    ladder += [(f"CPT {name.upper()} + SFT + RL", f"ladder-{name}", "after") for name in BUDGETS[1:]]
     return [(label, trials) for label, arm, stage in ladder if (trials := study.trials(arm, stage))]
 
 
@@ -202,7 +202,7 @@ def loss_and_reward(study: Study, axis: Any) -> None:
 
 def held_out(study: Study, name: str, seed: int) -> float | None:
     """Return bits per byte of held-out code that SFT begins with; of the base: what continued pretraining began with."""
-    arm = f"ladder-{name}" if name != "none" else "ladder-25m"
+    arm = f"ladder-{name}" if name != "none" else "ladder-16m"
     if seed not in study.seeds(arm, "cpt"):
         return None
     domains = study.stage(arm, seed, "cpt").get("domains", [])
