@@ -20,6 +20,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import torch  # noqa: F401 - loaded, so that the record names the GPU
+
 from etude.lineage import environment
 
 LEFT_OUT = (

@@ -154,6 +154,15 @@ def ladder(study: Study, axis: Any) -> None:
     )
 
 
+def pairs(study: Study) -> None:
+    """1. Rungs against each other, on the same tasks."""
+    found = dict(rungs(study))
+    named = [(f"CPT {name.upper()} + SFT + RL", "SFT + RL") for name in BUDGETS[1:]]
+    named += [(f"{start} + RL", start) for start in ("SFT", *(f"CPT {name.upper()} + SFT" for name in BUDGETS[1:]))]
+    rows = [[a, b, percent(solved(found[a], found[b]), signed=True)] for a, b in named if a in found and b in found]
+    table(["this", "above this", "points"], rows)
+
+
 def loss_and_reward(study: Study, axis: Any) -> None:
     """2. Held-out loss of code after continued pretraining, against what is solved after SFT and after RL."""
     rows = []
@@ -166,7 +175,7 @@ def loss_and_reward(study: Study, axis: Any) -> None:
                 for stage in ("taught", "after")
             )
             steps = study.stage(arm, seed, "rl").get("steps", []) if seed in study.seeds(arm, "rl") else []
-            reward = fmean(step["reward"] for step in steps[-5:]) if steps else None
+            reward = ends(steps, "reward")[1] if steps else None
             rows.append(
                 [
                     name,
@@ -193,7 +202,7 @@ def loss_and_reward(study: Study, axis: Any) -> None:
             "seed",
             "held-out code, bits/byte",
             "solved after SFT, %",
-            "RL reward, last 5 steps",
+            "RL reward, last third",
             "solved after RL, %",
         ],
         rows,
@@ -209,45 +218,92 @@ def held_out(study: Study, name: str, seed: int) -> float | None:
     return next((row["before" if name == "none" else "after"] for row in domains if row["domain"] == "code"), None)
 
 
-def smooth(values: list[float], width: int = 3) -> list[float]:
-    """Return means over the steps around each."""
-    return [fmean(values[max(0, i - width // 2) : i + width // 2 + 1]) for i in range(len(values))]
+def binned(steps: list[dict[str, Any]], name: str, bins: int = 6) -> list[tuple[float, float]]:
+    """Return (episodes so far, mean of a number) in bins of about as many episodes.
+
+    Where groups wait for the newest weights, episodes end in bursts: one step sees two hundred of them, the next ones none.
+    """
+    total, found, begun, seen = sum(step["episodes"] for step in steps), [], [], 0
+    for step in steps:
+        begun.append(step)
+        seen += step["episodes"]
+        if seen >= (len(found) + 1) * total / bins:
+            found.append((seen, weighted(begun, name)))
+            begun = []
+    return found
+
+
+def weighted(steps: list[dict[str, Any]], name: str) -> float:
+    """Return the mean of a number over episodes, not over steps."""
+    known = [(step["episodes"], step[name]) for step in steps if step.get(name) is not None and step["episodes"]]
+    return sum(count * value for count, value in known) / max(1, sum(count for count, _ in known))
+
+
+def ends(steps: list[dict[str, Any]], name: str) -> tuple[float, float]:
+    """Return a number over the first and the last third of the episodes."""
+    found = [value for _, value in binned(steps, name, 3)]
+    return found[0], found[-1]
 
 
 def curves(study: Study, axis: Any) -> None:
-    """3. Mean and best of eight over the steps of RL."""
+    """3. Mean and best of eight over the episodes of RL."""
     rows = []
     for name, colour in zip(BUDGETS, (GREY, GOLD, GREEN, BLUE), strict=True):
         for seed in study.seeds(f"ladder-{name}", "rl"):
             steps = study.stage(f"ladder-{name}", seed, "rl").get("steps", [])
             if len(steps) < LEAST:
                 continue
-            means, bests = ([100 * step[key] for step in steps if key in step] for key in ("solved", "best_of_group"))
-            label = f"CPT {name}" if seed == 0 else None
-            axis.plot(range(1, len(means) + 1), smooth(means), color=colour, linewidth=1.2, label=label)
-            axis.plot(range(1, len(bests) + 1), smooth(bests), color=colour, linewidth=0.9, linestyle=":")
-            row = [name, str(seed)]
-            for values in (means, bests):
-                first, last = fmean(values[:5]), fmean(values[-5:])
+            row = [name, str(seed), str(sum(step["episodes"] for step in steps))]
+            for key, line in (("solved", "-"), ("best_of_group", ":")):
+                places, values = zip(*binned(steps, key), strict=True)
+                label = f"CPT {name}" if seed == 0 and line == "-" else None
+                axis.plot(places, [100 * value for value in values], line, color=colour, linewidth=1.2, label=label)
+                first, last = (100 * value for value in ends(steps, key))
                 row += [f"{first:.1f}", f"{last:.1f}", f"{last - first:+.1f}"]
             rows.append(row)
     axis.legend(fontsize=7)
-    axis.set_xlabel("step of RL (dotted: best of eight)")
+    axis.set_xlabel("episodes of RL (dotted: best of eight)")
     axis.set_ylabel("solved, %")
     axis.set_title("3. Mean and best of eight", loc="left")
     table(
         [
             "CPT tokens",
             "seed",
-            "mean, first 5 steps, %",
-            "last 5",
+            "episodes",
+            "mean, first third, %",
+            "last third",
             "change",
-            "best of 8, first 5, %",
-            "last 5",
+            "best of 8, first third, %",
+            "last third",
             "change",
         ],
         rows,
     )
+
+
+def rates(study: Study, axis: Any) -> None:
+    """0. Which learning rate for RL."""
+    rows = []
+    for arm, colour in (("lr-1e-5", BLUE), ("lr-3e-5", GREEN), ("lr-1e-4", RED)):
+        for seed in study.seeds(arm, "rl"):
+            steps = study.stage(arm, seed, "rl")["steps"]
+            places, values = zip(*binned(steps, "solved"), strict=True)
+            axis.plot(
+                places, [100 * value for value in values], color=colour, marker="o", label=arm.removeprefix("lr-")
+            )
+            rows.append(
+                [
+                    arm.removeprefix("lr-"),
+                    str(len(steps)),
+                    str(places[-1]),
+                    ", ".join(f"{100 * value:.0f}" for value in values),
+                ]
+            )
+    axis.legend(fontsize=7)
+    axis.set_xlabel("episodes of RL")
+    axis.set_ylabel("solved, %")
+    axis.set_title("0. Learning rate", loc="left")
+    table(["learning rate", "steps", "episodes", "solved in sixths of the episodes, %"], rows)
 
 
 def memory(study: Study, axis: Any) -> None:
@@ -268,7 +324,7 @@ def memory(study: Study, axis: Any) -> None:
             color=RED if stage.endswith("after") else BLUE,
             capsize=3,
         )
-        summaries = sum(row["tokens"].get("summaries", row["tokens"].get("summary", 0)) for row in trials) / len(trials)
+        summaries = sum(row["tokens"].get("summary", 0) for row in trials) / len(trials)
         lost = "" if stage.startswith("free") else percent(solved(trials, other), signed=True)
         rows.append([label, str(len(trials)), percent(rate), lost, f"{summaries:.0f}", f"{mean(trials, 'turns'):.2f}"])
     axis.set_yticks(range(len(MODES)), list(MODES.values()), fontsize=7)
@@ -280,6 +336,8 @@ def memory(study: Study, axis: Any) -> None:
 
 def heads(study: Study, axis: Any) -> None:
     """5. How well heads guess: when trained, after SFT, after RL, and after a little training of them alone."""
+    if not study.seeds("heads", "mtp"):
+        return
     rows = []
     moments = {
         "trained": ("mtp", "after"),
@@ -309,6 +367,8 @@ def heads(study: Study, axis: Any) -> None:
 
 def effort(study: Study, axis: Any) -> None:
     """6. With a cost of length and without."""
+    if not study.finished("length", "after"):
+        return
     rows = []
     for label, arm, stage, colour in (
         ("before RL", "ladder-none", "taught", GREY),
@@ -338,10 +398,9 @@ def effort(study: Study, axis: Any) -> None:
             if len(steps) < LEAST:
                 continue
             tokens, turns = (
-                " → ".join(f"{fmean(step[name] for step in some):.4g}" for some in (steps[:5], steps[-5:]))
-                for name in ("episode_tokens", "turns")
+                " → ".join(f"{value:.4g}" for value in ends(steps, name)) for name in ("episode_tokens", "turns")
             )
-            rows.append([f"RL steps, {arm}, seed {seed}: first 5 → last 5", "", tokens, "", turns, ""])
+            rows.append([f"RL steps, {arm}, seed {seed}: first → last third", "", tokens, "", turns, ""])
     axis.legend(fontsize=7)
     axis.set_xlabel("tokens written where solved")
     axis.set_yticks([])
@@ -351,6 +410,8 @@ def effort(study: Study, axis: Any) -> None:
 
 def staleness(study: Study, axis: Any) -> None:
     """7. Reward over wall-clock, synchronous and asynchronous."""
+    if not any(study.seeds(f"stale-{versions}", "rl") for versions in (0, 1, 4, 8)):
+        return
     rows = []
     for arm, colour in (
         ("stale-0", GREY),
@@ -364,10 +425,10 @@ def staleness(study: Study, axis: Any) -> None:
             if len(steps) < LEAST:
                 continue
             seconds = [sum(step["device_seconds"] for step in steps[: i + 1]) for i in range(len(steps))]
-            rewards = [step["reward"] for step in steps]
             versions = "2" if arm == "ladder-none" else arm.removeprefix("stale-")
             label = f"staleness {versions}" if seed == 0 else None
-            axis.plot(seconds, smooth(rewards), color=colour, label=label, linewidth=1.2)
+            places, values = zip(*binned(steps, "reward"), strict=True)
+            axis.plot(places, values, color=colour, label=label, linewidth=1.2)
             rows.append(
                 [
                     versions,
@@ -375,42 +436,38 @@ def staleness(study: Study, axis: Any) -> None:
                     str(len(steps)),
                     f"{seconds[-1]:.0f}",
                     f"{seconds[-1] / len(steps):.1f}",
-                    f"{fmean(rewards[:5]):.3f}",
-                    f"{fmean(rewards[-5:]):.3f}",
+                    f"{ends(steps, 'reward')[0]:.3f}",
+                    f"{ends(steps, 'reward')[1]:.3f}",
                 ]
             )
     axis.legend(fontsize=7)
     axis.set_xlabel("seconds (several arms share the GPU)")
     axis.set_ylabel("reward")
     axis.set_title("7. Staleness", loc="left")
-    table(["staleness", "seed", "steps", "seconds", "seconds a step", "reward, first 5", "last 5"], rows)
+    table(["staleness", "seed", "steps", "seconds", "seconds a step", "reward, first third", "last third"], rows)
 
 
 def cost(study: Study) -> None:
-    """8. What a full run takes, by stage: that of the arm which is released."""
+    """8. What a full run takes, by stage."""
     rows = []
-    for name, row in sorted(study.runs.get("heads-0", {}).items(), key=lambda each: each[1].get("started", "~")):
+    for name, row in sorted(study.runs.get("ladder-16m-0", {}).items(), key=lambda each: each[1].get("started", "~")):
         compute = row.get("compute") or {}
-        boxes = sum(step.get("sandbox_seconds", 0.0) for step in row.get("steps", []))
-        rows.append(
-            [
-                name,
-                f"{compute.get('tokens', 0):,}",
-                f"{compute.get('flops', 0):.2e}",
-                f"{compute.get('device_seconds', 0) / 60:.1f}",
-                f"{boxes / 60:.1f}" if boxes else "",
-            ]
-        )
-    table(["stage", "tokens", "FLOP", "GPU-minutes", "sandbox-minutes"], rows)
+        flops, sampling = compute.get("model_flops") or 0, compute.get("sampling_flops") or 0
+        boxes = compute.get("sandbox_seconds") or 0
+        minutes = (compute.get("device_seconds") or 0) / 60
+        tokens = f"{compute.get('tokens') or 0:,}"
+        rows.append([name, tokens, f"{flops + sampling:.1e}", f"{minutes:.1f}", f"{boxes / 60:.1f}" if boxes else ""])
+    table(["stage", "tokens", "FLOP", "GPU-minutes (shared)", "sandbox-minutes"], rows)
 
 
 def main() -> None:
-    """Draw all there is, each experiment by itself and two of them for the README."""
+    """Draw all there is, each experiment by itself."""
     source, folder = Path(sys.argv[1]), Path(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
     study = Study(json.loads(source.read_text()))
     mpl.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     pictures = {
+        "rates": rates,
         "ladder": ladder,
         "loss": loss_and_reward,
         "curves": curves,
@@ -422,8 +479,14 @@ def main() -> None:
     for name, draw in pictures.items():
         print(f"\n## {name}")
         figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-        draw(study, figure.subplots())
+        axis = figure.subplots()
+        draw(study, axis)
+        if not axis.has_data():
+            print("not measured")
+            continue
         figure.savefig(folder / f"{name}.png", dpi=130, metadata={"Software": None})
+    print("\n## pairs")
+    pairs(study)
     print("\n## cost")
     cost(study)
 
