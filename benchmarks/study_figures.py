@@ -45,7 +45,8 @@ class Study:
 
     def stage(self, arm: str, seed: int, stage: str) -> dict[str, Any]:
         """Return what is known of a stage."""
-        return self.runs[f"{arm}-{seed}"][stage]
+        found: dict[str, Any] = self.runs[f"{arm}-{seed}"][stage]
+        return found
 
     def trials(self, arm: str, stage: str, seed: int | None = None) -> Trials:
         """Return the valid attempts of an arm's benchmark, of all seeds or of one."""
@@ -223,7 +224,9 @@ def binned(steps: list[dict[str, Any]], name: str, bins: int = 6) -> list[tuple[
 
     Where groups wait for the newest weights, episodes end in bursts: one step sees two hundred of them, the next ones none.
     """
-    total, found, begun, seen = sum(step["episodes"] for step in steps), [], [], 0
+    total, seen = sum(step["episodes"] for step in steps), 0
+    found: list[tuple[float, float]] = []
+    begun: list[dict[str, Any]] = []
     for step in steps:
         begun.append(step)
         seen += step["episodes"]
@@ -236,7 +239,7 @@ def binned(steps: list[dict[str, Any]], name: str, bins: int = 6) -> list[tuple[
 def weighted(steps: list[dict[str, Any]], name: str) -> float:
     """Return the mean of a number over episodes, not over steps."""
     known = [(step["episodes"], step[name]) for step in steps if step.get(name) is not None and step["episodes"]]
-    return sum(count * value for count, value in known) / max(1, sum(count for count, _ in known))
+    return float(sum(count * value for count, value in known) / max(1, sum(count for count, _ in known)))
 
 
 def ends(steps: list[dict[str, Any]], name: str) -> tuple[float, float]:

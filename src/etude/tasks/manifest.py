@@ -12,6 +12,7 @@ import platform
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError
@@ -24,7 +25,6 @@ from etude.tasks.task import Candidate, Edit, Span, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
 
     from etude.progress import Reporter
 
@@ -147,6 +147,16 @@ def write_set(path: Path, header: Row, codebases: Iterable[Row], tasks: Iterable
     """Write a manifest."""
     rows = [{"format": FORMAT, **header}, *codebases, *tasks]
     write_text(path, "".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in rows))
+
+
+def find_manifest(named: str, setting: str) -> Path:
+    """Return the manifest that a recipe's setting names."""
+    path = Path(named).expanduser()
+    if not path.is_file():
+        raise UserError(
+            f"{setting}: {named!r} is not a file (looked in {Path.cwd()}); make one with `etude tasks make`"
+        )
+    return path
 
 
 def read_rows(path: Path) -> tuple[Row, list[Row], list[Row]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -19,10 +18,11 @@ from etude.lineage.tree import find_model
 from etude.models.bases import resolve
 from etude.models.locate import is_run, locate
 from etude.run.stage import Job, Outcome
-from etude.tasks.manifest import load_set, read_rows
+from etude.tasks.manifest import find_manifest, load_set, read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from rich.console import Console
 
@@ -61,7 +61,7 @@ class BenchStage:
 
     def check(self, settings: BenchStageSettings) -> None:
         """Refuse a set without a task, and models that are not there."""
-        path = _manifest(settings)
+        path = find_manifest(settings.tasks, "bench.tasks")
         if not any(row["task"].startswith(settings.only) for row in read_rows(path)[2]):
             begins = f" whose id begins with {settings.only!r}" if settings.only else ""
             raise UserError(f"bench.tasks: {settings.tasks} has no task{begins}; make some with `etude tasks make`")
@@ -78,7 +78,11 @@ class BenchStage:
             raise UserError("bench measures a model; set `base` in the recipe, or put a stage before it that makes one")
         found = settings.model_dump(mode="json", exclude=WITHOUT_EFFECT)
         against = {word: _identity(word) for word in settings.against}
-        return {"settings": found, "tasks": sha256_file(_manifest(settings)), "against": against}
+        return {
+            "settings": found,
+            "tasks": sha256_file(find_manifest(settings.tasks, "bench.tasks")),
+            "against": against,
+        }
 
     def run(self, settings: BenchStageSettings, job: Job) -> Outcome:
         """Make the trials that are missing, and write the report."""
@@ -89,7 +93,7 @@ class BenchStage:
         assert job.parent is not None
         work, record, folder = job.work, job.parent.record, job.work.folder
         folders = _folders(settings, job)
-        tasks = load_set(_manifest(settings), work.cache, work.reporter, settings.only)
+        tasks = load_set(find_manifest(settings.tasks, "bench.tasks"), work.cache, work.reporter, settings.only)
         began = time.monotonic()
         players = _contestants(settings, folders, job)
         asyncio.run(run_benchmark(tasks, players, settings, folder, work.cache, work.reporter))
@@ -99,7 +103,7 @@ class BenchStage:
         write_json(folder / RESULTS, {"lines": lines})
         return Outcome(
             parents=[Parent(name=record.stage, role="compared", record=record.id, model_digest=record.model_digest)],
-            data=[_data_use(_manifest(settings), len(tasks.tasks))],
+            data=[_data_use(find_manifest(settings.tasks, "bench.tasks"), len(tasks.tasks))],
             device=environment.device_name(choose_device(settings.device).type),
             summary=_summary(Scored(read_results(folder), 0), record.stage),
         )
@@ -108,15 +112,6 @@ class BenchStage:
         """Print what was found."""
         for line in [*read_json(folder / RESULTS)["lines"], f"report: {folder / 'report.html'}"]:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def _manifest(settings: BenchStageSettings) -> Path:
-    path = Path(settings.tasks).expanduser()
-    if not path.is_file():
-        raise UserError(
-            f"bench.tasks: {settings.tasks!r} is not a file (looked in {Path.cwd()}); make one with `etude tasks make`"
-        )
-    return path
 
 
 def _identity(word: str) -> Any:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import shutil
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError
@@ -20,9 +19,11 @@ from etude.run.folder import MODEL
 from etude.run.stage import Job, Outcome
 from etude.run.stages.training import carry_heads, copy_side_files
 from etude.tasks.demos import refuse_benchmarks
-from etude.tasks.manifest import load_set, read_rows
+from etude.tasks.manifest import find_manifest, load_set, read_rows
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
     from etude.tasks.manifest import TaskSet
@@ -43,8 +44,8 @@ class RlStage:
 
     def check(self, settings: RlSettings) -> None:
         """Refuse a manifest that is not there, or has no task to play."""
-        refuse_benchmarks(_manifest(settings))
-        _, _, tasks = read_rows(_manifest(settings))
+        refuse_benchmarks(find_manifest(settings.tasks, "rl.tasks"))
+        _, _, tasks = read_rows(find_manifest(settings.tasks, "rl.tasks"))
         if not any(row["task"].startswith(settings.only) for row in tasks):
             begins = f" whose id begins with {settings.only!r}" if settings.only else ""
             raise UserError(f"rl.tasks: {settings.tasks} has no task{begins}; make some with `etude tasks make`")
@@ -56,14 +57,16 @@ class RlStage:
                 "rl needs a model to start from; set `base` in the recipe, or put a stage before it that makes one"
             )
         found = settings.model_dump(mode="json", exclude=WITHOUT_EFFECT)
-        return {"settings": found, "seed": seed, "tasks": sha256_file(_manifest(settings))}
+        return {"settings": found, "seed": seed, "tasks": sha256_file(find_manifest(settings.tasks, "rl.tasks"))}
 
     def run(self, settings: RlSettings, job: Job) -> Outcome:
         """Train, unless that was done before the session was interrupted, and tidy up."""
         assert job.parent is not None
         folder, record = job.work.folder, job.parent.record
         if not _is_trained(folder):
-            found = load_set(_manifest(settings), job.work.cache, job.work.reporter, settings.only)
+            found = load_set(
+                find_manifest(settings.tasks, "rl.tasks"), job.work.cache, job.work.reporter, settings.only
+            )
             _trained(found, settings, job)
         for name in (*SCRATCH, *([] if settings.keep_traces else ["episodes"])):
             path = folder / name
@@ -83,15 +86,6 @@ class RlStage:
 
         for line in [*verdict(steps_of(folder)), *read_json(folder / RESULTS)["notes"], f"report: {folder / PAGE}"]:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def _manifest(settings: RlSettings) -> Path:
-    path = Path(settings.tasks).expanduser()
-    if not path.is_file():
-        raise UserError(
-            f"rl.tasks: {settings.tasks!r} is not a file (looked in {Path.cwd()}); make one with `etude tasks make`"
-        )
-    return path
 
 
 def _is_trained(folder: Path) -> bool:
@@ -152,7 +146,7 @@ def _summary(folder: Path) -> dict[str, float | int]:
 
 
 def _data_use(settings: RlSettings, tasks: int) -> DataUse:
-    path = _manifest(settings)
+    path = find_manifest(settings.tasks, "rl.tasks")
     _, codebases, rows = read_rows(path)
     licence = {row["codebase"]: row["licence"] for row in codebases}
     sizes: Counter[str] = Counter()
