@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from etude.training.guard import GuardSettings
 from etude.training.schedule import ScheduleSettings
 
+ROUNDING = 1e-6  # shares come from decimal fractions
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -119,6 +120,14 @@ class TrainSettings(BaseModel):
     def _keep_own_defaults(cls, given: dict[str, Any]) -> dict[str, Any]:
         """A table that sets one number of the optimiser leaves the others as this stage has them, unless it takes another kind."""
         return with_own_defaults(cls, given, {"optimiser": "name", "schedule": "kind"})
+
+    @model_validator(mode="after")
+    def _shares_are_a_whole(self) -> Self:
+        total = sum(self.shares.values())
+        if self.shares and (abs(total - 1) > ROUNDING or min(self.shares.values()) < 0):
+            told = f"shares must add up to 1 and not be negative; they add up to {total:g}"
+            raise ValueError(f"{told}; name every domain, one that is not named has none")
+        return self
 
     def steps(self, length: int) -> int:
         """Return the number of steps that the budget makes."""
