@@ -31,7 +31,7 @@ from etude.cli.main import main
 from etude.lineage.record import load_record
 from etude.run.runner import stage_settings
 
-KILLS = 10
+KILLS = 6
 
 
 def child(recipe: Path, folder: Path, name: str, end_at: int | None, by: int, counter: Path) -> tuple[int, str]:

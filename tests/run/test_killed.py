@@ -37,9 +37,9 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(done.stdout)
 
 
-def test_ten_kills_in_random_places_change_nothing(outcome: Any) -> None:
-    assert len(outcome["kills"]) == 10
-    assert len({kill["at"] for kill in outcome["kills"]}) > 5
+def test_kills_in_random_places_change_nothing(outcome: Any) -> None:
+    assert len(outcome["kills"]) == 6
+    assert len({kill["at"] for kill in outcome["kills"]}) > 3
     for kill in outcome["kills"]:
         assert kill["ended"] == -9
         assert kill["again"] == 0, kill["said again"]
