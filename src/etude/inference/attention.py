@@ -211,8 +211,8 @@ def _together(query_HND: torch.Tensor, layer: int, now: Pass, scaling: float, wi
             now.order = _neighbours([pages[0] for pages in plan.pages])
         out = _by_neighbours(query, keys, values, now.order, longest, mask, scaling)
     else:
-        stacked = (_stacked(cache, plan.pages, longest) for cache in (keys, values))
-        out = F.scaled_dot_product_attention(query, *stacked, attn_mask=mask, scale=scaling)
+        key, value = _stacked(keys, plan.pages, longest), _stacked(values, plan.pages, longest)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     return out.unflatten(2, (-1, each)).permute(0, 3, 1, 2, 4).reshape(requests * each, -1, values.shape[3])
 
 
