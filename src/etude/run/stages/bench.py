@@ -92,8 +92,8 @@ class BenchStage:
 
         assert job.parent is not None
         work, record, folder = job.work, job.parent.record, job.work.folder
-        folders = _folders(settings, job)
-        tasks = load_set(find_manifest(settings.tasks, "bench.tasks"), work.cache, work.reporter, settings.only)
+        folders, manifest = _folders(settings, job), find_manifest(settings.tasks, "bench.tasks")
+        tasks = load_set(manifest, work.cache, work.reporter, settings.only)
         began = time.monotonic()
         players = _contestants(settings, folders, job)
         asyncio.run(run_benchmark(tasks, players, settings, folder, work.cache, work.reporter))
@@ -103,7 +103,7 @@ class BenchStage:
         write_json(folder / RESULTS, {"lines": lines})
         return Outcome(
             parents=[Parent(name=record.stage, role="compared", record=record.id, model_digest=record.model_digest)],
-            data=[_data_use(find_manifest(settings.tasks, "bench.tasks"), len(tasks.tasks))],
+            data=[_data_use(manifest, len(tasks.tasks))],
             device=environment.device_name(choose_device(settings.device).type),
             summary=_summary(Scored(read_results(folder), 0), record.stage),
         )
