@@ -42,6 +42,10 @@ class Case:
 CASES = {
     "one token of each": Case(6, 2, 16, 16, 16, [([1, 2], 17, 1), ([3], 4, 1), ([5, 6, 7], 40, 1)]),
     "one token of each, all as far": Case(4, 4, 16, 16, 16, [([2, 9], 20, 1), ([3, 1], 20, 1)]),
+    "a page each, in no order": Case(
+        6, 2, 16, 16, 64, [([5], 17, 1), ([2], 40, 1), ([3], 9, 1), ([8], 3, 1), ([4], 60, 1)]
+    ),
+    "a page each, guesses, a window": Case(4, 2, 24, 16, 64, [([7], 30, 3), ([1], 5, 3), ([2], 50, 3)], window=9),
     "a first token": Case(3, 1, 16, 16, 16, [([4], 0, 1)]),
     "guesses of each": Case(6, 2, 16, 16, 16, [([1, 2], 14, 4), ([3], 4, 4), ([5, 6, 7], 40, 4)]),
     "a prompt from its beginning": Case(4, 2, 32, 32, 16, [([3, 1, 2], 0, 41)]),
