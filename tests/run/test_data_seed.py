@@ -12,13 +12,12 @@ if TYPE_CHECKING:
 
 
 def inputs(folder: Path, run_seed: int, **more: Any) -> dict[str, Any]:
-    (folder / "code").mkdir(exist_ok=True)
-    (folder / "code" / "a.py").write_text("x = 1\n")
-    source = {"name": "tree", "licence": "MIT", "folder": str(folder / "code")}
+    source = {"name": "tree", "licence": "MIT", "folder": str(folder)}
     return DataStage().inputs(DataSettings.model_validate({"source": [source], **more}), "parent", run_seed)
 
 
 def test_its_own_seed_is_what_counts(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1\n")
     assert inputs(tmp_path, 0) != inputs(tmp_path, 1)
     assert inputs(tmp_path, 0, seed=7) == inputs(tmp_path, 1, seed=7) == inputs(tmp_path, 7)
     assert inputs(tmp_path, 0, seed=0) == inputs(tmp_path, 0)  # 0 is a seed, not the lack of one
