@@ -53,6 +53,9 @@ class SftSettings(TrainSettings):
         default=None, description="SPDX expression of `conversations` and `code`, for the record; leave out if unknown"
     )
     template: str = Field(default="auto", description="auto: the base's, else chatml; base; chatml; or a .jinja file")
+    redraw: bool = Field(
+        default=True, description="draw anew the rows of special tokens that the base cannot tell apart; not with lora"
+    )
     too_long: Literal["drop", "cut"] = Field(
         default="drop", description="what to do with conversations longer than a row"
     )
@@ -171,6 +174,7 @@ class SftStage(TrainingStage):
                 f"rows of {length} tokens are longer than the model's context of {context}; set length = {context}"
             )
         chats, notes = _packed(settings, template, length, training.seed)
+        notes += _untrained(settings, model, tokeniser, chats, training.seed)
         session, loader = _session(training, world, work, model, chats, length, saved_dtype(training.parent))
         if world.leads:
             tokeniser.save_pretrained(training.folder / MODEL)
@@ -241,6 +245,19 @@ def _packed(settings: SftSettings, template: ChatTemplate, length: int, seed: in
     )
     notes += [f"{name}: {_words(counts)}" for name, counts in became.items() if counts]
     return chats, notes
+
+
+def _untrained(settings: SftSettings, model: Any, tokeniser: Any, chats: Corpus, seed: int) -> list[str]:
+    """Tell apart the special tokens in the conversations that the base never learnt; say which, or that it was not done."""
+    from etude.models.untrained import tell_apart
+
+    # An adapter is applied to the base's own weights, so these stay as they are.
+    special = set() if settings.lora or not settings.redraw else set(tokeniser.added_tokens_decoder)
+    rows = [series[index] for series in chats.splits["train"].values() for index in range(len(series))]
+    in_use = {token for _, shard, index in rows for token in shard.row(index).tokens.tolist()}
+    drawn = tell_apart(model, special, in_use, seed) if special else []
+    named = ", ".join(tokeniser.convert_ids_to_tokens(drawn))
+    return [f"special tokens the base never learnt, their embeddings drawn anew: {named}"] if drawn else []
 
 
 def _words(counts: dict[str, int]) -> str:

@@ -1,0 +1,49 @@
+"""Special tokens that a base never learnt: found by their rows, and told apart before they are taught.
+
+A token that no text of pretraining holds is never the answer, so each step moves its row of the output away from where the hidden
+states are, and in the same way for all such tokens: they end up as one vector. Sprout's 27 have a cosine of 1.000 and a norm above
+that of other rows, so `<tool_call>`, `</tool_call>` and the end of a turn are one to it, to read and to write, and SFT spends most of
+its steps on pulling equal vectors apart (lab notes). Other bases with reserved tokens have the same.
+
+Here such rows are drawn anew, each dimension as it is spread over the other tokens' rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+ALIKE = 0.99  # cosine; of two trained rows it is far below
+SMALL = 0.01  # of the usual norm: rows that were never drawn at all
+
+
+def alike(rows: torch.Tensor, special: Collection[int]) -> list[int]:
+    """Return the special tokens whose row is nearly that of another special token, or nearly nothing."""
+    ids = sorted(special)
+    own = rows[ids].float()
+    norms = own.norm(dim=1)
+    directions = own / norms.clamp_min(1e-12)[:, None]
+    near = (directions @ directions.T).fill_diagonal_(-1.0) > ALIKE
+    small = norms < SMALL * rows.float().norm(dim=1).median()
+    return [token for token, found in zip(ids, (near.any(dim=1) | small).tolist(), strict=True) if found]
+
+
+def tell_apart(model: Any, special: Collection[int], wanted: Collection[int], seed: int) -> list[int]:
+    """Draw anew the rows, of input and output, of the wanted special tokens that the model cannot tell apart; return which."""
+    matrices = {id(each.weight): each.weight for each in (model.get_input_embeddings(), model.get_output_embeddings())}
+    drawn: set[int] = set()
+    for weight in matrices.values():  # one matrix where input and output share it
+        generator = torch.Generator().manual_seed(seed)
+        others = torch.ones(len(weight), dtype=torch.bool)
+        others[sorted(special)] = False
+        mean, spread = weight[others].float().mean(dim=0), weight[others].float().std(dim=0)
+        chosen = [token for token in alike(weight, special) if token in wanted]
+        noise = torch.randn(len(chosen), weight.shape[1], generator=generator)
+        with torch.no_grad():
+            weight[chosen] = (mean + spread * noise).to(weight.dtype)
+        drawn.update(chosen)
+    return sorted(drawn)
