@@ -15,11 +15,6 @@ def test_a_group_by_hand() -> None:
     assert advantages([1.0, 0.0, 0.0, 0.6]) == pytest.approx([0.6, -0.4, -0.4, 0.2])
 
 
-def test_what_was_worse_can_weigh_less_and_what_was_better_weighs_the_same() -> None:
-    assert advantages([1.0, 0.0, 0.0, 0.6], worse=0.5) == pytest.approx([0.6, -0.2, -0.2, 0.2])
-    assert advantages([1.0, 0.0, 0.0, 0.6], worse=0.0) == pytest.approx([0.6, 0.0, 0.0, 0.2])
-
-
 @given(rewards, st.floats(-5, 5), st.floats(0.1, 10))
 def test_only_differences_count_and_they_count_as_they_are(found: list[float], shift: float, scale: float) -> None:
     plain = advantages(found)

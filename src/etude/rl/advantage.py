@@ -4,9 +4,6 @@
 
 As Composer 2 has it: not divided by the standard deviation, which would blow up tiny differences between episodes that are all
 right. The mean is over episodes, so one that summaries split into many branches counts once.
-
-Advantages below zero can be weighed less. To make what failed rarer is most of what RL can do for a large model; a tiny one, whose
-failures differ from its successes by a token, unlearns what both have in common when a step sees a few dozen episodes.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def advantages(rewards: Sequence[float], worse: float = 1.0) -> list[float]:
-    """Return the advantage of each valid episode of one group; `worse` is the weight of those below the mean."""
+def advantages(rewards: Sequence[float]) -> list[float]:
+    """Return the advantage of each valid episode of one group."""
     mean = sum(rewards) / len(rewards)
-    return [(reward - mean) * (1.0 if reward > mean else worse) for reward in rewards]
+    return [reward - mean for reward in rewards]

@@ -80,9 +80,6 @@ class RlSettings(_Settings):
     )
 
     rewards: RewardSettings = RewardSettings()
-    worse: float = Field(
-        default=1.0, ge=0, le=1, description="weight of advantages below zero; 0: only what beat its group is learnt"
-    )
     train_summaries: bool = Field(
         default=True, description="false: no gradient on the tokens of summaries, for ablation"
     )

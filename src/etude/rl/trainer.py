@@ -168,7 +168,7 @@ class Trainer:
         rewards = np.array([episode.reward for group in batch.groups for episode in group.episodes])
         rewards = rewards - self.settings.kl.coefficient * apart
         by_group = np.split(rewards, np.cumsum(sizes)[:-1])
-        gains = [gain for group in by_group for gain in advantages(group.tolist(), self.settings.worse)]
+        gains = [gain for group in by_group for gain in advantages(group.tolist())]
         divisor = self.settings.groups * self.settings.group_size * self.settings.normaliser
         total, seen = torch.zeros((), device=self.device), []
         for part in parts:
