@@ -23,7 +23,7 @@ def demos(  # noqa: PLR0913, PLR0917 - an argument for every option
     styles: Annotated[str, typer.Option(help="Of the prompts, with commas between.")] = "terse,trace,premise,full",
     most: Annotated[int, typer.Option(min=0, help="Demonstrations in all, spread over the set; 0: no bound.")] = 0,
     tools: ToolNames = "",
-    only: Annotated[str, typer.Option(help="Only tasks whose ids begin like this.")] = "",
+    only: Annotated[str, typer.Option(help="Only tasks whose ids begin with one of these words.")] = "",
     seed: Annotated[int, typer.Option(help="What is drawn depends on it.")] = 0,
     cache: CacheFolder = None,
 ) -> None:  # fmt: skip

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Tasks from real codebases: make, build, look at and check sets of them.", no_args_is_help=True)
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A set's recipe, such as recipes/tasks/quick.toml.")]
 ManifestFile = Annotated[Path, typer.Argument(metavar="MANIFEST", help="A set, such as recipes/tasks/quick.jsonl.")]
-Only = Annotated[str, typer.Option(help="Only tasks whose ids begin like this.")]
+Only = Annotated[str, typer.Option(help="Only tasks whose ids begin with one of these words.")]
 
 
 @app.command(epilog="Example: etude tasks make recipes/tasks/quick.toml")
@@ -74,11 +74,11 @@ def _show_header(header: dict[str, Any]) -> None:
 
 def _loaded(manifest: Path, cache: Path | None, only: str) -> TaskSet:
     from etude.models.fetch import default_cache
-    from etude.tasks.manifest import load_set
+    from etude.tasks.manifest import load_set, unmet
 
     found = load_set(manifest, cache or default_cache(), Reporter(), only)
-    if not found.tasks:
-        raise UserError(f"{manifest} has no task whose id begins with {only!r}")
+    if (word := unmet([task.id for task in found.tasks], only)) is not None:
+        raise UserError(f"{manifest} has no task whose id begins with {word!r}")
     return found
 
 
@@ -106,10 +106,10 @@ def build(
 @app.command(epilog="Example: etude tasks show recipes/tasks/bench.jsonl")
 def show(manifest: ManifestFile, only: Only = "", as_json: AsJson = False) -> None:
     """Show what is in a set; of a single task, also what the agent is asked."""
-    from etude.tasks.manifest import read_rows
+    from etude.tasks.manifest import begins, read_rows
 
     header, _, rows = read_rows(manifest)
-    wanted = [row for row in rows if row["task"].startswith(only)]
+    wanted = [row for row in rows if begins(row["task"], only)]
     if as_json:
         print_json({**header, "rows": wanted})
     elif only and len(wanted) == 1:

@@ -59,7 +59,7 @@ class RlSettings(_Settings):
     """Reinforcement learning on tasks."""
 
     tasks: str = Field(description="a manifest of tasks, as `etude tasks make` writes it")
-    only: str = Field(default="", description="only tasks whose ids begin so")
+    only: str = Field(default="", description="only tasks whose ids begin with one of these words")
     style: Style = Field(default="terse", description="of the requests, where a task has one of this style")
     steps: int = Field(default=100, ge=1, description="updates of the weights")
     groups: int = Field(default=8, ge=1, description="groups a step")

@@ -61,7 +61,7 @@ class DemoSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     tasks: str = Field(description="a manifest of a training set, as `etude tasks make` writes it")
-    only: str = Field(default="", description="only tasks whose ids begin so")
+    only: str = Field(default="", description="only tasks whose ids begin with one of these words")
     styles: list[Style] = Field(
         default=[*STORED], min_length=1, description="of the requests; shown and told go straight"
     )

@@ -215,15 +215,25 @@ def _refuse_incomplete(path: Path, rows: Iterable[Row], tasks: Iterable[Row]) ->
                 )
 
 
+def begins(task: str, only: str) -> bool:
+    """Say whether a task's id begins with one of the words in `only`; any does if there is none."""
+    return task.startswith(tuple(only.split()) or "")
+
+
+def unmet(tasks: Sequence[str], only: str) -> str | None:
+    """Return a word of `only` that no task's id begins with, if there is one."""
+    return next((word for word in only.split() or [""] if not any(task.startswith(word) for task in tasks)), None)
+
+
 def load_set(path: Path, cache: Path, reporter: Reporter, only: str = "") -> TaskSet:
-    """Build a set from its manifest, or only the tasks whose ids begin with `only`."""
+    """Build a set from its manifest, or only the tasks whose ids begin with a word of `only`."""
     header, rows, tasks = read_rows(path)
     _refuse_incomplete(path, rows, tasks)
     made, here = (version.split(".")[:2] for version in (str(header.get("python", "")), platform.python_version()))
     if made not in ([""], here):
         told = f"made and validated with Python {'.'.join(made)}, and this is {'.'.join(here)}"
         reporter.say(f"{header['name']} was {told}: some tests may differ; `etude tasks check` tells")
-    wanted = [row for row in tasks if row["task"].startswith(only)]
+    wanted = [row for row in tasks if begins(row["task"], only)]
     named = {row["codebase"] for row in wanted}
     codebases = {}
     with reporter.task(f"building {header['name']}", len(named), "codebases") as progress:

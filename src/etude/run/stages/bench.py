@@ -18,7 +18,7 @@ from etude.lineage.tree import find_model
 from etude.models.bases import resolve
 from etude.models.locate import is_run, locate
 from etude.run.stage import Job, Outcome
-from etude.tasks.manifest import find_manifest, load_set, read_rows
+from etude.tasks.manifest import find_manifest, load_set, read_rows, unmet
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ class BenchStageSettings(BenchSettings):
     tasks: str = Field(
         description="a manifest of tasks, as `etude tasks make` writes it; a benchmark or a training set"
     )
-    only: str = Field(default="", description="only tasks whose ids begin so")
+    only: str = Field(default="", description="only tasks whose ids begin with one of these words")
     against: list[str] = Field(
         default=[], description="models to measure as well: known bases, folders of runs or models; oracle, noop"
     )
@@ -62,8 +62,8 @@ class BenchStage:
     def check(self, settings: BenchStageSettings) -> None:
         """Refuse a set without a task, and models that are not there."""
         path = find_manifest(settings.tasks, "bench.tasks")
-        if not any(row["task"].startswith(settings.only) for row in read_rows(path)[2]):
-            begins = f" whose id begins with {settings.only!r}" if settings.only else ""
+        if (word := unmet([row["task"] for row in read_rows(path)[2]], settings.only)) is not None:
+            begins = f" whose id begins with {word!r}" if word else ""
             raise UserError(f"bench.tasks: {settings.tasks} has no task{begins}; make some with `etude tasks make`")
         if len(set(settings.against)) < len(settings.against):
             raise UserError("bench.against names a model twice; name each once")

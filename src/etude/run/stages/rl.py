@@ -19,7 +19,7 @@ from etude.run.folder import MODEL
 from etude.run.stage import Job, Outcome
 from etude.run.stages.training import carry_heads, copy_side_files
 from etude.tasks.demos import refuse_benchmarks
-from etude.tasks.manifest import find_manifest, load_set, read_rows
+from etude.tasks.manifest import find_manifest, load_set, read_rows, unmet
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,8 +46,8 @@ class RlStage:
         """Refuse a manifest that is not there, or has no task to play."""
         refuse_benchmarks(find_manifest(settings.tasks, "rl.tasks"))
         _, _, tasks = read_rows(find_manifest(settings.tasks, "rl.tasks"))
-        if not any(row["task"].startswith(settings.only) for row in tasks):
-            begins = f" whose id begins with {settings.only!r}" if settings.only else ""
+        if (word := unmet([row["task"] for row in tasks], settings.only)) is not None:
+            begins = f" whose id begins with {word!r}" if word else ""
             raise UserError(f"rl.tasks: {settings.tasks} has no task{begins}; make some with `etude tasks make`")
 
     def inputs(self, settings: RlSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:
