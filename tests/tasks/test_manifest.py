@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from etude.errors import UserError
 from etude.progress import Reporter
 from etude.tasks.manifest import (
+    begins,
     codebase_row,
     cut,
     cuts,
@@ -20,6 +21,7 @@ from etude.tasks.manifest import (
     read_rows,
     task_of,
     task_row,
+    unmet,
     write_set,
 )
 from etude.tasks.source import PackageSettings
@@ -45,6 +47,25 @@ def test_cuts_make_one_text_of_another(fixed: str, broken: str) -> None:
 @pytest.fixture(scope="module")
 def calc(tmp_path_factory: pytest.TempPathFactory) -> Ready:
     return small.codebase(tmp_path_factory.mktemp("calc"))
+
+
+IDS = ["six-mutation-1", "six-mutation-2", "yaml-deletion-1"]
+
+
+@pytest.mark.parametrize(("only", "left"), [
+    ("", IDS),
+    ("six", IDS[:2]),
+    ("yaml six-mutation-2", IDS[1:]),
+    ("\n  six-mutation-1\n  yaml\n", [IDS[0], IDS[2]]),
+])  # fmt: skip
+def test_tasks_are_picked_by_how_their_ids_begin(only: str, left: list[str]) -> None:
+    assert [task for task in IDS if begins(task, only)] == left
+    assert unmet(IDS, only) is None
+
+
+def test_a_word_that_fits_no_task_is_named() -> None:
+    assert unmet(IDS, "six toolz yaml") == "toolz"
+    assert unmet([], "") == ""
 
 
 def test_a_task_is_read_back_from_its_line(calc: Ready) -> None:
