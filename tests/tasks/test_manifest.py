@@ -19,9 +19,9 @@ from etude.tasks.manifest import (
     numbers,
     ranges,
     read_rows,
+    refuse_unmet,
     task_of,
     task_row,
-    unmet,
     write_set,
 )
 from etude.tasks.source import PackageSettings
@@ -60,12 +60,14 @@ IDS = ["six-mutation-1", "six-mutation-2", "yaml-deletion-1"]
 ])  # fmt: skip
 def test_tasks_are_picked_by_how_their_ids_begin(only: str, left: list[str]) -> None:
     assert [task for task in IDS if begins(task, only)] == left
-    assert unmet(IDS, only) is None
+    refuse_unmet("set", IDS, only)
 
 
 def test_a_word_that_fits_no_task_is_named() -> None:
-    assert unmet(IDS, "six toolz yaml") == "toolz"
-    assert unmet([], "") == ""
+    with pytest.raises(UserError, match="set has no task whose id begins with 'toolz'; make some"):
+        refuse_unmet("set", IDS, "six toolz yaml")
+    with pytest.raises(UserError, match="set has no task; make some"):
+        refuse_unmet("set", [], "")
 
 
 def test_a_task_is_read_back_from_its_line(calc: Ready) -> None:

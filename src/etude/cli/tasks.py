@@ -74,11 +74,10 @@ def _show_header(header: dict[str, Any]) -> None:
 
 def _loaded(manifest: Path, cache: Path | None, only: str) -> TaskSet:
     from etude.models.fetch import default_cache
-    from etude.tasks.manifest import load_set, unmet
+    from etude.tasks.manifest import load_set, refuse_unmet
 
     found = load_set(manifest, cache or default_cache(), Reporter(), only)
-    if (word := unmet([task.id for task in found.tasks], only)) is not None:
-        raise UserError(f"{manifest} has no task whose id begins with {word!r}")
+    refuse_unmet(str(manifest), [task.id for task in found.tasks], only)
     return found
 
 

@@ -26,8 +26,7 @@ def alike(rows: torch.Tensor, special: Collection[int]) -> list[int]:
     ids = sorted(special)
     own = rows[ids].float()
     norms = own.norm(dim=1)
-    directions = own / norms.clamp_min(1e-12)[:, None]
-    near = (directions @ directions.T).fill_diagonal_(-1.0) > ALIKE
+    near = (own @ own.T).fill_diagonal_(-1.0) > ALIKE * (norms[:, None] * norms).clamp_min(1e-12)
     small = norms < SMALL * rows.float().norm(dim=1).median()
     return [token for token, found in zip(ids, (near.any(dim=1) | small).tolist(), strict=True) if found]
 
@@ -37,12 +36,11 @@ def tell_apart(model: Any, special: Collection[int], wanted: Collection[int], se
     matrices = {id(each.weight): each.weight for each in (model.get_input_embeddings(), model.get_output_embeddings())}
     drawn: set[int] = set()
     for weight in matrices.values():  # one matrix where input and output share it
-        generator = torch.Generator().manual_seed(seed)
         others = torch.ones(len(weight), dtype=torch.bool)
         others[sorted(special)] = False
         mean, spread = weight[others].float().mean(dim=0), weight[others].float().std(dim=0)
         chosen = [token for token in alike(weight, special) if token in wanted]
-        noise = torch.randn(len(chosen), weight.shape[1], generator=generator)
+        noise = torch.randn(len(chosen), weight.shape[1], generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():
             weight[chosen] = (mean + spread * noise).to(weight.dtype)
         drawn.update(chosen)

@@ -23,6 +23,7 @@ from etude.rl.resume import Diverged, Memory, RememberedPolicy, RememberedTools
 from etude.sandbox.box import SandboxError
 from etude.tasks.attempt import judge, searcher_for, work_on
 from etude.tasks.known import Scores, one_a_core
+from etude.tasks.manifest import refuse_unmet
 from etude.tasks.pointed import asked
 from etude.tasks.score import longest_scoring, score
 
@@ -67,10 +68,7 @@ class TaskArena:
         self.items = tuple(Item(task.id, f"{task.package} {task.candidate.generator}") for task in found.tasks)
         self.searcher = searcher_for(settings.tools, cache)
         self.scores = Scores(one_a_core(self._punctual))
-        if not self.tasks:
-            raise UserError(
-                f"{settings.tasks} has no task whose id begins with {settings.only!r}; there is nothing to learn"
-            )
+        refuse_unmet(settings.tasks, self.tasks, settings.only)
         most = max(map(self._longest_scoring, found.tasks))
         if settings.seconds < most + LEAST:
             raise UserError(

@@ -24,7 +24,7 @@ from etude.tasks.suite import Ready
 from etude.tasks.task import Candidate, Edit, Span, Task
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from etude.progress import Reporter
 
@@ -220,9 +220,12 @@ def begins(task: str, only: str) -> bool:
     return task.startswith(tuple(only.split()) or "")
 
 
-def unmet(tasks: Sequence[str], only: str) -> str | None:
-    """Return a word of `only` that no task's id begins with, if there is one."""
-    return next((word for word in only.split() or [""] if not any(task.startswith(word) for task in tasks)), None)
+def refuse_unmet(named: str, ids: Collection[str], only: str) -> None:
+    """Refuse a set without tasks, and a word of `only` that no task's id begins with."""
+    for word in only.split() or [""]:
+        if not any(task.startswith(word) for task in ids):
+            like = f" whose id begins with {word!r}" if word else ""
+            raise UserError(f"{named} has no task{like}; make some with `etude tasks make`")
 
 
 def load_set(path: Path, cache: Path, reporter: Reporter, only: str = "") -> TaskSet:

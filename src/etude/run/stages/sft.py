@@ -16,7 +16,7 @@ from etude.lineage.record import DataUse
 from etude.run.folder import MODEL
 from etude.run.stages.training import Training, TrainingStage, finish, joint_objective, open_corpus
 from etude.tasks.demos import DemoSettings, licences_of, make_demos, read_samples, refuse_benchmarks
-from etude.tasks.manifest import read_rows, unmet
+from etude.tasks.manifest import read_rows, refuse_unmet
 from etude.training.settings import JointMtpSettings, LoraSettings, OptimiserSettings, TrainSettings
 
 if TYPE_CHECKING:
@@ -105,8 +105,7 @@ class SftStage(TrainingStage):
         if settings.demos:
             manifest = Path(settings.demos.tasks).expanduser()
             refuse_benchmarks(manifest)
-            if (word := unmet([row["task"] for row in read_rows(manifest)[2]], settings.demos.only)) is not None:
-                raise UserError(f"sft.demos: {manifest} has no task whose id begins with {word!r}")
+            refuse_unmet(f"sft.demos: {manifest}", [row["task"] for row in read_rows(manifest)[2]], settings.demos.only)
         if settings.template not in {"auto", "base", "chatml"} and not Path(settings.template).is_file():
             raise UserError(
                 f'sft.template {settings.template!r} is not "auto", "base", "chatml" or a file (looked in {Path.cwd()})'
