@@ -26,6 +26,9 @@ def planted(spread: float) -> torch.Tensor:
 def test_planted_rows_are_found() -> None:
     assert alike(planted(0.01), SPECIAL) == [1, 3, 4]
     assert alike(planted(3.0), SPECIAL) == [4]
+    learnt = planted(0.15)  # as near as SmolLM2's markers of turns, which it tells apart
+    assert 0.985 < torch.cosine_similarity(learnt[1], learnt[3], dim=0) < 0.995
+    assert alike(learnt, SPECIAL) == [4]
     assert alike(planted(0.01), {0, 1, 2}) == []  # the other is no special token
 
 
