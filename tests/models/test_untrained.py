@@ -60,6 +60,13 @@ def test_only_rows_that_are_wanted_and_alike_change(tied: bool) -> None:
     assert tell_apart(model, SPECIAL, {0, 3, 4, 20}, seed=0) == []
 
 
+def test_without_a_draw_they_are_named_and_nothing_changes() -> None:
+    model = Model(tied=False)
+    assert tell_apart(model, SPECIAL, {0, 3, 4, 20}, seed=0, draw=False) == [3, 4]
+    assert torch.equal(model.first.weight, planted(0.01))
+    assert torch.equal(model.last.weight, planted(3.0))
+
+
 def test_rows_are_drawn_as_others_are_spread() -> None:
     rows = torch.randn(4000, 16) * torch.linspace(0.1, 3, 16) + torch.linspace(-5, 5, 16)
     rows[:1000] = 1.0

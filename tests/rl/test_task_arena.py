@@ -284,9 +284,3 @@ def test_a_policy_that_cannot_be_asked_ends_the_run(calc: tuple[TaskSet, Path], 
 
     with pytest.raises(UserError, match="the engine is gone"):
         play(arena(calc), scripted(gone), tmp_path / "memory")
-
-
-def test_no_tasks_are_refused(calc: tuple[TaskSet, Path]) -> None:
-    empty = TaskSet("calc", "0", (), {})
-    with pytest.raises(UserError, match=r"calc\.jsonl has no task whose id begins with 'x'"):
-        arena((empty, calc[1]), only="x")

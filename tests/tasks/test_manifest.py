@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 from etude.errors import UserError
 from etude.progress import Reporter
 from etude.tasks.manifest import (
-    begins,
     codebase_row,
     cut,
     cuts,
     load_set,
     numbers,
+    picked,
     ranges,
     read_rows,
-    refuse_unmet,
     task_of,
     task_row,
     write_set,
@@ -49,25 +48,24 @@ def calc(tmp_path_factory: pytest.TempPathFactory) -> Ready:
     return small.codebase(tmp_path_factory.mktemp("calc"))
 
 
-IDS = ["six-mutation-1", "six-mutation-2", "yaml-deletion-1"]
+ROWS = [{"task": name} for name in ("six-mutation-1", "six-mutation-2", "yaml-deletion-1")]
 
 
 @pytest.mark.parametrize(("only", "left"), [
-    ("", IDS),
-    ("six", IDS[:2]),
-    ("yaml six-mutation-2", IDS[1:]),
-    ("\n  six-mutation-1\n  yaml\n", [IDS[0], IDS[2]]),
+    ("", ROWS),
+    ("six", ROWS[:2]),
+    ("yaml six-mutation-2", ROWS[1:]),
+    ("\n  six-mutation-1\n  yaml\n", [ROWS[0], ROWS[2]]),
 ])  # fmt: skip
-def test_tasks_are_picked_by_how_their_ids_begin(only: str, left: list[str]) -> None:
-    assert [task for task in IDS if begins(task, only)] == left
-    refuse_unmet("set", IDS, only)
+def test_tasks_are_picked_by_how_their_ids_begin(only: str, left: list[dict[str, str]]) -> None:
+    assert picked("set", ROWS, only) == left
 
 
-def test_a_word_that_fits_no_task_is_named() -> None:
+def test_a_word_that_finds_no_task_is_named() -> None:
     with pytest.raises(UserError, match="set has no task whose id begins with 'toolz'; make some"):
-        refuse_unmet("set", IDS, "six toolz yaml")
+        picked("set", ROWS, "six toolz yaml")
     with pytest.raises(UserError, match="set has no task; make some"):
-        refuse_unmet("set", [], "")
+        picked("set", [], "")
 
 
 def test_a_task_is_read_back_from_its_line(calc: Ready) -> None:

@@ -74,11 +74,9 @@ def _show_header(header: dict[str, Any]) -> None:
 
 def _loaded(manifest: Path, cache: Path | None, only: str) -> TaskSet:
     from etude.models.fetch import default_cache
-    from etude.tasks.manifest import load_set, refuse_unmet
+    from etude.tasks.manifest import load_set
 
-    found = load_set(manifest, cache or default_cache(), Reporter(), only)
-    refuse_unmet(str(manifest), [task.id for task in found.tasks], only)
-    return found
+    return load_set(manifest, cache or default_cache(), Reporter(), only)
 
 
 @app.command(epilog="Example: etude tasks build recipes/tasks/bench.jsonl --harbor tasks")
@@ -105,10 +103,10 @@ def build(
 @app.command(epilog="Example: etude tasks show recipes/tasks/bench.jsonl")
 def show(manifest: ManifestFile, only: Only = "", as_json: AsJson = False) -> None:
     """Show what is in a set; of a single task, also what the agent is asked."""
-    from etude.tasks.manifest import begins, read_rows
+    from etude.tasks.manifest import picked, read_rows
 
     header, _, rows = read_rows(manifest)
-    wanted = [row for row in rows if begins(row["task"], only)]
+    wanted = picked(str(manifest), rows, only)
     if as_json:
         print_json({**header, "rows": wanted})
     elif only and len(wanted) == 1:

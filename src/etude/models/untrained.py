@@ -31,17 +31,20 @@ def alike(rows: torch.Tensor, special: Collection[int]) -> list[int]:
     return [token for token, found in zip(ids, (near.any(dim=1) | small).tolist(), strict=True) if found]
 
 
-def tell_apart(model: Any, special: Collection[int], wanted: Collection[int], seed: int) -> list[int]:
+def tell_apart(
+    model: Any, special: Collection[int], wanted: Collection[int], seed: int, *, draw: bool = True
+) -> list[int]:
     """Draw anew the rows, of input and output, of the wanted special tokens that the model cannot tell apart; return which."""
     matrices = {id(each.weight): each.weight for each in (model.get_input_embeddings(), model.get_output_embeddings())}
-    drawn: set[int] = set()
+    found: set[int] = set()
     for weight in matrices.values():  # one matrix where input and output share it
-        others = torch.ones(len(weight), dtype=torch.bool)
-        others[sorted(special)] = False
-        mean, spread = weight[others].float().mean(dim=0), weight[others].float().std(dim=0)
         chosen = [token for token in alike(weight, special) if token in wanted]
-        noise = torch.randn(len(chosen), weight.shape[1], generator=torch.Generator().manual_seed(seed))
-        with torch.no_grad():
-            weight[chosen] = (mean + spread * noise).to(weight.dtype)
-        drawn.update(chosen)
-    return sorted(drawn)
+        found.update(chosen)
+        if chosen and draw:
+            others = torch.ones(len(weight), dtype=torch.bool)
+            others[sorted(special)] = False
+            learnt = weight.detach()[others].float()
+            noise = torch.randn(len(chosen), weight.shape[1], generator=torch.Generator().manual_seed(seed))
+            with torch.no_grad():
+                weight[chosen] = (learnt.mean(dim=0) + learnt.std(dim=0) * noise).to(weight.dtype)
+    return sorted(found)

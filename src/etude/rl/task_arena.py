@@ -23,7 +23,6 @@ from etude.rl.resume import Diverged, Memory, RememberedPolicy, RememberedTools
 from etude.sandbox.box import SandboxError
 from etude.tasks.attempt import judge, searcher_for, work_on
 from etude.tasks.known import Scores, one_a_core
-from etude.tasks.manifest import refuse_unmet
 from etude.tasks.pointed import asked
 from etude.tasks.score import longest_scoring, score
 
@@ -68,7 +67,6 @@ class TaskArena:
         self.items = tuple(Item(task.id, f"{task.package} {task.candidate.generator}") for task in found.tasks)
         self.searcher = searcher_for(settings.tools, cache)
         self.scores = Scores(one_a_core(self._punctual))
-        refuse_unmet(settings.tasks, self.tasks, settings.only)
         most = max(map(self._longest_scoring, found.tasks))
         if settings.seconds < most + LEAST:
             raise UserError(

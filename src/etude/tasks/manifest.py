@@ -24,7 +24,7 @@ from etude.tasks.suite import Ready
 from etude.tasks.task import Candidate, Edit, Span, Task
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from etude.progress import Reporter
 
@@ -215,17 +215,14 @@ def _refuse_incomplete(path: Path, rows: Iterable[Row], tasks: Iterable[Row]) ->
                 )
 
 
-def begins(task: str, only: str) -> bool:
-    """Say whether a task's id begins with one of the words in `only`; any does if there is none."""
-    return task.startswith(tuple(only.split()) or "")
-
-
-def refuse_unmet(named: str, ids: Collection[str], only: str) -> None:
-    """Refuse a set without tasks, and a word of `only` that no task's id begins with."""
-    for word in only.split() or [""]:
-        if not any(task.startswith(word) for task in ids):
+def picked(named: str, tasks: Iterable[Row], only: str) -> list[Row]:
+    """Return the tasks whose ids begin with a word of `only`, or all if it has none; refuse a word that finds no task."""
+    rows, words = list(tasks), only.split() or [""]
+    for word in words:
+        if not any(row["task"].startswith(word) for row in rows):
             like = f" whose id begins with {word!r}" if word else ""
             raise UserError(f"{named} has no task{like}; make some with `etude tasks make`")
+    return [row for row in rows if row["task"].startswith(tuple(words))]
 
 
 def load_set(path: Path, cache: Path, reporter: Reporter, only: str = "") -> TaskSet:
@@ -236,7 +233,7 @@ def load_set(path: Path, cache: Path, reporter: Reporter, only: str = "") -> Tas
     if made not in ([""], here):
         told = f"made and validated with Python {'.'.join(made)}, and this is {'.'.join(here)}"
         reporter.say(f"{header['name']} was {told}: some tests may differ; `etude tasks check` tells")
-    wanted = [row for row in tasks if begins(row["task"], only)]
+    wanted = picked(str(path), tasks, only)
     named = {row["codebase"] for row in wanted}
     codebases = {}
     with reporter.task(f"building {header['name']}", len(named), "codebases") as progress:

@@ -18,7 +18,7 @@ from etude.lineage.tree import find_model
 from etude.models.bases import resolve
 from etude.models.locate import is_run, locate
 from etude.run.stage import Job, Outcome
-from etude.tasks.manifest import find_manifest, load_set, read_rows, refuse_unmet
+from etude.tasks.manifest import find_manifest, load_set, picked, read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -62,7 +62,7 @@ class BenchStage:
     def check(self, settings: BenchStageSettings) -> None:
         """Refuse a set without a task, and models that are not there."""
         path = find_manifest(settings.tasks, "bench.tasks")
-        refuse_unmet(f"bench.tasks: {settings.tasks}", [row["task"] for row in read_rows(path)[2]], settings.only)
+        picked(f"bench.tasks: {settings.tasks}", read_rows(path)[2], settings.only)
         if len(set(settings.against)) < len(settings.against):
             raise UserError("bench.against names a model twice; name each once")
         if "oracle" in settings.against and not {"edit", "write"} <= {*settings.tools.tools}:

@@ -19,7 +19,7 @@ from etude.run.folder import MODEL
 from etude.run.stage import Job, Outcome
 from etude.run.stages.training import carry_heads, copy_side_files
 from etude.tasks.demos import refuse_benchmarks
-from etude.tasks.manifest import find_manifest, load_set, read_rows, refuse_unmet
+from etude.tasks.manifest import find_manifest, load_set, picked, read_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,7 +46,7 @@ class RlStage:
         """Refuse a manifest that is not there, or has no task to play."""
         refuse_benchmarks(find_manifest(settings.tasks, "rl.tasks"))
         _, _, tasks = read_rows(find_manifest(settings.tasks, "rl.tasks"))
-        refuse_unmet(f"rl.tasks: {settings.tasks}", [row["task"] for row in tasks], settings.only)
+        picked(f"rl.tasks: {settings.tasks}", tasks, settings.only)
 
     def inputs(self, settings: RlSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:
         """Return the settings that decide the result, and the tasks by content."""

@@ -16,7 +16,7 @@ from etude.lineage.record import DataUse
 from etude.run.folder import MODEL
 from etude.run.stages.training import Training, TrainingStage, finish, joint_objective, open_corpus
 from etude.tasks.demos import DemoSettings, licences_of, make_demos, read_samples, refuse_benchmarks
-from etude.tasks.manifest import read_rows, refuse_unmet
+from etude.tasks.manifest import picked, read_rows
 from etude.training.settings import JointMtpSettings, LoraSettings, OptimiserSettings, TrainSettings
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class SftStage(TrainingStage):
         if settings.demos:
             manifest = Path(settings.demos.tasks).expanduser()
             refuse_benchmarks(manifest)
-            refuse_unmet(f"sft.demos: {manifest}", [row["task"] for row in read_rows(manifest)[2]], settings.demos.only)
+            picked(f"sft.demos: {manifest}", read_rows(manifest)[2], settings.demos.only)
         if settings.template not in {"auto", "base", "chatml"} and not Path(settings.template).is_file():
             raise UserError(
                 f'sft.template {settings.template!r} is not "auto", "base", "chatml" or a file (looked in {Path.cwd()})'
@@ -250,13 +250,14 @@ def _untrained(settings: SftSettings, model: Any, tokeniser: Any, chats: Corpus,
     """Tell apart the special tokens in the conversations that the base never learnt; say which, or that it was not done."""
     from etude.models.untrained import tell_apart
 
+    places = [series[index] for series in chats.splits["train"].values() for index in range(len(series))]
+    in_use = {token for _, shard, index in places for token in shard.row(index).tokens.tolist()}
     # An adapter is applied to the base's own weights, so these stay as they are.
-    special = set() if settings.lora or not settings.redraw else set(tokeniser.added_tokens_decoder)
-    rows = [series[index] for series in chats.splits["train"].values() for index in range(len(series))]
-    in_use = {token for _, shard, index in rows for token in shard.row(index).tokens.tolist()}
-    drawn = tell_apart(model, special, in_use, seed) if special else []
-    named = ", ".join(tokeniser.convert_ids_to_tokens(drawn))
-    return [f"special tokens the base never learnt, their embeddings drawn anew: {named}"] if drawn else []
+    draw = settings.redraw and not settings.lora
+    found = tell_apart(model, tokeniser.added_tokens_decoder, in_use, seed, draw=draw)
+    done = "drawn anew" if draw else "left as they are, so that it can hardly tell them apart"
+    named = ", ".join(tokeniser.convert_ids_to_tokens(found))
+    return [f"special tokens the base never learnt, their embeddings {done}: {named}"] if found else []
 
 
 def _words(counts: dict[str, int]) -> str:
