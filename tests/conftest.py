@@ -29,6 +29,19 @@ def pytest_xdist_setupnodes() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Say what failed also where pytest itself breaks down: it then leaves its summary out."""
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    if (
+        reporter
+        and getattr(reporter, "_session", None)
+        and reporter._session.exitstatus == pytest.ExitCode.INTERNAL_ERROR
+    ):
+        for report in [*reporter.stats.get("failed", []), *reporter.stats.get("error", [])]:
+            reporter.write_line(f"FAILED {report.nodeid} ({report.when})\n{report.longreprtext[-2000:]}")
+
+
 @pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with random weights; read-only for tests."""
