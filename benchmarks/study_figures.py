@@ -11,16 +11,30 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from etude.bench.agent.statistics import Estimate, estimate
+from study_read import (
+    BLUE,
+    GOLD,
+    GREEN,
+    GREY,
+    LEAST,
+    RED,
+    Study,
+    Trials,
+    binned,
+    ends,
+    mean,
+    percent,
+    solved,
+    table,
+)
+from study_rl_figures import effort, heads, staleness
 
 BUDGETS = ("none", "1m", "4m", "16m")
-BLUE, RED, GREEN, GREY, GOLD = "#3b6ea8", "#b5532a", "#6a9a3b", "#777777", "#c29b2b"
 MODES = {
     "free": "no limit",
     "truncated": "oldest turns dropped",
@@ -29,64 +43,6 @@ MODES = {
     "own-after": "own summary, after RL with it",
     "free-after": "no limit, after that RL",
 }
-LEAST = 6  # steps of rl that are worth telling of
-Trials = list[dict[str, Any]]
-
-
-class Study:
-    """Runs by arm and seed."""
-
-    def __init__(self, found: dict[str, Any]) -> None:
-        self.runs = found["runs"]
-
-    def seeds(self, arm: str, stage: str) -> list[int]:
-        """Return the seeds of an arm whose stage is there."""
-        return [seed for seed in range(10) if stage in self.runs.get(f"{arm}-{seed}", {})]
-
-    def stage(self, arm: str, seed: int, stage: str) -> dict[str, Any]:
-        """Return what is known of a stage."""
-        found: dict[str, Any] = self.runs[f"{arm}-{seed}"][stage]
-        return found
-
-    def trials(self, arm: str, stage: str, seed: int | None = None) -> Trials:
-        """Return the valid attempts of an arm's benchmark, of all seeds or of one."""
-        seeds = self.seeds(arm, stage) if seed is None else [seed]
-        rows = [row for each in seeds for row in self.stage(arm, each, stage).get("trials", [])]
-        return [row for row in rows if row["outcome"] != "invalid"]
-
-    def finished(self, arm: str, stage: str) -> bool:
-        """Return whether there is anything to tell."""
-        return bool(self.trials(arm, stage))
-
-
-def solved(trials: Trials, against: Trials | None = None) -> Estimate | None:
-    """Return the solve rate, or by how much it is above another's."""
-    found, other = (
-        [(row["package"], row["task"], float(row["outcome"] == "pass")) for row in rows]
-        for rows in (trials, against or [])
-    )
-    return estimate(found, against=other if against is not None else None)
-
-
-def percent(found: Estimate | None, *, signed: bool = False) -> str:
-    """Return an estimate in words."""
-    if found is None:
-        return "–"
-    form = "{:+.1f}" if signed else "{:.1f}"
-    return f"{form.format(100 * found.value)} [{form.format(100 * found.low)}, {form.format(100 * found.high)}]"
-
-
-def table(head: list[str], rows: list[list[str]]) -> None:
-    """Print a table in Markdown."""
-    print("\n| " + " | ".join(head) + " |\n|" + "---|" * len(head))
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
-
-
-def mean(trials: Trials, name: str) -> float:
-    """Return the mean of a number over the attempts that have it."""
-    values = [float(row[name]) for row in trials if row.get(name) is not None]
-    return fmean(values) if values else float("nan")
 
 
 def rungs(study: Study) -> list[tuple[str, Trials]]:
@@ -219,35 +175,6 @@ def held_out(study: Study, name: str, seed: int) -> float | None:
     return next((row["before" if name == "none" else "after"] for row in domains if row["domain"] == "code"), None)
 
 
-def binned(steps: list[dict[str, Any]], name: str, bins: int = 6) -> list[tuple[float, float]]:
-    """Return (episodes so far, mean of a number) in bins of about as many episodes.
-
-    Where groups wait for the newest weights, episodes end in bursts: one step sees two hundred of them, the next ones none.
-    """
-    total, seen = sum(step["episodes"] for step in steps), 0
-    found: list[tuple[float, float]] = []
-    begun: list[dict[str, Any]] = []
-    for step in steps:
-        begun.append(step)
-        seen += step["episodes"]
-        if seen >= (len(found) + 1) * total / bins:
-            found.append((seen, weighted(begun, name)))
-            begun = []
-    return found
-
-
-def weighted(steps: list[dict[str, Any]], name: str) -> float:
-    """Return the mean of a number over episodes, not over steps."""
-    known = [(step["episodes"], step[name]) for step in steps if step.get(name) is not None and step["episodes"]]
-    return float(sum(count * value for count, value in known) / max(1, sum(count for count, _ in known)))
-
-
-def ends(steps: list[dict[str, Any]], name: str) -> tuple[float, float]:
-    """Return a number over the first and the last third of the episodes."""
-    found = [value for _, value in binned(steps, name, 3)]
-    return found[0], found[-1]
-
-
 def curves(study: Study, axis: Any) -> None:
     """3. Mean and best of eight over the episodes of RL."""
     rows = []
@@ -335,119 +262,6 @@ def memory(study: Study, axis: Any) -> None:
     axis.set_xlabel("tasks solved, %")
     axis.set_title("4. Memory at a tight context", loc="left")
     table(["context", "attempts", "solved, %", "against no limit, points", "summary tokens an attempt", "turns"], rows)
-
-
-def heads(study: Study, axis: Any) -> None:
-    """5. How well heads guess: when trained, after SFT, after RL, and after a little training of them alone."""
-    if not study.seeds("heads", "mtp"):
-        return
-    rows = []
-    moments = {
-        "trained": ("mtp", "after"),
-        "after SFT": ("heads", "before"),
-        "refreshed": ("heads", "after"),
-        "after RL": ("heads-after", "before"),
-        "refreshed again": ("heads-after", "after"),
-    }
-    for (label, (stage, moment)), colour in zip(moments.items(), (GREY, GOLD, BLUE, RED, GREEN), strict=True):
-        if not study.seeds("heads", stage):
-            continue
-        found = study.stage("heads", 0, stage).get("acceptance", [])
-        for domain in sorted({row["domain"] for row in found}):
-            depths = [row[moment] for row in found if row["domain"] == domain]
-            rows.append([label, domain, *(f"{100 * each:.1f}" for each in depths)])
-            if domain == "code":
-                axis.plot(
-                    range(1, len(depths) + 1), [100 * each for each in depths], marker="o", color=colour, label=label
-                )
-    axis.legend(fontsize=7)
-    axis.set_xticks([1, 2, 3])
-    axis.set_xlabel("depth of the guess")
-    axis.set_ylabel("expected acceptance, %")
-    axis.set_title("5. Heads that guess, held-out code", loc="left")
-    table(["moment", "held-out", "depth 1, %", "depth 2, %", "depth 3, %"], rows)
-
-
-def effort(study: Study, axis: Any) -> None:
-    """6. With a cost of length and without."""
-    if not study.finished("length", "after"):
-        return
-    rows = []
-    for label, arm, stage, colour in (
-        ("before RL", "ladder-none", "taught", GREY),
-        ("without cost", "ladder-none", "after", BLUE),
-        ("with cost", "length", "after", RED),
-    ):
-        trials = study.trials(arm, stage)
-        if not trials:
-            continue
-        passed = [row for row in trials if row["outcome"] == "pass"]
-        written = [float(row["tokens"].get("written", 0)) for row in passed]
-        calling = [row for row in trials if row["turns"] > 0]
-        rows.append(
-            [
-                label,
-                percent(solved(trials)),
-                f"{fmean(written):.0f}" if written else "–",
-                f"{mean(passed, 'calls'):.2f}",
-                f"{mean(passed, 'turns'):.2f}",
-                f"{mean(calling, 'calls') / mean(calling, 'turns'):.2f}",
-            ]
-        )
-        axis.hist(written, bins=range(0, 420, 20), histtype="step", color=colour, label=label, density=True)
-    for arm in ("ladder-none", "length"):
-        for seed in study.seeds(arm, "rl"):
-            steps = study.stage(arm, seed, "rl").get("steps", [])
-            if len(steps) < LEAST:
-                continue
-            tokens, turns = (
-                " → ".join(f"{value:.4g}" for value in ends(steps, name)) for name in ("episode_tokens", "turns")
-            )
-            rows.append([f"RL steps, {arm}, seed {seed}: first → last third", "", tokens, "", turns, ""])
-    axis.legend(fontsize=7)
-    axis.set_xlabel("tokens written where solved")
-    axis.set_yticks([])
-    axis.set_title("6. Cost of length", loc="left")
-    table(["", "solved, %", "tokens written, solved", "calls, solved", "turns, solved", "calls a turn"], rows)
-
-
-def staleness(study: Study, axis: Any) -> None:
-    """7. Reward over wall-clock, synchronous and asynchronous."""
-    if not any(study.seeds(f"stale-{versions}", "rl") for versions in (0, 1, 4, 8)):
-        return
-    rows = []
-    for arm, colour in (
-        ("stale-0", GREY),
-        ("stale-1", GOLD),
-        ("ladder-none", GREEN),
-        ("stale-4", BLUE),
-        ("stale-8", RED),
-    ):
-        for seed in study.seeds(arm, "rl"):
-            steps = study.stage(arm, seed, "rl").get("steps", [])
-            if len(steps) < LEAST:
-                continue
-            seconds = [sum(step["device_seconds"] for step in steps[: i + 1]) for i in range(len(steps))]
-            versions = "2" if arm == "ladder-none" else arm.removeprefix("stale-")
-            label = f"staleness {versions}" if seed == 0 else None
-            places, values = zip(*binned(steps, "reward"), strict=True)
-            axis.plot(places, values, color=colour, label=label, linewidth=1.2)
-            rows.append(
-                [
-                    versions,
-                    str(seed),
-                    str(len(steps)),
-                    f"{seconds[-1]:.0f}",
-                    f"{seconds[-1] / len(steps):.1f}",
-                    f"{ends(steps, 'reward')[0]:.3f}",
-                    f"{ends(steps, 'reward')[1]:.3f}",
-                ]
-            )
-    axis.legend(fontsize=7)
-    axis.set_xlabel("seconds (several arms share the GPU)")
-    axis.set_ylabel("reward")
-    axis.set_title("7. Staleness", loc="left")
-    table(["staleness", "seed", "steps", "seconds", "seconds a step", "reward, first third", "last third"], rows)
 
 
 def cost(study: Study) -> None:

@@ -1,0 +1,134 @@
+"""Experiments 5 to 7 of the study: heads that guess after RL, the cost of length, staleness. Drawn by benchmarks/study_figures.py."""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import Any
+
+from study_read import BLUE, GOLD, GREEN, GREY, LEAST, RED, Study, ends, mean, over_seeds, percent, solved, table
+
+MOMENTS = {
+    "trained": ("mtp", "after"),
+    "after SFT": ("heads", "before"),
+    "refreshed": ("heads", "after"),
+    "after RL": ("heads-after", "before"),
+    "refreshed again": ("heads-after", "after"),
+}
+
+
+def heads(study: Study, axis: Any) -> None:
+    """5. How well heads guess: when trained, after SFT, after RL, and after a little training of them alone. Means over seeds."""
+    rows = []
+    for (label, (stage, moment)), colour in zip(MOMENTS.items(), (GREY, GOLD, BLUE, RED, GREEN), strict=True):
+        by_seed = [study.stage("heads", seed, stage).get("acceptance", []) for seed in study.seeds("heads", stage)]
+        for domain in sorted({row["domain"] for found in by_seed for row in found}):
+            depths = zip(
+                *([100 * row[moment] for row in found if row["domain"] == domain] for found in by_seed if found),
+                strict=True,
+            )
+            each_depth = list(depths)
+            rows.append([label, domain, str(len(each_depth[0])), *(over_seeds(values) for values in each_depth)])
+            if domain == "code":
+                means = [fmean(values) for values in each_depth]
+                axis.plot(range(1, len(means) + 1), means, marker="o", color=colour, label=label)
+    if not rows:
+        return
+    axis.legend(fontsize=7)
+    axis.set_xticks([1, 2, 3])
+    axis.set_xlabel("depth of the guess")
+    axis.set_ylabel("expected acceptance, %")
+    axis.set_title("5. Heads that guess, held-out code", loc="left")
+    table(["moment", "held-out", "seeds", "depth 1, %", "depth 2, %", "depth 3, %"], rows)
+
+
+def effort(study: Study, axis: Any) -> None:
+    """6. With a cost of length and without."""
+    if not study.finished("length", "after"):
+        return
+    without = "free" if study.finished("free", "after") else "ladder-none"
+    rows = []
+    for label, arm, stage in (
+        ("before RL", without, "taught"),
+        ("without cost", without, "after"),
+        ("with cost", "length", "after"),
+    ):
+        if trials := study.trials(arm, stage):
+            passed = [row for row in trials if row["outcome"] == "pass"]
+            written = f"{fmean(row['tokens'].get('written', 0) for row in passed):.0f}" if passed else "–"
+            amounts = [f"{mean(passed, name):.2f}" for name in ("calls", "turns")]
+            a_turn = f"{mean(trials, 'calls') / mean(trials, 'turns'):.2f}"
+            rows.append([label, percent(solved(trials)), str(len(trials)), written, *amounts, a_turn])
+    heading = ["tokens written, solved", "calls, solved", "turns, solved", "calls a turn"]
+    table(["", "solved, %", "attempts", *heading], rows)
+    rows, last = [], {}
+    for arm, label, colour in ((without, "without cost", BLUE), ("length", "with cost", RED)):
+        for seed in study.seeds(arm, "rl"):
+            steps = study.steps(arm, seed)
+            if len(steps) < LEAST:
+                continue
+            line = "-" if seed == 0 else ":"
+            tokens = [step["episode_tokens"] for step in steps]
+            axis.plot(range(1, len(steps) + 1), tokens, line, color=colour, label=label if seed == 0 else None)
+            names = ("solved", "episode_tokens", "behaviour_calls", "turns", "behaviour_calls_per_turn")
+            rows.append(
+                [label, str(seed), *(" → ".join(f"{value:.3g}" for value in ends(steps, name)) for name in names)]
+            )
+            last[arm, seed] = {name: ends(steps, name)[1] for name in names}
+    heads_of = ["solved", "tokens an episode", "calls", "turns", "calls a turn"]
+    table(["RL, first → last third", "seed", *heads_of], rows)
+    both = sorted({seed for arm, seed in last if arm == "length"} & {seed for arm, seed in last if arm == without})
+    if both:
+        change = [
+            over_seeds([last["length", seed][name] - last[without, seed][name] for seed in both], "{:+.2f}")
+            for name in ("solved", "episode_tokens", "behaviour_calls", "turns")
+        ]
+        table(["with cost, less without", *heads_of[:4]], [["last third, pairs of seeds", *change]])
+    axis.legend(fontsize=7)
+    axis.set_xlabel("step of RL")
+    axis.set_ylabel("tokens an episode")
+    axis.set_title("6. Cost of length (dotted: other seeds)", loc="left")
+
+
+def staleness(study: Study, axis: Any) -> None:
+    """7. What is solved over wall-clock, synchronous and asynchronous."""
+    rows, last = [], {}
+    arms = [("stale-0", GREY), ("stale-1", GOLD), ("ladder-none", GREEN), ("stale-4", BLUE), ("stale-8", RED)]
+    for arm, colour in arms if study.seeds("stale-0", "rl") else []:
+        versions = "2" if arm == "ladder-none" else arm.removeprefix("stale-")
+        for seed in study.seeds(arm, "rl"):
+            steps = study.steps(arm, seed)
+            if len(steps) < LEAST:
+                continue
+            seconds = [sum(step["device_seconds"] for step in steps[: i + 1]) for i in range(len(steps))]
+            label = f"staleness {versions}" if seed == 0 else None
+            line = "-" if seed == 0 else ":"
+            axis.plot(seconds, [100 * step["solved"] for step in steps], line, color=colour, label=label, linewidth=1.2)
+            first, final = ends(steps, "solved")
+            last[arm, seed] = final
+            behind = fmean(_behind(step) for step in steps)
+            episodes = sum(step["episodes"] for step in steps)
+            numbers = [f"{seconds[-1]:.0f}", f"{behind:.1f}", str(episodes), f"{100 * first:.0f}", f"{100 * final:.0f}"]
+            rows.append([versions, str(seed), str(len(steps)), *numbers])
+    if not rows:
+        return
+    axis.legend(fontsize=7)
+    axis.set_xlabel("seconds of RL")
+    axis.set_ylabel("solved, %")
+    axis.set_title("7. Staleness (dotted: other seeds)", loc="left")
+    shares = ["solved in the first third, %", "in the last third, %"]
+    table(["staleness", "seed", "steps", "seconds", "versions behind, mean", "episodes", *shares], rows)
+    rows = []
+    for arm, _ in arms[1:]:
+        both = [seed for seed in range(10) if (arm, seed) in last and ("stale-0", seed) in last]
+        if both:
+            change = over_seeds([100 * (last[arm, seed] - last["stale-0", seed]) for seed in both], "{:+.1f}")
+            rows.append([arm, str(len(both)), change])
+    table(["last third against synchronous", "seeds", "points"], rows)
+
+
+def _behind(step: dict[str, Any]) -> float:
+    """Return how many versions behind the tokens were that a step was trained on."""
+    shares = {
+        int(name.removeprefix("staleness_")): share for name, share in step.items() if name.startswith("staleness_")
+    }
+    return float(sum(versions * share for versions, share in shares.items()) / (sum(shares.values()) or 1.0))
