@@ -60,7 +60,7 @@ def stage(folder: Path) -> dict[str, Any]:
         row |= {name: results[name] for name in ("domains", "acceptance", "curve", "speed") if results.get(name)}
     if (folder / "metrics.jsonl").exists():
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
-        if steps := [_short(line) for line in lines if "reward" in line]:
+        if steps := [_short(line) for line in lines if "trained" in line]:
             row["steps"] = steps
     return row
 

@@ -90,8 +90,11 @@ def effort(study: Study, axis: Any) -> None:
 
 
 def staleness(study: Study, axis: Any) -> None:
-    """7. What is solved over wall-clock, synchronous and asynchronous."""
-    rows, last = [], {}
+    """7. What is solved over wall-clock, synchronous and asynchronous; and by the benchmark afterwards.
+
+    Old episodes end long before they are trained on: what is solved in the last steps is then no news of the last weights.
+    """
+    rows, after = [], {}
     arms = [("stale-0", GREY), ("stale-1", GOLD), ("ladder-none", GREEN), ("stale-4", BLUE), ("stale-8", RED)]
     for arm, colour in arms if study.seeds("stale-0", "rl") else []:
         versions = "2" if arm == "ladder-none" else arm.removeprefix("stale-")
@@ -100,30 +103,34 @@ def staleness(study: Study, axis: Any) -> None:
             if len(steps) < LEAST:
                 continue
             seconds = [sum(step["device_seconds"] for step in steps[: i + 1]) for i in range(len(steps))]
-            label = f"staleness {versions}" if seed == 0 else None
-            line = "-" if seed == 0 else ":"
-            axis.plot(seconds, [100 * step["solved"] for step in steps], line, color=colour, label=label, linewidth=1.2)
-            first, final = ends(steps, "solved")
-            last[arm, seed] = final
-            behind = fmean(_behind(step) for step in steps)
-            episodes = sum(step["episodes"] for step in steps)
-            numbers = [f"{seconds[-1]:.0f}", f"{behind:.1f}", str(episodes), f"{100 * first:.0f}", f"{100 * final:.0f}"]
-            rows.append([versions, str(seed), str(len(steps)), *numbers])
+            ended = [(at, 100 * step["solved"]) for at, step in zip(seconds, steps, strict=True) if step["episodes"]]
+            label, line = (f"staleness {versions}", "-") if seed == 0 else (None, ":")
+            axis.plot(*zip(*ended, strict=True), line, marker=".", color=colour, label=label, linewidth=1.2)
+            trials = study.trials(arm, "after", seed)
+            passed = [100.0 * (row["outcome"] == "pass") for row in trials]
+            after[arm, seed] = fmean(passed) if passed else None
+            first, final = (f"{100 * each:.0f}" for each in ends(steps, "solved"))
+            amounts = [
+                f"{seconds[-1]:.0f}",
+                f"{fmean(map(_behind, steps)):.1f}",
+                f"{sum(step['episodes'] for step in steps)}",
+            ]
+            rows.append([versions, str(seed), *amounts, first, final, percent(solved(trials)) if trials else "–"])
     if not rows:
         return
     axis.legend(fontsize=7)
     axis.set_xlabel("seconds of RL")
     axis.set_ylabel("solved, %")
     axis.set_title("7. Staleness (dotted: other seeds)", loc="left")
-    shares = ["solved in the first third, %", "in the last third, %"]
-    table(["staleness", "seed", "steps", "seconds", "versions behind, mean", "episodes", *shares], rows)
+    shares = ["first third of them solved, %", "last third", "solved after RL, %"]
+    table(["staleness", "seed", "seconds", "versions behind, mean", "episodes", *shares], rows)
     rows = []
     for arm, _ in arms[1:]:
-        both = [seed for seed in range(10) if (arm, seed) in last and ("stale-0", seed) in last]
-        if both:
-            change = over_seeds([100 * (last[arm, seed] - last["stale-0", seed]) for seed in both], "{:+.1f}")
-            rows.append([arm, str(len(both)), change])
-    table(["last third against synchronous", "seeds", "points"], rows)
+        pairs = [(after.get((arm, seed)), after.get(("stale-0", seed))) for seed in range(10)]
+        change = [this - that for this, that in pairs if this is not None and that is not None]
+        if change:
+            rows.append([arm, str(len(change)), over_seeds(change, "{:+.1f}")])
+    table(["solved after RL, against synchronous", "seeds", "points"], rows)
 
 
 def _behind(step: dict[str, Any]) -> float:
