@@ -46,12 +46,9 @@ def effort(study: Study, axis: Any) -> None:
     if not study.finished("length", "after"):
         return
     without = "free" if study.finished("free", "after") else "ladder-none"
+    arms = {without: ("without cost", BLUE), "length": ("with cost", RED), "price": ("linear, if solved", GREEN)}
     rows = []
-    for label, arm, stage in (
-        ("before RL", without, "taught"),
-        ("without cost", without, "after"),
-        ("with cost", "length", "after"),
-    ):
+    for label, arm, stage in [("before RL", without, "taught"), *((arms[arm][0], arm, "after") for arm in arms)]:
         if trials := study.trials(arm, stage):
             passed = [row for row in trials if row["outcome"] == "pass"]
             written = f"{fmean(row['tokens'].get('written', 0) for row in passed):.0f}" if passed else "–"
@@ -60,29 +57,17 @@ def effort(study: Study, axis: Any) -> None:
             rows.append([label, percent(solved(trials)), str(len(trials)), written, *amounts, a_turn])
     heading = ["tokens written, solved", "calls, solved", "turns, solved", "calls a turn"]
     table(["", "solved, %", "attempts", *heading], rows)
-    rows, last = [], {}
-    for arm, label, colour in ((without, "without cost", BLUE), ("length", "with cost", RED)):
+    rows, names = [], ("solved", "episode_tokens", "behaviour_calls", "turns", "behaviour_calls_per_turn")
+    for arm, (label, colour) in arms.items():
         for seed in study.seeds(arm, "rl"):
             steps = study.steps(arm, seed)
-            if len(steps) < LEAST:
-                continue
-            line = "-" if seed == 0 else ":"
-            tokens = [step["episode_tokens"] for step in steps]
-            axis.plot(range(1, len(steps) + 1), tokens, line, color=colour, label=label if seed == 0 else None)
-            names = ("solved", "episode_tokens", "behaviour_calls", "turns", "behaviour_calls_per_turn")
-            rows.append(
-                [label, str(seed), *(" → ".join(f"{value:.3g}" for value in ends(steps, name)) for name in names)]
-            )
-            last[arm, seed] = {name: ends(steps, name)[1] for name in names}
-    heads_of = ["solved", "tokens an episode", "calls", "turns", "calls a turn"]
-    table(["RL, first → last third", "seed", *heads_of], rows)
-    both = sorted({seed for arm, seed in last if arm == "length"} & {seed for arm, seed in last if arm == without})
-    if both:
-        change = [
-            over_seeds([last["length", seed][name] - last[without, seed][name] for seed in both], "{:+.2f}")
-            for name in ("solved", "episode_tokens", "behaviour_calls", "turns")
-        ]
-        table(["with cost, less without", *heads_of[:4]], [["last third, pairs of seeds", *change]])
+            if len(steps) >= LEAST:
+                said, line = (label, "-") if seed == 0 else (None, ":")
+                tokens = [step["episode_tokens"] for step in steps]
+                axis.plot(range(1, len(steps) + 1), tokens, line, color=colour, label=said)
+                course = (" → ".join(f"{value:.3g}" for value in ends(steps, name)) for name in names)
+                rows.append([label, str(seed), *course])
+    table(["RL, first → last third", "seed", "solved", "tokens an episode", "calls", "turns", "calls a turn"], rows)
     axis.legend(fontsize=7)
     axis.set_xlabel("step of RL")
     axis.set_ylabel("tokens an episode")
