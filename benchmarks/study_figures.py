@@ -1,6 +1,7 @@
 """Draw what benchmarks/study.py measured, and print its tables as docs/results.md has them.
 
     python benchmarks/study_figures.py benchmarks/results/study-h200.json docs/results
+    python benchmarks/study_figures.py benchmarks/results/study-sprout-cpu.json docs/results/sprout
 
 Solve rates are means over tasks, attempts of all seeds taken together; in brackets are 95 % intervals, for which packages, tasks and
 attempts are drawn anew (etude.bench.agent.statistics). Seeds are too few for an interval of their own.
@@ -284,23 +285,22 @@ def main() -> None:
     study = Study(json.loads(source.read_text()))
     mpl.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     pictures = {
-        "rates": rates,
-        "ladder": ladder,
-        "loss": loss_and_reward,
-        "curves": curves,
-        "memory": memory,
-        "heads": heads,
-        "length": effort,
-        "staleness": staleness,
+        "rates": (rates, "lr-"),
+        "ladder": (ladder, "ladder-"),
+        "loss": (loss_and_reward, "ladder-"),
+        "curves": (curves, "ladder-"),
+        "memory": (memory, "memory-"),
+        "heads": (heads, "heads-"),
+        "length": (effort, "length-"),
+        "staleness": (staleness, "stale-"),
     }
-    for name, draw in pictures.items():
+    for name, (draw, arms) in pictures.items():
         print(f"\n## {name}")
-        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-        axis = figure.subplots()
-        draw(study, axis)
-        if not axis.has_data():
+        if not any(run.startswith(arms) for run in study.runs):
             print("not measured")
             continue
+        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+        draw(study, figure.subplots())
         figure.savefig(folder / f"{name}.png", dpi=130, metadata={"Software": None})
     print("\n## pairs")
     pairs(study)
