@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -26,6 +26,9 @@ from etude.inference.local import build
 from etude.inference.policy import Sampling
 from etude.models.load import load_model
 from etude.models.mtp import load_heads
+
+if TYPE_CHECKING:
+    from etude.inference.engine import Engine
 
 SHAPE = {
     "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
@@ -189,14 +192,18 @@ def gpu_transformers() -> dict[str, Any]:
     return found
 
 
-def guessing(
-    folder: Path, sizes: tuple[int, ...], prompts: list[list[int]], new: int, temperature: float
-) -> list[dict[str, Any]]:
-    """Measure a model with heads, with and without guessing, on the beginnings of real text."""
+def with_heads(folder: Path, rows: int) -> Engine:
+    """Return an engine for a model with heads that guess."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
     model = load_model(folder, device, torch.bfloat16 if gpu else torch.float32)
-    engine = build(model, load_heads(folder, model), str, context=2048, rows=max(sizes), compiled=gpu)
+    return build(model, load_heads(folder, model), str, context=2048, rows=rows, compiled=gpu)
+
+
+def guessing(
+    engine: Engine, sizes: tuple[int, ...], prompts: list[list[int]], new: int, temperature: float
+) -> list[dict[str, Any]]:
+    """Measure an engine with heads, with and without guessing, on the beginnings of real text."""
     load, rows = Load(engine), []
     for size in sizes:
         row: dict[str, Any] = {"requests": size}
@@ -282,7 +289,8 @@ def main() -> None:
         prompts = json.loads(args.texts.read_text())
         sizes, new = ((1, 8, 32, 128), 256) if args.where == "gpu" else ((1, 4), 128)
         kinds = (("greedy", 0.0), ("temperature 1", 1.0))
-        keep(guessing={kind: guessing(args.mtp, sizes, prompts, new, temperature) for kind, temperature in kinds})
+        engine = with_heads(args.mtp, max(sizes))
+        keep(guessing={kind: guessing(engine, sizes, prompts, new, temperature) for kind, temperature in kinds})
     if args.where == "gpu":
         keep(transformers=gpu_transformers())
     print(json.dumps(found))

@@ -8,14 +8,14 @@ heads as they were before that stage; `heads` and `heads-after` are the same mod
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from inference import guessing
+from inference import guessing, with_heads
 from report import finish
 
 NEW = 64  # tokens, about a call
@@ -27,9 +27,9 @@ def openings(run: Path) -> list[list[int]]:
     return list({trace["task"]: trace["nodes"][0]["tokens"] for trace in traces}.values())
 
 
-def measured(run: Path, stage: str, temperature: float, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Return rows of one model, with and without guessing."""
-    found = guessing(run / stage / "model", sizes, openings(run), NEW, temperature)
+def measured(run: Path, stage: str, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Return rows of one model, with and without guessing, greedy and drawn."""
+    engine, prompts = with_heads(run / stage / "model", max(sizes)), openings(run)
     return [
         {
             "run": run.name,
@@ -42,19 +42,20 @@ def measured(run: Path, stage: str, temperature: float, sizes: tuple[int, ...]) 
             "kept": round(row["kept_of_guessed"], 3),
             "tokens_a_round": round(row["tokens_a_round"], 2),
         }
-        for row in found
+        for temperature in (0.0, 1.0)
+        for row in guessing(engine, sizes, prompts, NEW, temperature)
     ]
 
 
 def main() -> None:
-    """Measure every model of every run."""
+    """Measure the wanted models of every run."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--stages", nargs="+", default=["sft", "heads", "rl", "heads-after"])
+    arguments = parser.parse_args()
     gpu = torch.cuda.is_available()
     sizes = (1, 8, 32, 128) if gpu else (1, 4, 16)
-    rows: list[dict[str, Any]] = []
-    for run in map(Path, sys.argv[1:]):
-        for stage in ("sft", "heads", "rl", "heads-after"):
-            for temperature in (0.0, 1.0):
-                rows += measured(run, stage, temperature, sizes)
+    rows = [row for run in arguments.runs for stage in arguments.stages for row in measured(run, stage, sizes)]
     finish("study_guessing", rows, "h200" if gpu else "cpu")
 
 

@@ -45,10 +45,11 @@ def effort(study: Study, axis: Any) -> None:
     """6. With a cost of length and without."""
     if not study.finished("length", "after"):
         return
-    without = "free" if study.finished("free", "after") else "ladder-none"
+    without = next(arm for arm in ("free", "stale-2", "ladder-none") if study.finished(arm, "after"))
+    before = without if study.finished(without, "taught") else "ladder-none"
     arms = {without: ("without cost", BLUE), "length": ("with cost", RED), "price": ("linear, if solved", GREEN)}
     rows = []
-    for label, arm, stage in [("before RL", without, "taught"), *((arms[arm][0], arm, "after") for arm in arms)]:
+    for label, arm, stage in [("before RL", before, "taught"), *((arms[arm][0], arm, "after") for arm in arms)]:
         if trials := study.trials(arm, stage):
             passed = [row for row in trials if row["outcome"] == "pass"]
             written = f"{fmean(row['tokens'].get('written', 0) for row in passed):.0f}" if passed else "–"
@@ -80,9 +81,9 @@ def staleness(study: Study, axis: Any) -> None:
     Old episodes end long before they are trained on: what is solved in the last steps is then no news of the last weights.
     """
     rows, after = [], {}
-    arms = [("stale-0", GREY), ("stale-1", GOLD), ("ladder-none", GREEN), ("stale-4", BLUE), ("stale-8", RED)]
+    arms = [("stale-0", GREY), ("stale-1", GOLD), ("stale-2", GREEN), ("stale-4", BLUE), ("stale-8", RED)]
     for arm, colour in arms if study.seeds("stale-0", "rl") else []:
-        versions = "2" if arm == "ladder-none" else arm.removeprefix("stale-")
+        versions = arm.removeprefix("stale-")
         for seed in study.seeds(arm, "rl"):
             steps = study.steps(arm, seed)
             if len(steps) < LEAST:
