@@ -57,7 +57,12 @@ def stage(folder: Path) -> dict[str, Any]:
         row = {name: record[name] for name in ("kind", "summary", "compute", "started", "finished")}
     if (folder / "results.json").exists():
         results = json.loads((folder / "results.json").read_text())
-        row |= {name: results[name] for name in ("domains", "acceptance", "curve", "speed") if results.get(name)}
+        told = ("domains", "acceptance", "curve", "speed", "lines")
+        row |= (
+            {"bases": results}
+            if isinstance(results, list)
+            else {name: results[name] for name in told if results.get(name)}
+        )
     if (folder / "metrics.jsonl").exists():
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
         if steps := [_short(line) for line in lines if "trained" in line]:
