@@ -16,6 +16,7 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from scipy.stats import ttest_ind
 
 from study_read import (
     BLUE,
@@ -29,11 +30,12 @@ from study_read import (
     binned,
     ends,
     mean,
+    over_seeds,
     percent,
     solved,
     table,
 )
-from study_rl_figures import effort, heads, staleness
+from study_rl_figures import NO_COST, effort, heads, staleness
 
 BUDGETS = ("none", "1m", "4m", "16m")
 MODES = {
@@ -265,17 +267,53 @@ def memory(study: Study, axis: Any) -> None:
     table(["context", "attempts", "solved, %", "against no limit, points", "summary tokens an attempt", "turns"], rows)
 
 
+def runs_apart(study: Study) -> None:
+    """1. and 3. How runs of RL differ from each other. Each run is one number: seeds, machines and staleness count, tasks do not."""
+    without = [(arm, seed) for arm in (*NO_COST, "heads") for seed in study.seeds(arm, "after")]
+    with_cpt = [(f"ladder-{name}", seed) for name in BUDGETS[1:] for seed in study.seeds(f"ladder-{name}", "after")]
+    if len(without) < 2 or len(with_cpt) < 2:
+        return
+    ended = [
+        [100 * mean([{"solved": row["outcome"] == "pass"} for row in study.trials(arm, "after", seed)], "solved")
+         for arm, seed in runs] for runs in (with_cpt, without)
+    ]  # fmt: skip
+    both = with_cpt + without
+    changes = {
+        name: [100 * (last - first) for first, last in (ends(study.steps(*run), name) for run in both)]
+        for name in ("solved", "best_of_group")
+    }
+    low, high = ttest_ind(*ended, equal_var=False).confidence_interval(0.95)
+    table(
+        ["over runs", "runs", "from – to", "mean, 95 %"],
+        [
+            ["solved after RL, with CPT, %", *_spread(ended[0])],
+            ["without", *_spread(ended[1])],
+            ["with less without, points", "", "", f"[{low:+.1f}, {high:+.1f}]"],
+            ["change in RL of the mean, points", *_spread(changes["solved"])],
+            ["of the best of 8", *_spread(changes["best_of_group"])],
+        ],
+    )
+
+
+def _spread(values: list[float]) -> list[str]:
+    return [str(len(values)), f"{min(values):.1f} – {max(values):.1f}", over_seeds(values)]
+
+
 def cost(study: Study) -> None:
     """8. What a full run takes, by stage."""
-    rows = []
-    for name, row in sorted(study.runs.get("ladder-16m-0", {}).items(), key=lambda each: each[1].get("started", "~")):
-        compute = row.get("compute") or {}
-        flops, sampling = compute.get("model_flops") or 0, compute.get("sampling_flops") or 0
-        boxes = compute.get("sandbox_seconds") or 0
-        minutes = (compute.get("device_seconds") or 0) / 60
-        tokens = f"{compute.get('tokens') or 0:,}"
-        rows.append([name, tokens, f"{flops + sampling:.1e}", f"{minutes:.1f}", f"{boxes / 60:.1f}" if boxes else ""])
-    table(["stage", "tokens", "FLOP", "GPU-minutes (shared)", "sandbox-minutes"], rows)
+    for run in ("ladder-16m-0", "whole-0", "heads-0"):
+        rows = []
+        for name, row in sorted(study.runs.get(run, {}).items(), key=lambda each: each[1].get("started", "~")):
+            compute = row.get("compute") or {}
+            flops, sampling = compute.get("model_flops") or 0, compute.get("sampling_flops") or 0
+            boxes = compute.get("sandbox_seconds") or 0
+            minutes = (compute.get("device_seconds") or 0) / 60
+            tokens = f"{compute.get('tokens') or 0:,}"
+            rows.append(
+                [run, name, tokens, f"{flops + sampling:.1e}", f"{minutes:.1f}", f"{boxes / 60:.1f}" if boxes else ""]
+            )
+        if rows:
+            table(["run", "stage", "tokens", "FLOP", "GPU-minutes (shared)", "sandbox-minutes"], rows)
 
 
 def main() -> None:
@@ -304,6 +342,8 @@ def main() -> None:
         figure.savefig(folder / f"{name}.png", dpi=130, metadata={"Software": None})
     print("\n## pairs")
     pairs(study)
+    print("\n## runs")
+    runs_apart(study)
     print("\n## cost")
     cost(study)
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
+from scipy.stats import t as student
+
 from etude.bench.agent.statistics import Estimate, estimate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 BLUE, RED, GREEN, GREY, GOLD = "#3b6ea8", "#b5532a", "#6a9a3b", "#777777", "#c29b2b"
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # by how many seeds: Student's t for 95 %
 LEAST = 6  # steps of rl that are worth telling of
+TINY = 1e-9
 Trials = list[dict[str, Any]]
 
 
@@ -77,27 +79,32 @@ def mean(trials: Trials, name: str) -> float:
     return fmean(values) if values else float("nan")
 
 
-def binned(steps: list[dict[str, Any]], name: str, bins: int = 6) -> list[tuple[float, float]]:
-    """Return (episodes so far, mean of a number) in bins of about as many episodes.
+def binned(
+    steps: list[dict[str, Any]], name: str, bins: int = 6, at: Sequence[float] | None = None
+) -> list[tuple[float, float]]:
+    """Return (episodes so far, mean of a number) in bins of as many episodes; or, for the first, what the step is `at`.
 
-    Where groups wait for the newest weights, episodes end in bursts: one step sees two hundred of them, the next ones none.
+    Where groups wait for the newest weights, episodes end in bursts: one step sees two hundred of them, the next ones none. So a step
+    that lies across a border counts on both sides, by how many of its episodes lie there.
     """
-    total, seen = sum(step["episodes"] for step in steps), 0
+    size = sum(step["episodes"] for step in steps) / bins
     found: list[tuple[float, float]] = []
-    begun: list[dict[str, Any]] = []
-    for step in steps:
-        begun.append(step)
-        seen += step["episodes"]
-        if seen >= (len(found) + 1) * total / bins:
-            found.append((seen, weighted(begun, name)))
-            begun = []
+    known, room, total = (
+        0.0,
+        size,
+        0.0,
+    )  # episodes whose number is known, places left, and the sum in the bin that is being filled
+    for place, step in enumerate(steps):
+        left = float(step["episodes"])
+        while left > 0:
+            part = min(left, room)
+            if step.get(name) is not None:
+                known, total = known + part, total + part * step[name]
+            left, room = left - part, room - part
+            if room < TINY * size:
+                found.append((at[place] if at else round((len(found) + 1) * size), total / max(known, TINY)))
+                known, room, total = 0.0, size, 0.0
     return found
-
-
-def weighted(steps: list[dict[str, Any]], name: str) -> float:
-    """Return the mean of a number over episodes, not over steps."""
-    known = [(step["episodes"], step[name]) for step in steps if step.get(name) is not None and step["episodes"]]
-    return float(sum(count * value for count, value in known) / max(1, sum(count for count, _ in known)))
 
 
 def ends(steps: list[dict[str, Any]], name: str) -> tuple[float, float]:
@@ -111,5 +118,5 @@ def over_seeds(values: Sequence[float], form: str = "{:.1f}") -> str:
     middle = form.format(fmean(values))
     if len(values) < 2:
         return f"{middle} (one seed)"
-    half = STUDENT[len(values)] * stdev(values) / len(values) ** 0.5
+    half = float(student.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5
     return f"{middle} ± {form.replace('+', '').format(half)}"

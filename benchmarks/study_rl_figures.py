@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from study_read import BLUE, GOLD, GREEN, GREY, LEAST, RED, Study, ends, mean, over_seeds, percent, solved, table
+from etude.bench.agent.statistics import estimate
+from study_read import (
+    BLUE,
+    GOLD,
+    GREEN,
+    GREY,
+    LEAST,
+    RED,
+    Study,
+    Trials,
+    binned,
+    ends,
+    mean,
+    over_seeds,
+    percent,
+    solved,
+    table,
+)
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NO_COST = ("ladder-none", "stale-0", "stale-1", "stale-4", "stale-8", "stale-2")  # the last is drawn
 MOMENTS = {
     "trained": ("mtp", "after"),
     "after SFT": ("heads", "before"),
@@ -45,34 +66,62 @@ def effort(study: Study, axis: Any) -> None:
     """6. With a cost of length and without."""
     if not study.finished("length", "after"):
         return
-    without = next(arm for arm in ("free", "stale-2", "ladder-none") if study.finished(arm, "after"))
-    before = without if study.finished(without, "taught") else "ladder-none"
-    arms = {without: ("without cost", BLUE), "length": ("with cost", RED), "price": ("linear, if solved", GREEN)}
+    without = ("free",) if study.finished("free", "after") else NO_COST
+    shown = without[-1]
+    before = shown if study.finished(shown, "taught") else "ladder-none"
+    arms = {shown: ("without cost", BLUE), "length": ("with cost", RED), "price": ("linear, if solved", GREEN)}
+    free = [row for arm in without for row in study.trials(arm, "after")]
     rows = []
-    for label, arm, stage in [("before RL", before, "taught"), *((arms[arm][0], arm, "after") for arm in arms)]:
-        if trials := study.trials(arm, stage):
+    for label, trials in [
+        ("before RL", study.trials(before, "taught")),
+        (f"without cost ({', '.join(without)})", free),
+        *((arms[arm][0], study.trials(arm, "after")) for arm in ("length", "price")),
+    ]:
+        if trials:
             passed = [row for row in trials if row["outcome"] == "pass"]
-            written = f"{fmean(row['tokens'].get('written', 0) for row in passed):.0f}" if passed else "–"
             amounts = [f"{mean(passed, name):.2f}" for name in ("calls", "turns")]
             a_turn = f"{mean(trials, 'calls') / mean(trials, 'turns'):.2f}"
-            rows.append([label, percent(solved(trials)), str(len(trials)), written, *amounts, a_turn])
+            change = ["", "", ""]
+            if trials is not free and label != "before RL":
+                change = [percent(solved(trials, free), signed=True), *(_more(trials, free, of) for of in AMOUNTS)]
+            written = f"{fmean(map(_written, passed)):.0f}" if passed else "–"
+            rows.append([label, percent(solved(trials)), str(len(trials)), written, *amounts, a_turn, *change])
     heading = ["tokens written, solved", "calls, solved", "turns, solved", "calls a turn"]
-    table(["", "solved, %", "attempts", *heading], rows)
+    against = ["against without: points", "tokens an attempt", "calls an attempt"]
+    table(["", "solved, %", "attempts", *heading, *against], rows)
     rows, names = [], ("solved", "episode_tokens", "behaviour_calls", "turns", "behaviour_calls_per_turn")
     for arm, (label, colour) in arms.items():
         for seed in study.seeds(arm, "rl"):
             steps = study.steps(arm, seed)
             if len(steps) >= LEAST:
                 said, line = (label, "-") if seed == 0 else (None, ":")
-                tokens = [step["episode_tokens"] for step in steps]
-                axis.plot(range(1, len(steps) + 1), tokens, line, color=colour, label=said)
+                places = zip(*binned(steps, "episode_tokens"), strict=True)
+                axis.plot(*places, line, marker=".", color=colour, label=said)
                 course = (" → ".join(f"{value:.3g}" for value in ends(steps, name)) for name in names)
                 rows.append([label, str(seed), *course])
     table(["RL, first → last third", "seed", "solved", "tokens an episode", "calls", "turns", "calls a turn"], rows)
     axis.legend(fontsize=7)
-    axis.set_xlabel("step of RL")
+    axis.set_xlabel("episodes of RL")
     axis.set_ylabel("tokens an episode")
     axis.set_title("6. Cost of length (dotted: other seeds)", loc="left")
+
+
+def _written(row: dict[str, Any]) -> float:
+    return float(row["tokens"].get("written", 0))
+
+
+def _calls(row: dict[str, Any]) -> float:
+    return float(row["calls"])
+
+
+AMOUNTS = (_written, _calls)
+
+
+def _more(trials: Trials, others: Trials, amount: Callable[[dict[str, Any]], float]) -> str:
+    """Return by how much the mean of an amount is above that of other attempts at the same tasks."""
+    found, other = ([(row["package"], row["task"], amount(row)) for row in rows] for rows in (trials, others))
+    more = estimate(found, against=other, rate=False)
+    return f"{more.value:+.2f} [{more.low:+.2f}, {more.high:+.2f}]" if more else "–"
 
 
 def staleness(study: Study, axis: Any) -> None:
@@ -89,9 +138,11 @@ def staleness(study: Study, axis: Any) -> None:
             if len(steps) < LEAST:
                 continue
             seconds = [sum(step["device_seconds"] for step in steps[: i + 1]) for i in range(len(steps))]
-            ended = [(at, 100 * step["solved"]) for at, step in zip(seconds, steps, strict=True) if step["episodes"]]
+            places, shares = zip(*binned(steps, "solved", at=seconds), strict=True)
             label, line = (f"staleness {versions}", "-") if seed == 0 else (None, ":")
-            axis.plot(*zip(*ended, strict=True), line, marker=".", color=colour, label=label, linewidth=1.2)
+            axis.plot(
+                places, [100 * each for each in shares], line, marker=".", color=colour, label=label, linewidth=1.2
+            )
             trials = study.trials(arm, "after", seed)
             passed = [100.0 * (row["outcome"] == "pass") for row in trials]
             after[arm, seed] = fmean(passed) if passed else None
@@ -108,15 +159,16 @@ def staleness(study: Study, axis: Any) -> None:
     axis.set_xlabel("seconds of RL")
     axis.set_ylabel("solved, %")
     axis.set_title("7. Staleness (dotted: other seeds)", loc="left")
-    shares = ["first third of them solved, %", "last third", "solved after RL, %"]
-    table(["staleness", "seed", "seconds", "versions behind, mean", "episodes", *shares], rows)
+    told = ["first third of them solved, %", "last third", "solved after RL, %"]
+    table(["staleness", "seed", "seconds", "versions behind, mean", "episodes", *told], rows)
     rows = []
     for arm, _ in arms[1:]:
         pairs = [(after.get((arm, seed)), after.get(("stale-0", seed))) for seed in range(10)]
         change = [this - that for this, that in pairs if this is not None and that is not None]
         if change:
-            rows.append([arm, str(len(change)), over_seeds(change, "{:+.1f}")])
-    table(["solved after RL, against synchronous", "seeds", "points"], rows)
+            same = percent(solved(study.trials(arm, "after"), study.trials("stale-0", "after")), signed=True)
+            rows.append([arm, str(len(change)), over_seeds(change, "{:+.1f}"), same])
+    table(["solved after RL, against synchronous", "seeds", "points, over seeds", "over tasks"], rows)
 
 
 def _behind(step: dict[str, Any]) -> float:
