@@ -152,9 +152,8 @@ class Reporter:
                 yield task
             finally:
                 if self.listener:
-                    with contextlib.suppress(
-                        OSError
-                    ):  # the last news is a courtesy; the work itself reports a full disk
+                    # The last news is a courtesy; the work itself reports a full disk.
+                    with contextlib.suppress(OSError):
                         self.listener(task.state())
 
     def _shower(self, stack: contextlib.ExitStack, label: str, total: float) -> Callable[[Task], object]:

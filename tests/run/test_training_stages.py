@@ -14,9 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from etude.cli.main import main
+from etude.data.loader import Corpus
 from etude.data.manifest import load_manifest
 from etude.lineage.licences import licence_files
 from etude.lineage.record import load_lineage, load_record
+from etude.progress import Reporter
+from etude.run.stages.extend import ExtendSettings, measured
 from tests import tiny
 from tests.conftest import Etude
 
@@ -172,6 +175,24 @@ def test_each_stage_starts_where_the_last_ended(chain: Path) -> None:
     long = results(chain / "extend")["long"]
     assert set(long["parent"]["retrieval"]) == {"1024"}
     assert [bucket["last"] for bucket in long["child"]["positions"]["code"]][-1] == 2047
+
+
+def test_asking_at_long_contexts_shows_how_far_it_is_and_can_be_stopped(chain: Path) -> None:
+    settings = ExtendSettings(tokens=1, length=2048, retrieval_items=2, retrieval_keys=2, retrieval_lengths=[512, 1024])
+    reporter, told = Reporter(quiet=True), []
+    reporter.listener = told.append
+    asked = (chain / "extend" / "model", Corpus.open(chain / "data"), settings, 0, reporter)
+    found = measured(*asked)
+    assert set(found["retrieval"]) == {"512", "1024"}
+    assert told[-1]["total"] == 2 * (512 + 1024)
+    assert 0.9 * told[-1]["total"] < told[-1]["done"] <= told[-1]["total"]
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    reporter.check_stop = stop
+    with pytest.raises(KeyboardInterrupt):
+        measured(*asked)
 
 
 def test_the_saved_model_knows_its_chat(chain: Path) -> None:

@@ -37,9 +37,8 @@ class Follower:
         self.version = policy.statistics()["version"]
         self._held: Held | None = None
         self._said = ""
-        self._out_of_reach = (
-            -1
-        )  # a version that could not be had: reading it all again twenty times a second helps nobody
+        # A version that could not be had: reading it all again twenty times a second helps nobody.
+        self._out_of_reach = -1
 
     async def run(self, on_swap: Callable[[Swap], None]) -> None:
         """Follow until cancelled. A policy that has died raises; a version that cannot be had is waited out."""

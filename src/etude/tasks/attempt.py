@@ -43,9 +43,8 @@ if TYPE_CHECKING:
     from etude.tasks.suite import Ready
     from etude.tasks.task import Style, Task
 
-MOST_BYTES = (
-    1 << 20
-)  # of all files that are compared: an agent may write a gigabyte, and lint takes seconds for this much
+# Of all files that are compared: an agent may write a gigabyte, and lint takes seconds for this much.
+MOST_BYTES = 1 << 20
 CLOSING = 5.0  # seconds a sandbox has to end
 
 

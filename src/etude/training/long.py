@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from etude.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy.typing as npt
 
@@ -156,12 +156,12 @@ def answer_nats(model: Any, item: Retrieval) -> tuple[list[float], bool]:
     return cross_entropy(logits, answer, reduction="none").tolist(), right
 
 
-def score_retrieval(model: Any, items: Sequence[Retrieval]) -> dict[str, Any]:
+def score_retrieval(model: Any, items: Iterable[Retrieval]) -> dict[str, Any]:
     """Return the share of items answered exactly with its 95% interval, and the mean nats of the answers' tokens."""
     scored = [answer_nats(model, item) for item in items]
     nats = [each for answer, _ in scored for each in answer]
     right = sum(exact for _, exact in scored)
-    return {"exact": right / len(items), "interval": wilson(right, len(items)), "nats": sum(nats) / len(nats)}
+    return {"exact": right / len(scored), "interval": wilson(right, len(scored)), "nats": sum(nats) / len(nats)}
 
 
 def wilson(hits: int, trials: int) -> tuple[float, float]:

@@ -41,9 +41,8 @@ class MixedWeights(Weights):
             name: weight.detach().float().clone() for name, weight in model.named_parameters() if weight.requires_grad
         }
         for weight in model.parameters():
-            weight.data = weight.data.to(
-                torch.bfloat16
-            )  # not the buffers: rotary frequencies in bf16 would blur positions
+            # Not the buffers: rotary frequencies in bf16 would blur positions.
+            weight.data = weight.data.to(torch.bfloat16)
         super().__init__(model)
         self._computed = list(self.masters.values())
         self.masters = masters

@@ -9,14 +9,17 @@ from pydantic import Field
 from etude.errors import UserError
 from etude.files import read_json, write_json
 from etude.models.context import RopeSettings, stretch
+from etude.progress import Reporter
 from etude.run.stages.training import Training, TrainingStage, joint_objective, open_corpus, trained_on_corpus
 from etude.training.settings import JointMtpSettings, OptimiserSettings, TrainSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from etude.data.loader import Corpus
+    from etude.progress import Task
+    from etude.training.long import Retrieval
     from etude.training.world import World
     from etude.work import Work
 
@@ -68,14 +71,13 @@ class ExtendStage(TrainingStage):
         longer = stretch(AutoConfig.from_pretrained(training.parent), settings.length, settings.rope)
         model = load_model(training.parent, torch.device("cpu"), torch.float32, config=longer)
         refuse_damaged(model)
+        reporter = work.reporter if work else Reporter(quiet=True)
         if world.leads and not (training.folder / BASE).exists():
-            write_json(training.folder / BASE, measured(training.parent, corpus, settings, training.seed))
+            write_json(training.folder / BASE, measured(training.parent, corpus, settings, training.seed, reporter))
 
         def more(saved: Path) -> dict[str, Any]:
-            long = {
-                "parent": read_json(training.folder / BASE),
-                "child": measured(saved, corpus, settings, training.seed),
-            }
+            child = measured(saved, corpus, settings, training.seed, reporter)
+            long = {"parent": read_json(training.folder / BASE), "child": child}
             return {"long": long, "lines": long_lines(long)}
 
         trained_on_corpus(
@@ -84,7 +86,9 @@ class ExtendStage(TrainingStage):
         )  # fmt: skip
 
 
-def measured(model_folder: Path, corpus: Corpus, settings: ExtendSettings, seed: int) -> dict[str, Any]:
+def measured(
+    model_folder: Path, corpus: Corpus, settings: ExtendSettings, seed: int, reporter: Reporter
+) -> dict[str, Any]:
     """Ask a saved model: loss by position in rows as long as the corpus has them, and retrieval at several lengths."""
     import torch
 
@@ -102,13 +106,20 @@ def measured(model_folder: Path, corpus: Corpus, settings: ExtendSettings, seed:
     def encode(text: str) -> list[int]:
         return list(tokeniser.encode(text, add_special_tokens=False, verbose=False))
 
-    for length in lengths if settings.retrieval_items else []:
-        items = make_retrieval(encode, texts, length, settings.retrieval_keys, settings.retrieval_items, seed)
-        found["retrieval"][str(length)] = score_retrieval(model, items)
+    with reporter.task("asking at long contexts", settings.retrieval_items * sum(lengths), "tokens") as task:
+        for length in lengths if settings.retrieval_items else []:
+            items = make_retrieval(encode, texts, length, settings.retrieval_keys, settings.retrieval_items, seed)
+            found["retrieval"][str(length)] = score_retrieval(model, _counted(items, task))
     del model
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return found
+
+
+def _counted(items: Iterable[Retrieval], task: Task) -> Iterator[Retrieval]:
+    for item in items:
+        yield item
+        task.advance(len(item.tokens))
 
 
 def _positions(model: Any, corpus: Corpus, settings: ExtendSettings, device: Any) -> Iterator[tuple[str, Any]]:
