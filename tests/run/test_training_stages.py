@@ -179,7 +179,8 @@ def test_each_stage_starts_where_the_last_ended(chain: Path) -> None:
 
 def test_asking_at_long_contexts_shows_how_far_it_is_and_can_be_stopped(chain: Path) -> None:
     settings = ExtendSettings(tokens=1, length=2048, retrieval_items=2, retrieval_keys=2, retrieval_lengths=[512, 1024])
-    reporter, told = Reporter(quiet=True), []
+    reporter = Reporter(quiet=True)
+    told: list[dict[str, Any]] = []
     reporter.listener = told.append
     asked = (chain / "extend" / "model", Corpus.open(chain / "data"), settings, 0, reporter)
     found = measured(*asked)
