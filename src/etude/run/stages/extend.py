@@ -71,7 +71,8 @@ class ExtendStage(TrainingStage):
         longer = stretch(AutoConfig.from_pretrained(training.parent), settings.length, settings.rope)
         model = load_model(training.parent, torch.device("cpu"), torch.float32, config=longer)
         refuse_damaged(model)
-        reporter = work.reporter if work else Reporter(quiet=True)
+        # A place to stop, so only where no other rank would wait for this one.
+        reporter = work.reporter if work and world.size == 1 else Reporter(quiet=True)
         if world.leads and not (training.folder / BASE).exists():
             write_json(training.folder / BASE, measured(training.parent, corpus, settings, training.seed, reporter))
 
