@@ -113,10 +113,14 @@ def test_a_dry_run_prints_the_resolved_recipe_and_what_would_run(etude: Etude, t
 def test_the_tree_of_a_finished_run(etude: Etude, tmp_path: Path, code_tree: Path) -> None:
     recipe = tmp_path / "r.toml"
     small = "\n".join(word.replace("=", " = ") for word in SMALL if "=" in word)
-    recipe.write_text(f'name = "r"\nbase = "sprout"\nstages = ["compare"]\n[compare]\non = "{code_tree}"\n{small}\n')
+    recipe.write_text(
+        f'name = "r"\nbase = "sprout"\nstages = ["compare"]\n[compare]\non = "{code_tree}"\nbases = ["sprout"]\n{small}\n'
+    )
     run = tmp_path / "run"
     said = etude("run", recipe, "--out", run, "--cache", tmp_path / "cache")
     assert said.code == 0, said.err
+    assert "compare: sprout is among the candidates already; it is measured once" in said.err
+    assert [result["name"] for result in json.loads((run / "compare/results.json").read_text())] == ["sprout"]
     assert said.out.splitlines()[-1] == f"done: {run}; its record: {run}/compare/record.json"
     shown = etude("lineage", "show", run, "--verify").out
     assert "└─ base (base, weights)" in shown

@@ -137,12 +137,15 @@ def _candidates(settings: CompareConfig, job: Job, device: Any) -> tuple[list[Ca
         base = resolve(word)
         fetched = fetch(base, job.work.cache, job.work.reporter)
         name = _unique(base.name, [candidate.name for candidate in candidates])
-        candidates.append(Candidate(name, fetched.folder, device, base.known.licence if base.known else None))
         digests = digest_files(
             weight_files(fetched.folder), fetched.folder, job.work.reporter, f"{name}: hashing weights"
         )
-        lineage = load_lineage(fetched.folder) if (fetched.folder / LINEAGE_FILE).is_file() else None
         digest = digest_of_files({file: found.sha256 for file, found in digests.items()})
+        if digest in (parent.model_digest for parent in parents):
+            job.work.reporter.say(f"compare: {word} is among the candidates already; it is measured once")
+            continue
+        candidates.append(Candidate(name, fetched.folder, device, base.known.licence if base.known else None))
+        lineage = load_lineage(fetched.folder) if (fetched.folder / LINEAGE_FILE).is_file() else None
         parents.append(
             Parent(name=name, role="compared", record=lineage.head if lineage else None, model_digest=digest)
         )
