@@ -111,7 +111,8 @@ class Session:
             # Five shares of whole rows, training and measuring, layers with and without a window: 8, torch's limit, is too few.
             torch._dynamo.config.recompile_limit = 64  # noqa: SLF001
             for layer in layers:
-                layer.compile(fullgraph=True)  # a graph break would raise
+                # A graph break would raise. Not dynamic: a number of whole rows that is a variable fails in torch 2.11 (rows of 16,384).
+                layer.compile(fullgraph=True, dynamic=False)
         if sharded:
             shard(forward, layers, torch.bfloat16 if gpu else torch.float32)
             self.weights = Weights(model)  # the sharded ones
