@@ -111,7 +111,7 @@ class Session:
             # Five shares of whole rows, training and measuring, layers with and without a window: 8, torch's limit, is too few.
             torch._dynamo.config.recompile_limit = 64  # noqa: SLF001
             for layer in layers:
-                # A graph break would raise. Not dynamic: a number of whole rows that is a variable fails in torch 2.11 (rows of 16,384).
+                # A graph break would raise. Not dynamic: whole rows in a number that varies fail in torch 2.11 (rows of 16,384).
                 layer.compile(fullgraph=True, dynamic=False)
         if sharded:
             shard(forward, layers, torch.bfloat16 if gpu else torch.float32)
