@@ -3,25 +3,22 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from etude.errors import UserError
 from etude.files import files_below, write_json
-from etude.rl.figures import PICTURES, Panel, changes, curves, pictures, smooth
-from etude.rl.report import ends, steps_of, verdict, write_report
+from etude.rl.figures import PICTURES, Panel, changes, curves, pictures
+from etude.rl.report import steps_of, verdict, write_report
 from etude.rl.view import added
 from tests.rl.runs import rows, write
 
 VERDICT = [
     "8 steps, 32 episodes, 16 s",
-    "reward: from 0.125 in the first tenth of the steps to 0.25 in the last",
-    "solved: from 25% in the first tenth of the steps to 50% in the last",
-    "best of group: from 100% in the first tenth of the steps to 100% in the last",
+    "reward: from 0.125 in the first tenth of the episodes to 0.25 in the last",
+    "solved: from 25% in the first tenth of the episodes to 50% in the last",
+    "best of group: from 100% in the first tenth of the episodes to 100% in the last",
     "12% of the groups were flat: all rewards alike, nothing to learn from",
     "1 invalid episode, most often sandbox did not start: excluded, not scored",
     "step 3: calls is 4.5, for 3 steps above 4 (usual in this run: 1)",
@@ -72,15 +69,12 @@ def test_one_step_is_enough(tmp_path: Path) -> None:
     assert write_report(write(tmp_path, 1), tmp_path)[0] == "1 step, 4 episodes, 2 s"
 
 
-def test_numbers_of_the_first_and_last_tenth() -> None:
+def test_counts_and_the_verdict_on_thirty_steps() -> None:
     made = [{"step": step, "reward": float(step)} for step in range(1, 31)]
-    assert ends(made, "reward") == (2.0, 29.0)
-    assert ends(made, "absent") is None
-    assert ends([{"step": 1}, {"step": 2, "reward": 4.0}], "reward") == (4.0, 4.0)
     assert added(rows(3), "groups_") == {"ready": 2, "flat": 1}
     assert verdict(made)[:2] == [
         "30 steps, 0 episodes, 0 s",
-        "reward: from 2 in the first tenth of the steps to 29 in the last",
+        "reward: from 2 in the first tenth of the episodes to 29 in the last",
     ]
 
 
@@ -104,10 +98,3 @@ def test_only_what_is_known_is_drawn_and_behaviours_are_all() -> None:
 
 def test_changes_of_weights_are_found() -> None:
     assert [row["step"] for row in changes(rows(8))] == [5]
-
-
-@given(st.lists(st.floats(-100, 100), min_size=1, max_size=70))
-def test_a_mean_of_neighbours_is_centred(values: list[float]) -> None:
-    reach = max(1, len(values) // 20)
-    brute = [fmean(v for k, v in enumerate(values) if abs(k - place) <= reach) for place in range(len(values))]
-    assert smooth(values) == pytest.approx(brute)

@@ -29,7 +29,6 @@ from etude.run.ending import (
     measures,
     next_steps,
     screen,
-    smooth,
     took,
     tree,
     verdict,
@@ -43,7 +42,7 @@ CODE = {"domain": "code", "before": 0.7192, "after": 0.7424, "change": 0.0232, "
 HAZY = {"domain": "prose", "before": 0.9, "after": 0.89, "change": -0.01, "margin": 0.02, "tokens": 9}
 SHORT = {"domain": "one row", "before": 0.9, "after": 0.8, "change": -0.1, "margin": None, "tokens": 9}
 SOLVED = {"solved": 0.25, "solved_low": 0.12, "solved_high": 0.42, "valid_calls": 0.9, "trials": 24}
-REWARDS = [(step, step / 10) for step in range(1, 41)]
+REWARDS = [(step, step / 10, 8) for step in range(1, 41)]
 RL = {"steps": 40, "episodes": 1920, "reward_first": 0.1, "reward_last": 0.9, "solved_first": 0.2, "solved_last": 0.05}
 RELEASE = {"base": "sprout", "verified": "11 of 12 checks, 1 open", "licences": "Apache-2.0, MIT"}
 
@@ -200,17 +199,6 @@ def test_heights_of_columns_follow_the_means_of_what_they_stand_for(values: list
         assert abs(height - exact) <= 0.5 + 1e-6
 
 
-@given(st.lists(st.floats(-5, 5), min_size=1, max_size=99))
-def test_the_moving_mean_is_centred_over_a_tenth(values: list[float]) -> None:
-    found, over = smooth(values)
-    assert over % 2 == 1
-    assert abs(over - len(values) / 10) <= 1
-    for at, mean in enumerate(found):
-        near = [value for place, value in enumerate(values) if abs(place - at) <= over // 2]
-        assert mean == pytest.approx(fmean(near))
-    assert over > 1 or found == values
-
-
 def family() -> tuple[Lineage, list[Record]]:
     """Return base, cpt with a teacher, and a merge of it with a model that carries no record."""
     base = child_of(None, "base")
@@ -283,7 +271,7 @@ def test_on_a_wide_terminal_the_tree_stands_beside_the_curve() -> None:
 
 
 def test_rewards_that_never_moved_are_told_in_a_line() -> None:
-    stages = [*chain("base"), ended("rl", RL, rewards=[(1, -0.25), (2, -0.25)])]
+    stages = [*chain("base"), ended("rl", RL, rewards=[(1, -0.25, 8), (2, -0.25, 8)])]
     assert "reward of rl: -0.250 at every step there was (2), so there is no curve" in rendered(stages, 80)
 
 

@@ -28,12 +28,7 @@ class _WroteStop(StoppingCriteria):  # type: ignore[misc]
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]
 def write_greedily(
-    model: Any,
-    tokeniser: Any,
-    prompts: Sequence[Sequence[int]],
-    budget: int,
-    stop: str,
-    on_step: Callable[[], object],
+    model: Any, tokeniser: Any, prompts: Sequence[Sequence[int]], budget: int, stop: str, on_step: Callable[[], object]
 ) -> list[list[int]]:
     """Return what the model writes after each prompt, as tokens; the stop text may be at its end.
 
@@ -45,11 +40,7 @@ def write_greedily(
     rows = [[pad] * (length - len(prompt)) + list(prompt) for prompt in prompts]
     masks = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     settings = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=budget,
-        pad_token_id=pad,
-        eos_token_id=tokeniser.eos_token_id,
-        use_cache=True,
+        do_sample=False, max_new_tokens=budget, pad_token_id=pad, eos_token_id=tokeniser.eos_token_id, use_cache=True
     )
     written = model.generate(
         torch.tensor(rows, device=model.device),

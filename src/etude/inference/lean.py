@@ -124,10 +124,7 @@ class Lean:
         config = decoder.config
         attention = decoder.layers[0].self_attn
         self.shape = Shape(
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            attention.head_dim,
-            config.rms_norm_eps,
+            config.num_attention_heads, config.num_key_value_heads, attention.head_dim, config.rms_norm_eps
         )
         if (head := getattr(model, "lm_head", None)) is not None and model.get_output_embeddings() is head:
             _joined(model, ("lm_head",), "weight")

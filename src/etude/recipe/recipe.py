@@ -79,11 +79,7 @@ class Recipe:
 
     def resolved(self) -> dict[str, Any]:
         """Return the recipe with every setting written out."""
-        head: dict[str, Any] = {
-            "name": self.name,
-            "seed": self.seed,
-            "stages": [stage.name for stage in self.stages],
-        }
+        head: dict[str, Any] = {"name": self.name, "seed": self.seed, "stages": [stage.name for stage in self.stages]}
         if self.base is not None:
             head["base"] = self.base
         corpus = {DATA: self.data.settings.model_dump()} if self.data else {}

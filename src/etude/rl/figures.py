@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
@@ -13,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 from etude.data.report_plot import COLOURS, STYLE
+from etude.rl.course import count, smooth
 from etude.rl.view import number, starting
 
 if TYPE_CHECKING:
@@ -115,36 +115,35 @@ def draw(path: Path, panels: Sequence[Panel], rows: Sequence[Row]) -> None:
 
 def _panel(axis: Any, panel: Panel, rows: Sequence[Row]) -> None:
     found = curves(panel, rows)
+    counts = {row["step"]: count(row, panel.names[0]) for row in rows}
     if panel.look == "stacked":
         _stacked(axis, found)
     else:
         for (label, points), colour in zip(found.items(), COLOURS * len(found), strict=False):
-            _curve(axis, points, label if len(found) > 1 else "", colour)
+            _curve(axis, points, counts, label if len(found) > 1 else "", colour)
     _finish(axis, panel, rows)
     if len(found) > 1:
         look = {"frameon": False, "columnspacing": 1.0, "handlelength": 1.0}
         axis.legend(loc="upper left", bbox_to_anchor=(-0.03, -0.09), ncols=3 if len(found) in {3, 5, 6} else 4, **look)
 
 
-def _curve(axis: Any, points: Sequence[tuple[int, float]], label: str, colour: str) -> None:
+def _curve(
+    axis: Any, points: Sequence[tuple[int, float]], counts: Mapping[int, float], label: str, colour: str
+) -> None:
     steps, values = zip(*points, strict=True)
     axis.plot(
         steps, values, color=colour, linewidth=0.8, alpha=0.35, marker="o" if len(points) < 40 else "", markersize=2.5
     )
-    axis.plot(steps, smooth(values), color=colour, linewidth=1.8, label=label)
-
-
-def smooth(values: Sequence[float]) -> list[float]:
-    """Return the mean of each value and those around it, a twentieth of all to each side: centred, so that nothing seems late."""
-    reach = max(1, len(values) // 20)
-    return [fmean(values[max(0, place - reach) : place + reach + 1]) for place in range(len(values))]
+    near = smooth([(value, counts[step]) for step, value in points], max(1, len(points) // 20))
+    axis.plot(steps, near, color=colour, linewidth=1.8, label=label)
 
 
 def _stacked(axis: Any, found: Mapping[str, Sequence[tuple[int, float]]]) -> None:
     steps = [step for step, _ in next(iter(found.values()))]
-    counts = [[count for _, count in points] for points in found.values()]
-    wholes = [sum(here) or 1 for here in zip(*counts, strict=True)]
-    shares = [smooth([count / whole for count, whole in zip(each, wholes, strict=True)]) for each in counts]
+    amounts = [[amount for _, amount in points] for points in found.values()]
+    wholes = [sum(here) or 1 for here in zip(*amounts, strict=True)]
+    reach = max(1, len(steps) // 20)
+    shares = [smooth([(one / whole, 1) for one, whole in zip(each, wholes, strict=True)], reach) for each in amounts]
     axis.stackplot(steps, shares, labels=list(found), colors=COLOURS, linewidth=0)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from etude.bench.agent.page import Picture, html_page, markdown
@@ -11,6 +10,7 @@ from etude.errors import UserError
 from etude.files import read_json, whole_file, write_text
 from etude.jsonl import read_rows
 from etude.progress import duration
+from etude.rl.course import ends
 from etude.rl.figures import changes, draw, pictures
 from etude.rl.samples import ABOUT
 from etude.rl.view import added, number, percent, starting
@@ -65,13 +65,6 @@ def write_report(folder: Path, target: Path) -> list[str]:
     return said
 
 
-def ends(rows: Sequence[Row], name: str) -> tuple[float, float] | None:
-    """Return the mean of a number in the first and in the last tenth of the steps that have it."""
-    values = [row[name] for row in rows if name in row]
-    tenth = max(1, len(values) // 10)
-    return (fmean(values[:tenth]), fmean(values[-tenth:])) if values else None
-
-
 def verdict(rows: Sequence[Row]) -> list[str]:
     """Return what came of it, a fact a line."""
     seconds, episodes = (sum(row.get(name, 0) for row in rows) for name in ("device_seconds", "episodes"))
@@ -79,7 +72,7 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     for name in ("reward", "solved", "best_of_group"):
         if found := ends(rows, name):
             first, last = map(shower(name), found)
-            lines.append(f"{_words(name)}: from {first} in the first tenth of the steps to {last} in the last")
+            lines.append(f"{_words(name)}: from {first} in the first tenth of the episodes to {last} in the last")
     groups, invalid = added(rows, "groups_"), added(rows, "invalid_")
     if flat := groups["flat"]:
         lines.append(

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.progress import STATE_EVERY, Task, duration
+from etude.rl import course
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -154,7 +155,7 @@ def _curves(rows: Sequence[Row]) -> Table:
     for name, words, show in (("reward", "reward", number), *parts, *CURVES):
         values = [row[name] for row in rows if name in row]
         if values:
-            mean = sum(values[-MEAN:]) / len(values[-MEAN:])
+            mean = course.mean(course.weighted(rows, name)[-MEAN:])
             bold = "bold" if name == "reward" else ""
             table.add_row(
                 Text(words, bold), Text(show(values[-1]), bold), show(mean), Text(sparkline(values[-TREND:]), "cyan")

@@ -22,6 +22,7 @@ from etude.files import read_json
 from etude.lineage.record import load_record
 from etude.lineage.shares import compute_shares, percent
 from etude.models.bases import ancestors
+from etude.rl.course import smooth
 from etude.rl.report import steps_of
 from etude.rl.view import percent as share
 from etude.run.stages.release import RELEASE
@@ -51,11 +52,11 @@ DID = {
 
 @dataclass(frozen=True)
 class Ended:
-    """A finished stage: its record, its results.json (None: it has none), and the steps and rewards of RL."""
+    """A finished stage: its record, its results.json (None: it has none), and of RL's steps number, reward and episodes."""
 
     record: Record
     results: Any = None
-    rewards: Sequence[tuple[int, float]] = field(default=())
+    rewards: Sequence[tuple[int, float, float]] = field(default=())
 
 
 @dataclass(frozen=True)
@@ -218,16 +219,10 @@ def footnote(stages: Sequence[Ended]) -> str:
     notes = {
         f"{named}: bits per byte of held-out text, lower is better": bool(domains),
         "guess: expected share of first guesses that are kept": "mtp" in kinds,
-        "rl: means of the first and the last tenth of the steps": "rl" in kinds,
+        "rl: means of the first and the last tenth of the episodes": "rl" in kinds,
         "± and (low–high): 95 % intervals; unclear: within them; higher, lower, level: no interval is known": True,
     }
     return ". ".join(note for note, there in notes.items() if there) + "."
-
-
-def smooth(values: Sequence[float]) -> tuple[list[float], int]:
-    """Return a centred moving mean over about a tenth of the values, and over how many; at the ends, over fewer."""
-    half = len(values) // 20
-    return [fmean(values[max(0, at - half) : at + half + 1]) for at in range(len(values))], 2 * half + 1
 
 
 def curve(values: Sequence[float], first: int, last: int, wide: int = WIDE, high: int = HIGH) -> list[str]:
@@ -347,11 +342,12 @@ def _table(stages: Sequence[Ended], say: Callable[..., Text]) -> Table:
 
 
 def _reward(stage: Ended, wide: int) -> list[str]:
-    rewards, name = [reward for _, reward in stage.rewards], stage.record.stage
+    rewards, name = [reward for _, reward, _ in stage.rewards], stage.record.stage
     if min(rewards) == max(rewards):
         return [f"reward of {name}: {rewards[0]:.3f} at every step there was ({len(rewards)}), so there is no curve"]
-    means, over = smooth(rewards)
-    title = f"reward of {name} by step" + f", moving mean of {over} steps" * (over > 1)
+    reach = len(rewards) // 20
+    means = smooth([(reward, episodes) for _, reward, episodes in stage.rewards], reach)
+    title = f"reward of {name} by step" + f", moving mean of {2 * reach + 1} steps" * (reach > 0)
     return [title, *curve(means, stage.rewards[0][0], stage.rewards[-1][0], wide)]
 
 
@@ -359,5 +355,5 @@ def read_ended(folder: Path) -> Ended:
     """Read what a finished stage wrote."""
     record, results = load_record(folder), folder / RESULTS
     steps = steps_of(folder) if record.kind == "rl" else []
-    rewards = [(row["step"], row["reward"]) for row in steps if "reward" in row]
+    rewards = [(row["step"], row["reward"], row["episodes"]) for row in steps if "reward" in row]
     return Ended(record, read_json(results) if results.is_file() else None, rewards)

@@ -245,13 +245,7 @@ class Runner:
             self._write_record(step, recipe, parent, folder, outcome, metrics)
 
     def _write_record(
-        self,
-        step: Step,
-        recipe: Recipe,
-        parent: Model | None,
-        folder: Path,
-        outcome: Outcome,
-        metrics: MetricsLog,
+        self, step: Step, recipe: Recipe, parent: Model | None, folder: Path, outcome: Outcome, metrics: MetricsLog
     ) -> None:
         assert step.fingerprint is not None
         stage = self.stages[step.entry.kind]

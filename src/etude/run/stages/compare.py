@@ -91,9 +91,7 @@ class CompareStage:
                 console.print(line, style="dim", highlight=False, markup=False)
         console.print(verdict(results), style="bold", highlight=False, markup=False)
         console.print(
-            f"report: {folder / 'report.md'}, picture: {folder / 'comparison.png'}",
-            highlight=False,
-            soft_wrap=True,
+            f"report: {folder / 'report.md'}, picture: {folder / 'comparison.png'}", highlight=False, soft_wrap=True
         )
 
 
@@ -126,12 +124,7 @@ def _candidates(settings: CompareConfig, job: Job, device: Any) -> tuple[list[Ca
         known = known_bases().get(name) if origin and origin.source.startswith(("hub ", "package ")) else None
         candidates.append(Candidate(name, job.parent.folder, device, known.licence if known else None))
         parents.append(
-            Parent(
-                name=name,
-                role="compared",
-                record=job.parent.record.id,
-                model_digest=job.parent.record.model_digest,
-            )
+            Parent(name=name, role="compared", record=job.parent.record.id, model_digest=job.parent.record.model_digest)
         )
     for word in settings.bases:
         base = resolve(word)

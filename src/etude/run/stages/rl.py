@@ -132,7 +132,8 @@ async def _tasks_work(found: TaskSet) -> None:
 
 def _summary(folder: Path) -> dict[str, float | int]:
     """Return what the record tells: rewards and tasks solved at the beginning and at the end, and how much was done."""
-    from etude.rl.report import ends, steps_of
+    from etude.rl.course import ends
+    from etude.rl.report import steps_of
 
     rows = steps_of(folder)
     both = {name: ends(rows, name) or (0.0, 0.0) for name in ("reward", "solved")}

@@ -316,10 +316,7 @@ def finish(
     assert training.parent is not None
     copy_side_files(training.parent, model)
     if carry_heads(training.parent, model):
-        notes = [
-            *notes,
-            "the parent's MTP heads came along untrained: they know the parent; train them again",
-        ]
+        notes = [*notes, "the parent's MTP heads came along untrained: they know the parent; train them again"]
     keep_apart(model)
     fsync_tree(model)  # before the results, which say that it is there
     measured = curve(session)

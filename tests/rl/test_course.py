@@ -1,0 +1,49 @@
+"""Means over the steps of a run, against a list in which every episode stands once."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.rl.course import ends, smooth, weighted
+
+STEPS = st.lists(st.tuples(st.floats(-100, 100), st.integers(1, 40)), min_size=1, max_size=60)
+
+
+def rows(steps: list[tuple[float, int]], name: str = "reward") -> list[dict[str, object]]:
+    return [{"step": at, name: value, "episodes": episodes} for at, (value, episodes) in enumerate(steps, 1)]
+
+
+@given(STEPS)
+def test_the_tenths_are_those_of_a_list_of_all_episodes(steps: list[tuple[float, int]]) -> None:
+    each = [
+        value for value, episodes in steps for _ in range(10 * episodes)
+    ]  # ten times, so that a tenth is a whole number
+    tenth = len(each) // 10
+    found = ends(rows(steps), "reward")
+    assert found == pytest.approx((fmean(each[:tenth]), fmean(each[-tenth:])), abs=1e-9)
+
+
+@given(STEPS)
+def test_what_is_no_mean_of_episodes_counts_once_a_step(steps: list[tuple[float, int]]) -> None:
+    alike = [(value, 1) for value, _ in steps]
+    assert ends(rows(steps, "entropy"), "entropy") == ends(rows(alike), "reward")
+
+
+def test_a_last_step_of_a_few_failures_does_not_make_a_run_fall() -> None:
+    found = ends(rows([(0.2, 64), (0.4, 64), (0.7, 64), (0.0, 2)], "solved"), "solved")
+    assert found == pytest.approx((0.2, 0.7 * 17.4 / 19.4))
+    assert ends([{"step": 1, "episodes": 0}], "solved") is None
+    assert ends([{"step": 1}, {"step": 2, "solved": 1.0}], "solved") == (1.0, 1.0)
+
+
+@given(STEPS, st.integers(0, 5))
+def test_a_mean_of_neighbours_is_centred_and_counts_episodes(steps: list[tuple[float, int]], reach: int) -> None:
+    brute = [
+        fmean(value for at, (value, episodes) in enumerate(steps) if abs(at - place) <= reach for _ in range(episodes))
+        for place in range(len(steps))
+    ]
+    assert smooth(weighted(rows(steps), "reward"), reach) == pytest.approx(brute, abs=1e-9)
