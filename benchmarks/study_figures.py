@@ -301,7 +301,7 @@ def _spread(values: list[float]) -> list[str]:
 
 def cost(study: Study) -> None:
     """8. What a full run takes, by stage."""
-    for run in ("ladder-16m-0", "whole-0", "heads-0"):
+    for run in ("ladder-16m-0", "recipe-0"):
         rows = []
         for name, row in sorted(study.runs.get(run, {}).items(), key=lambda each: each[1].get("started", "~")):
             compute = row.get("compute") or {}
