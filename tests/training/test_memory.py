@@ -34,14 +34,14 @@ def test_what_does_not_fit_is_refused_with_a_setting_that_does() -> None:
     with pytest.raises(UserError) as caught:
         choose_micro(8, 16, ROOM_FOR_FIVE, recompute=False)
     assert str(caught.value) == (
-        "micro = 8 rows will not fit: about 9.0 GB are needed and 7.6 GB are free; set micro = 5, or recompute = true"
+        "micro = 8 rows will not fit: about 9.0 GB are needed and 6.5 GB may be used, 85% of what is free; set micro = 5, or recompute = true"
     )
     with pytest.raises(UserError, match=r"set micro = 5$"):
         choose_micro(8, 16, ROOM_FOR_FIVE, recompute=True)
     none = Estimate(fixed=8 * GIGABYTE, row=GIGABYTE, available=8 * GIGABYTE)
     with pytest.raises(
         UserError,
-        match=r"^not even one row fits: about 9\.0 GB are needed and 8\.0 GB are free; set a shorter `length`, or recompute",
+        match=r"^not even one row fits: about 9\.0 GB are needed and 6\.8 GB may be used, 85% of what is free; set a shorter `length`, or recompute",
     ):
         choose_micro(0, 16, none, recompute=False)
 
