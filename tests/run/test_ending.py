@@ -17,7 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from etude.bench.agent.statistics import estimate
 from etude.lineage.record import FileDigest, Lineage, Parent, Record
+from etude.rl.view import percent
 from etude.run.ending import (
     BLOCKS,
     Ended,
@@ -42,6 +44,7 @@ CODE = {"domain": "code", "before": 0.7192, "after": 0.7424, "change": 0.0232, "
 HAZY = {"domain": "prose", "before": 0.9, "after": 0.89, "change": -0.01, "margin": 0.02, "tokens": 9}
 SHORT = {"domain": "one row", "before": 0.9, "after": 0.8, "change": -0.1, "margin": None, "tokens": 9}
 SOLVED = {"solved": 0.25, "solved_low": 0.12, "solved_high": 0.42, "valid_calls": 0.9, "trials": 24}
+TRIALS = [(f"package{at % 4}", f"task{at}", float(at < 6)) for at in range(24)]
 REWARDS = [(step, step / 10, 8) for step in range(1, 41)]
 RL = {"steps": 40, "episodes": 1920, "reward_first": 0.1, "reward_last": 0.9, "solved_first": 0.2, "solved_last": 0.05}
 RELEASE = {"base": "sprout", "verified": "11 of 12 checks, 1 open", "licences": "Apache-2.0, MIT"}
@@ -49,8 +52,8 @@ RELEASE = {"base": "sprout", "verified": "11 of 12 checks, 1 open", "licences": 
 
 def ended(kind: str, summary: dict[str, Any] | None = None, results: Any = None, **changes: Any) -> Ended:
     fields: dict[str, Any] = {"stage": kind, "kind": kind, "parents": [], "origin": None, "summary": summary or {}}
-    rewards = changes.pop("rewards", ())
-    return Ended(full_record(**fields | changes), results, rewards)
+    rewards, trials = changes.pop("rewards", ()), changes.pop("trials", TRIALS * (kind == "bench"))
+    return Ended(full_record(**fields | changes), results, rewards, trials)
 
 
 def test_bits_per_byte_are_better_or_worse_only_beyond_their_interval() -> None:
@@ -100,18 +103,34 @@ def test_a_drop_in_rl_is_shown_as_a_drop() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("solved", "low", "high", "told"),
-    [(0.7, 0.5, 0.8, "better"), (0.3, 0.2, 0.5, "unclear"), (0.05, 0.01, 0.1, "worse")],
-)
-def test_a_benchmark_stands_against_the_one_before_it(solved: float, low: float, high: float, told: str) -> None:
+@pytest.mark.parametrize(("passes", "told"), [(17, "better"), (7, "unclear"), (6, "unclear"), (0, "worse")])
+def test_a_benchmark_stands_against_the_one_before_it_task_by_task(passes: int, told: str) -> None:
     first = ended("bench", SOLVED, stage="solve")
-    last = ended("bench", SOLVED | {"solved": solved, "solved_low": low, "solved_high": high})
+    trials = [(package, task, float(at < passes)) for at, (package, task, _) in enumerate(TRIALS)]
+    last = ended("bench", SOLVED | {"solved": passes / 24}, trials=trials)
     assert measures(first, [ended("sft")])[0] == Measure("solved", "25%", "(12–42%)")
     found = measures(last, [first, ended("rl", RL)])
-    assert found[0].value.startswith("25% → ")
-    assert found[0].verdict == told
+    gain = estimate(trials, against=TRIALS)
+    assert gain
+    change = f"{100 * gain.value:+.0f} [{100 * gain.low:.0f}, {100 * gain.high:.0f}]"
+    assert found[0] == Measure("solved", f"25% → {percent(passes / 24)}", change, told)
     assert found[1] == Measure("valid calls", "90% → 90%", "+0 points", "level")
+
+
+def test_a_gain_on_every_task_is_clear_though_the_rates_intervals_overlap() -> None:
+    """Two of ten packages are easy and eight are hard, for both models: in pairs that does not count."""
+    before = [(f"package{at % 10}", f"task{at}", float(at % 10 < 2)) for at in range(100)]
+    after = [
+        (package, task, max(passed, float(at % 10 < 2 or at // 10 < 3)))
+        for at, (package, task, passed) in enumerate(before)
+    ]
+    old, new = estimate(before), estimate(after)
+    assert old
+    assert new
+    assert new.low < old.high
+    told = {"solved": new.value, "solved_low": new.low, "solved_high": new.high}
+    found = measures(ended("bench", SOLVED | told, trials=after), [ended("bench", SOLVED, trials=before)])
+    assert found[0].verdict == "better"
 
 
 def test_benchmarks_that_ask_otherwise_are_not_held_against_each_other() -> None:
@@ -253,7 +272,7 @@ def test_eighty_columns_are_enough_for_every_cell() -> None:
         "6 min    120k tokens       rust          1.306 → 1.205   -0.101 ±0.028  better",
         "solve    tried tasks       solved        25%             (12–42%)",
         "rl       learnt by trying  reward        0.100 → 0.900   +0.800         higher",
-        "bench    tried tasks       solved        25% → 25%       +0 (12–42%)    unclear",
+        "bench    tried tasks       solved        25% → 25%       +0 [-14, 14]   unclear",
         "release  signed release    audit: from   sprout",
     ):
         assert row in lines

@@ -18,6 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from etude.agent.tool_specs import ToolSettings
+from etude.bench.agent.results import read_results
 from etude.files import read_json
 from etude.lineage.record import load_record
 from etude.lineage.shares import compute_shares, percent
@@ -52,11 +53,12 @@ DID = {
 
 @dataclass(frozen=True)
 class Ended:
-    """A finished stage: its record, its results.json (None: it has none), and of RL's steps number, reward and episodes."""
+    """A finished stage: its record, its results.json (None: it has none), RL's steps, a benchmark's valid trials of its own model."""
 
     record: Record
     results: Any = None
-    rewards: Sequence[tuple[int, float, float]] = field(default=())
+    rewards: Sequence[tuple[int, float, float]] = field(default=())  # step, reward, episodes
+    trials: Sequence[tuple[str, str, float]] = field(default=())  # package, task, solved
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def measures(stage: Ended, before: Sequence[Ended] = ()) -> list[Measure]:
         case "rl":
             return [_first_to_last("reward", record), _first_to_last("solved", record)]
         case "bench":
-            return list(_bench(record, [each.record for each in before if each.record.kind == "bench"]))
+            return list(_bench(stage, [each for each in before if each.record.kind == "bench"]))
         case "compare":
             return [Measure("best", str(found["best"]), f"{found['bits_per_byte']:.3f} bits/byte")]
         case "release":
@@ -147,18 +149,27 @@ def _rate(
     return Measure(what, f"{share(old)} → {share(value)}", f"{100 * (value - old):+.0f} {span}", said)
 
 
-def _bench(record: Record, earlier: Sequence[Record]) -> Iterator[Measure]:
-    """Yield solve rate and valid calls, against the last benchmark before it that asked the same."""
-    found = record.summary
-    old: dict[str, Any] = next((each.summary for each in reversed(earlier) if _asked(each) == _asked(record)), {})
+def _bench(stage: Ended, earlier: Sequence[Ended]) -> Iterator[Measure]:
+    """Yield solve rate and valid calls, against the last benchmark before it that asked the same: its tasks, in pairs."""
+    from etude.bench.agent.statistics import estimate
+
+    found, asked = stage.record.summary, _asked(stage.record)
     if found.get("solved") is None:
         yield Measure("not measured", "no valid trial")
         return
-    ends = "solved_low", "solved_high"
-    yield _rate("solved", float(found["solved"] or 0), [float(found[end] or 0) for end in ends], old.get("solved"),
-                [old.get(end) or 0.0 for end in ends])  # fmt: skip
-    calls, called = float(found["valid_calls"] or 0), old.get("valid_calls")
-    yield Measure("valid calls", share(calls)) if called is None else _points("valid calls", called, calls)
+    solved, low, high, calls = (
+        float(found[key] or 0) for key in ("solved", "solved_low", "solved_high", "valid_calls")
+    )
+    old = next((each for each in reversed(earlier) if _asked(each.record) == asked and each.trials), None)
+    gain = estimate(stage.trials, against=old.trials) if old else None
+    if old is None or gain is None:
+        yield from (_rate("solved", solved, (low, high)), Measure("valid calls", share(calls)))
+    else:
+        said = "unclear" if gain.low <= 0 <= gain.high else verdict(gain.value, 0.0)
+        change = f"{100 * gain.value:+.0f} [{100 * gain.low:.0f}, {100 * gain.high:.0f}]"
+        before, called = (float(old.record.summary[key] or 0) for key in ("solved", "valid_calls"))
+        yield Measure("solved", f"{share(before)} → {share(solved)}", change, said)
+        yield _points("valid calls", called, calls)
     if found.get("invalid"):
         yield Measure("left out", f"{found['invalid']} invalid")
     for key, value in found.items():
@@ -220,7 +231,7 @@ def footnote(stages: Sequence[Ended]) -> str:
         f"{named}: bits per byte of held-out text, lower is better": bool(domains),
         "guess: expected share of first guesses that are kept": "mtp" in kinds,
         "rl: means of the first and the last tenth of the episodes": "rl" in kinds,
-        "± and (low–high): 95 % intervals; unclear: within them; higher, lower, level: no interval is known": True,
+        "± and (low–high), [low, high] of a change: 95 % intervals; unclear: within them; higher, lower, level: none is known": True,
     }
     return ". ".join(note for note, there in notes.items() if there) + "."
 
@@ -356,4 +367,7 @@ def read_ended(folder: Path) -> Ended:
     record, results = load_record(folder), folder / RESULTS
     steps = steps_of(folder) if record.kind == "rl" else []
     rewards = [(row["step"], row["reward"], row["episodes"]) for row in steps if "reward" in row]
-    return Ended(record, read_json(results) if results.is_file() else None, rewards)
+    trials = read_results(folder).trials if record.kind == "bench" else ()
+    valid = [each for each in trials if each.model == record.parents[0].name and each.outcome != "invalid"]
+    own = [(each.package, each.task, float(each.outcome == "pass")) for each in valid]
+    return Ended(record, read_json(results) if results.is_file() else None, rewards, own)

@@ -204,14 +204,9 @@ class ContainerSandbox:
         return self.engine.name
 
     async def exec(
-        self,
-        command: str | Sequence[str],
-        *,
-        timeout: float | None = None,
-        env: Mapping[str, str] | None = None,
-        stdin: bytes = b"",
+        self, command: str | Sequence[str], *, timeout: float | None = None, env: Mapping[str, str] | None = None, stdin: bytes = b"",
         cwd: str = ".",
-    ) -> Result:
+    ) -> Result:  # fmt: skip
         """Run a command."""
         words = ["sh", "-c", command] if isinstance(command, str) else list(command)
         limits = self.place.limits

@@ -204,14 +204,9 @@ class LocalSandbox:
         return answer, content
 
     async def exec(
-        self,
-        command: str | Sequence[str],
-        *,
-        timeout: float | None = None,
-        env: Mapping[str, str] | None = None,
-        stdin: bytes = b"",
+        self, command: str | Sequence[str], *, timeout: float | None = None, env: Mapping[str, str] | None = None, stdin: bytes = b"",
         cwd: str = ".",
-    ) -> Result:
+    ) -> Result:  # fmt: skip
         """Run a command; see `Sandbox`."""
         words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
         request = {
