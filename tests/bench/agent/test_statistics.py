@@ -115,6 +115,16 @@ def test_differences_and_signed_values_may_be_negative() -> None:
     assert all(each and each.low < 0 for each in below)
 
 
+def test_a_difference_of_rates_stays_within_what_is_possible() -> None:
+    after = [
+        (package, f"{package}{at}", float(package == "learnt")) for package in ("learnt", "not") for at in range(9)
+    ]
+    found = estimate(after, against=[(package, task, 0.0) for package, task, _ in after])
+    assert found
+    assert (found.value, found.high) == (0.5, 1.0)  # two packages: their t would reach to 2
+    assert -1.0 <= found.low < 0
+
+
 @pytest.mark.parametrize("statistic", [pass_at(3), pass_all(3)])
 def test_an_interval_holds_its_estimate_though_redrawn_trials_are_biased(statistic: statistics.Statistic) -> None:
     found = estimate(

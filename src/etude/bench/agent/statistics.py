@@ -107,6 +107,7 @@ def estimate(
             low, high = max(0.0, min(low, 1 - unseen)), min(1.0, max(high, unseen))
         elif not worth.any():
             low, high = -unseen, unseen
+        low, high = max(low, -1.0), min(high, 1.0)  # stretched, those of a difference may reach beyond, too
     return Estimate(value, low, high, len(common))
 
 

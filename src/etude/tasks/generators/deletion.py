@@ -269,12 +269,9 @@ def _levels(node: Definition | None, name: str) -> tuple[str, ...]:
 
 
 def candidates(
-    tree: Path,
-    sources: Sequence[str],
-    rng: random.Random,
-    covered: Mapping[str, set[int]] | None = None,
+    tree: Path, sources: Sequence[str], rng: random.Random, covered: Mapping[str, set[int]] | None = None,
     left_out: Counter[str] | None = None,
-) -> Iterator[Candidate]:
+) -> Iterator[Candidate]:  # fmt: skip
     """Yield deletions of what tests run, all levels mixed; what is left out is counted by reason."""
     left_out = Counter() if left_out is None else left_out
     package = Package(tree, sources, left_out)

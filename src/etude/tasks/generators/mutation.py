@@ -181,12 +181,9 @@ def _companions(lead: Site, sites: Sequence[Site], rng: random.Random) -> list[S
 
 
 def candidates(
-    tree: Path,
-    sources: Sequence[str],
-    rng: random.Random,
-    covered: Mapping[str, set[int]] | None = None,
+    tree: Path, sources: Sequence[str], rng: random.Random, covered: Mapping[str, set[int]] | None = None,
     left_out: Counter[str] | None = None,
-) -> Iterator[Candidate]:
+) -> Iterator[Candidate]:  # fmt: skip
     """Yield mutations of the lines that tests run, the likeliest to be noticed first; what is left out is counted by reason."""
     left_out = Counter() if left_out is None else left_out
     by_file: dict[str, list[Site]] = {}
