@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
+from multiprocessing import connection
 
 import httpx2
 import openai
@@ -16,6 +17,7 @@ from tests.serve import process
 from tests.serve.scripted import PATIENCE
 
 HELD = 2
+STARTING = 600  # seconds: the first one imports torch and transformers, on cores that may be busy with other tests
 forks = multiprocessing.get_context("forkserver")  # imports everything once, and has no threads
 forks.set_forkserver_preload(["tests.serve.process"])
 
@@ -25,7 +27,7 @@ class Process:
         hears, told = forks.Pipe(duplex=False)
         self.running = forks.Process(target=process.serve, args=(told, port, held_at, drain))
         self.running.start()
-        assert hears.poll(PATIENCE)
+        assert hears in connection.wait([hears, self.running.sentinel], STARTING), "it ended before it told its port"
         self.port = hears.recv()
 
     def client(self) -> OpenAI:
