@@ -13,12 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from etude.bench.agent.entrants import weights_mark
 from etude.bench.agent.results import Header, Trial, TrialLog
 from etude.lineage import signing
+from etude.lineage.record import Parent, load_record
 from etude.progress import Reporter
 from etude.recipe.load import load_recipe
 from etude.run.folder import RunFolder
 from etude.run.runner import Runner, stage_settings
 from etude.run.stages import STAGES
 from tests.lineage import releases
+from tests.lineage.records import full_record
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -148,6 +150,18 @@ def test_an_evaluation_of_this_model_goes_into_the_card_and_of_another_is_refuse
     card = (tmp_path / "out/README.md").read_text()
     assert "avg@2" in card
     assert "0.75" in card
+
+
+def test_a_stage_of_the_run_that_measured_these_weights_will_do(etude: Etude, place: Path, tmp_path: Path) -> None:
+    words = ["release", place / "run", tmp_path / "out", *KNOW, "--key", place / "key.pem", "--cache", place / "cache"]
+    made = load_record(place / "run/cpt")
+    for digest, code in (("0" * 64, 2), (made.model_digest, 0)):
+        folder = bench(tmp_path / f"code{code}", "cpt")
+        parent = Parent(name="cpt", role="compared", record=made.id, model_digest=digest)
+        full_record(stage="bench", kind="bench", parents=[parent]).save(folder)
+        said = etude(*words, "--evaluation", folder)
+        assert (said.code, "no valid trial" in said.err) == (code, code == 2), said.err
+    assert "avg@2" in (tmp_path / "out/README.md").read_text()
 
 
 @pytest.mark.parametrize(("words", "told"), [

@@ -95,15 +95,20 @@ def _show(found: Verification) -> None:
 
 
 def _measured(folder: Path, model: Path) -> Sequence[Measured]:
-    """Return the scores of this model, and of no other, from a benchmark's folder."""
+    """Return the scores of this model, and of no other, from a benchmark's folder; a stage calls it by the stage that made it."""
     from etude.bench.agent.entrants import weights_mark
     from etude.bench.agent.report import Scored
     from etude.bench.agent.results import read_results
+    from etude.lineage.record import load_lineage
     from etude.lineage.release_facts import Measured
+    from etude.run.folder import readable_record
 
     results = read_results(folder)
     scored = Scored(results, 0)
-    mine = [name for name in scored.valid if name.endswith(f"@{weights_mark(model)}")]
+    stage, lineage = readable_record(folder), load_lineage(model)
+    digest = lineage.records[lineage.head].model_digest
+    stages = [each.name for each in stage.parents if each.model_digest == digest] if stage else []
+    mine = [name for name in scored.valid if name.endswith(f"@{weights_mark(model)}") or name in stages]
     found = [(name, scored.scores[name]) for name in mine]
     if not any(score for _, score in found):
         raise UserError(
