@@ -1,9 +1,9 @@
-"""A server in a process of its own, to be killed."""
+"""A server in a process of its own, to be killed: `python -m tests.serve.process PORT HELD_AT DRAIN`; it prints its port."""
 
 from __future__ import annotations
 
 import signal
-from multiprocessing.connection import Connection
+import sys
 
 from etude.serve.app import build_app
 from etude.serve.card import ModelCard
@@ -13,13 +13,18 @@ from tests import tiny
 from tests.serve.scripted import Scripted
 
 
-def serve(told: Connection, port: int, held_at: int | None, drain: int) -> None:
-    """Tell the port; hold the policy at a token until SIGUSR1."""
+def serve(port: int, held_at: int, drain: int) -> None:
+    """Tell the port; hold the policy at a token, if it is not -1, until SIGUSR1."""
     policy = Scripted(tiny.tokeniser(), "import os, return left")
-    policy.hold_at = held_at
+    policy.hold_at = None if held_at < 0 else held_at
     signal.signal(signal.SIGUSR1, lambda *_: policy.release())
     limits = Limits(drain=drain)
     with bind("127.0.0.1", port) as address:
         address.listen()
-        told.send(address.getsockname()[1])
+        sys.stdout.write(f"{address.getsockname()[1]}\n")
+        sys.stdout.flush()
         server_of(build_app(policy, policy.tokeniser, ModelCard("tiny"), limits), limits).run(sockets=[address])
+
+
+if __name__ == "__main__":
+    serve(*map(int, sys.argv[1:]))

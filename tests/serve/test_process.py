@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
-from multiprocessing import connection
+from pathlib import Path
 
 import httpx2
 import openai
 import pytest
 from openai import OpenAI
 
-from tests.serve import process
 from tests.serve.scripted import PATIENCE
 
 HELD = 2
-STARTING = 600  # seconds: the first one imports torch and transformers, on cores that may be busy with other tests
-forks = multiprocessing.get_context("forkserver")  # imports everything once, and has no threads
-forks.set_forkserver_preload(["tests.serve.process"])
+ROOT = Path(__file__).parents[2]
 
 
 class Process:
-    def __init__(self, port: int = 0, held_at: int | None = None, drain: int = 0) -> None:
-        hears, told = forks.Pipe(duplex=False)
-        self.running = forks.Process(target=process.serve, args=(told, port, held_at, drain))
-        self.running.start()
-        assert hears in connection.wait([hears, self.running.sentinel], STARTING), "it ended before it told its port"
-        self.port = hears.recv()
+    """A process that shares nothing with the tests: one of multiprocessing's forkserver sometimes waited for ever for what it is to do."""
+
+    def __init__(self, port: int = 0, held_at: int = -1, drain: int = 0) -> None:
+        words = [sys.executable, "-m", "tests.serve.process", str(port), str(held_at), str(drain)]
+        self.running = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert self.running.stdout
+        self.port = int(self.running.stdout.readline())  # of one that died: nothing, which is no number
 
     def client(self) -> OpenAI:
         return OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
@@ -38,7 +37,6 @@ class Process:
             yield chunk.choices[0].text
 
     def send(self, number: signal.Signals) -> None:
-        assert self.running.pid is not None
         os.kill(self.running.pid, number)
 
     def wait_until_it_refuses(self) -> None:
@@ -48,9 +46,9 @@ class Process:
             except openai.APIConnectionError:
                 return
 
-    def end(self) -> int | None:
-        self.running.join(PATIENCE)
-        return self.running.exitcode
+    def end(self) -> int:
+        with self.running:
+            return self.running.wait(PATIENCE)
 
 
 def test_killed_in_the_midst_of_a_stream() -> None:
