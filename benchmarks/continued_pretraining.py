@@ -25,13 +25,12 @@ from transformers import AutoModelForCausalLM
 from etude.data.loader import Corpus, Loader
 from etude.models.load import load_model
 from etude.run.stages.training import shares_by_source
-from etude.training.guard import Guard, GuardSettings
+from etude.training.distributed import World
+from etude.training.loop import Guard, GuardSettings
 from etude.training.measure import bits_by_domain
-from etude.training.optimiser import Optimiser
-from etude.training.schedule import ScheduleSettings, factor
+from etude.training.optimiser import Optimiser, ScheduleSettings, factor
 from etude.training.session import Session
 from etude.training.settings import OptimiserSettings, TrainSettings
-from etude.training.world import World
 
 TARGET, OTHERS = "rust", {"code": 0.88, "docs": 0.12}
 PEAK = 8e-3  # sprout's pretraining: Muon; embeddings and vectors at half of it

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 from etude.data.build import Build
 from etude.data.codebase import CODE_SUFFIXES
 from etude.data.document import Document, Raw
-from etude.data.filters.decode import decode
+from etude.data.filters.content import decode
 from etude.data.settings import ContaminationSettings, DataSettings, DuplicateSettings, FilterSettings
 from etude.jsonl import MetricsLog
 from etude.progress import Reporter

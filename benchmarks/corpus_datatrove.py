@@ -50,8 +50,7 @@ from datatrove.utils.hashing import create_hash_func
 from datatrove.utils.text import TextNormConfig, ngrams, simplify_text
 from datatrove.utils.word_tokenizers import WordTokenizer
 
-from etude.data.filters.generated import generated  # which need the standard library only
-from etude.data.filters.quality import Quality
+from etude.data.filters.content import Quality, generated
 
 if TYPE_CHECKING:
     from datatrove.data import Document

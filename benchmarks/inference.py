@@ -25,7 +25,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from etude.inference.local import build
 from etude.inference.policy import Sampling
 from etude.models.load import load_model
-from etude.models.mtp import load_heads
+from etude.models.mtp_heads import load_heads
 
 if TYPE_CHECKING:
     from etude.inference.engine import Engine

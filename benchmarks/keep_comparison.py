@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from etude.bench.perplexity import difference
-from etude.bench.report import ranked, verdict
 from etude.lineage.record import load_record
+from etude.report.bases import ranked, verdict
 from etude.run.stages.compare import load_results
 
 RESULTS = Path(__file__).parent / "results"

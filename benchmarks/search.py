@@ -24,9 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from etude.agent.search.chunks import chunks
-from etude.agent.search.embedder import installed_embedder
-from etude.agent.search.index import CANDIDATES, Searcher, Version, fused
+from etude.agent.search import CANDIDATES, Searcher, Version, chunks, fused, installed_embedder
 from etude.agent.tools import BOOT, SOURCES
 from report import finish
 

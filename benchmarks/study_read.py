@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from scipy.stats import t as student
 
-from etude.bench.agent.statistics import Estimate, estimate
+from etude.bench.statistics import Estimate, estimate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

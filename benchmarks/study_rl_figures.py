@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from etude.bench.agent.statistics import estimate
+from etude.bench.statistics import estimate
 from study_read import (
     BLUE,
     GOLD,

@@ -17,7 +17,7 @@ from pathlib import Path
 from etude.models.fetch import default_cache
 from etude.progress import Reporter
 from etude.tasks.manifest import load_set, write_without
-from etude.tasks.pointed import pointed
+from etude.tasks.prompts import pointed
 
 
 def main() -> None:

@@ -26,9 +26,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from etude.data.loader import Batch
 from etude.lineage.compute import training_flops
 from etude.models.shape import shape_of
+from etude.training.distributed import World
 from etude.training.session import Session
 from etude.training.settings import TrainSettings
-from etude.training.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from etude.inference.weight_sync import Held, WeightStore
 from etude.models.load import load_model
-from etude.rl.store import Held, WeightStore
 from report import finish
 
 VERSIONS, ANCHOR_EVERY, LEARNING_RATE = 9, 4, 2e-6

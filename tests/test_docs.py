@@ -18,17 +18,16 @@ from etude.recipe.recipe import DATA, Header
 from etude.run.runner import stage_settings
 from etude.run.stages import STAGES
 from etude.run.stages.bench import BenchStage, BenchStageSettings
-from etude.run.stages.cpt import CptSettings
 from etude.run.stages.extend import ExtendSettings
 from etude.run.stages.mtp import MtpSettings
-from etude.run.stages.pretrain import PretrainSettings, ShapeSettings
+from etude.run.stages.pretrain import CptSettings, PretrainSettings, ShapeSettings
 from etude.run.stages.release import ReleaseSettings, ReleaseStage
 from etude.run.stages.rl import RlStage
 from etude.run.stages.sft import SftSettings
 from etude.run.stages.training import TrainingStage
 from etude.tasks.demos import DemoSettings
-from etude.training.guard import GuardSettings
-from etude.training.schedule import ScheduleSettings
+from etude.training.loop import GuardSettings
+from etude.training.optimiser import ScheduleSettings
 from etude.training.settings import JointMtpSettings, LoraSettings, OptimiserSettings, TrainSettings
 
 ROOT = Path(__file__).parents[1]

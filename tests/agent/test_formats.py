@@ -14,12 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from etude.agent.calls import Call, Parameter, ToolSpec
-from etude.agent.formats import ChatFormat, choose_format
-from etude.agent.formats.json_calls import JsonCalls
-from etude.agent.formats.plain import PlainCalls
-from etude.agent.formats.reading import Style, read_turn
-from etude.agent.formats.tag_calls import TagCalls
-from etude.agent.formats.talk import Talk
+from etude.agent.chat_tokens import Talk
+from etude.agent.formats import ChatFormat, JsonCalls, PlainCalls, Style, TagCalls, choose_format, read_turn
 from etude.errors import UserError
 from tests import tiny
 from tests.data.chat.talks import SPROUT, call, said

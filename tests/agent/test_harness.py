@@ -11,7 +11,7 @@ import pytest
 from etude.agent.calls import Answer, Call, Parameter, ToolSpec
 from etude.agent.endpoint import END, message_format
 from etude.agent.harness import Harness, HarnessSettings
-from etude.agent.scripted import ScriptedPolicy
+from etude.agent.policies import ScriptedPolicy
 from etude.agent.summary import SummarySettings, kept_from
 from etude.agent.trace import Node, Trace, samples
 from etude.inference.policy import Busy, Completion, Sampling, Token

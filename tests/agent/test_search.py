@@ -16,11 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import etude
-from etude.agent.search import embedder as embedders
-from etude.agent.search.chunks import MOST_LINES, chunks, words
-from etude.agent.search.index import K1, B, Searcher, Version, fused
-from etude.agent.tool_specs import ToolSettings
-from etude.agent.tools import Toolset
+from etude.agent import search as embedders
+from etude.agent.search import K1, MOST_LINES, B, Searcher, Version, chunks, fused, words
+from etude.agent.tools import Toolset, ToolSettings
 from etude.sandbox.box import Place
 from etude.sandbox.local import open_sandbox
 from tests.agent.bare import BareSandbox

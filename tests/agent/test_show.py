@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from etude.agent.show import show, visible
 from etude.agent.trace import Trace
+from etude.report.episode import show, visible
 from tests.agent.traces import episode, traces
 
 

@@ -11,12 +11,11 @@ import pytest
 
 from etude.agent.atif import from_atif, to_atif
 from etude.agent.calls import Call
-from etude.agent.changes import unified
 from etude.agent.formats import ChatFormat, choose_format
-from etude.agent.harness import Harness, HarnessSettings
-from etude.agent.prompt import SYSTEM
-from etude.agent.scripted import ScriptedPolicy
-from etude.agent.search.index import Searcher
+from etude.agent.harness import SYSTEM, Harness, HarnessSettings
+from etude.agent.policies import ScriptedPolicy
+from etude.agent.repository import unified
+from etude.agent.search import Searcher
 from etude.agent.summary import SummarySettings
 from etude.agent.tools import Toolset
 from etude.agent.trace import Trace, from_json, samples, to_json

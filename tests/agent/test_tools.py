@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.agent.calls import Answer, Call
-from etude.agent.search.index import Searcher
-from etude.agent.tool_specs import BASH_ONLY, SPECS, BadCall, ToolSettings, checked
-from etude.agent.tools import Todo, Toolset, cut
+from etude.agent.search import Searcher
+from etude.agent.tools import BASH_ONLY, SPECS, BadCall, Todo, Toolset, ToolSettings, checked, cut
 from etude.errors import UserError
 from etude.sandbox.box import Limits, Missing, Place, Result, Sandbox, SandboxError
 from etude.sandbox.local import open_sandbox

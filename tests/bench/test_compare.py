@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.bench.compare import _licence
+from etude.bench.base_comparison import _licence
 
 APACHE = (Path(__file__).parents[2] / "LICENSE").read_text()
 

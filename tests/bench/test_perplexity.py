@@ -9,7 +9,7 @@ import torch
 from etude.bench import perplexity
 from etude.bench.perplexity import BitsResult, FileBits, difference
 from etude.data.codebase import read_codebase
-from etude.inference.scoring import rolling_windows, token_nlls
+from etude.inference.transformers_reference import rolling_windows, token_nlls
 from etude.jsonl import MetricsLog
 from etude.lineage.compute import Attention, ComputeShape
 from etude.models.load import load_model, load_tokeniser

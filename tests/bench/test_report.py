@@ -8,12 +8,12 @@ import pytest
 from matplotlib import image
 from rich.console import Console
 
-from etude.bench import report
-from etude.bench.compare import CandidateResult
+from etude.bench.base_comparison import CandidateResult
 from etude.bench.perplexity import BitsResult, FileBits
-from etude.bench.plot import draw
 from etude.bench.state_tracking import StateResult
 from etude.data.codebase import Codebase, SourceFile
+from etude.report import bases
+from etude.report.bases import draw
 
 CODE = Codebase(Path("src"), (SourceFile("a.py", "x\n"), SourceFile("b.py", "y\n")), {"not source code": 3})
 SPEED = {"prefill": 1000.0, "decode_single": 20.0, "decode_batch": 80.5, "batch": 8, "prompt": 256, "weight_bytes": 5, "peak_bytes": 10**9, "peak_of": "process"}  # fmt: skip
@@ -36,12 +36,12 @@ def candidate(
     ("count", "shown"), [(5_410_048, "5.41M"), (134_515_008, "135M"), (1.0264e12, "1.03T"), (950, "950")]
 )
 def test_counts_are_short(count: float, shown: str) -> None:
-    assert report.human(count) == shown
+    assert bases.human(count) == shown
 
 
 def test_the_best_comes_first_and_fits_eighty_characters() -> None:
     screen = io.StringIO()
-    Console(file=screen, width=80).print(report.table([candidate("worse", 0.9), candidate("better", 0.8)]))
+    Console(file=screen, width=80).print(bases.table([candidate("worse", 0.9), candidate("better", 0.8)]))
     lines = screen.getvalue().splitlines()
     heading = next(line for line in lines if "better" in line)
     assert heading.index("better") < heading.index("worse")
@@ -52,21 +52,21 @@ def test_the_best_comes_first_and_fits_eighty_characters() -> None:
 def test_a_sure_lead_and_a_lead_within_the_noise_are_called_so() -> None:
     assert (
         "better predicts this code best: 0.800 bits per byte; next is worse, 0.100 [0.100, 0.100] behind"
-        in report.verdict([candidate("worse", 0.9), candidate("better", 0.8)])
+        in bases.verdict([candidate("worse", 0.9), candidate("better", 0.8)])
     )
-    assert "better is ahead, but within the noise" in report.verdict(
+    assert "better is ahead, but within the noise" in bases.verdict(
         [candidate("worse", 0.81, wobble=0.2), candidate("better", 0.8)]
     )
-    assert report.verdict([candidate("only", 0.8)]) == "only: 0.800 bits per byte."
+    assert bases.verdict([candidate("only", 0.8)]) == "only: 0.800 bits per byte."
 
 
 def test_markdown_says_what_was_measured_and_warns() -> None:
-    page = report.markdown([candidate("good", 0.8), candidate("lossy", 0.9, lossy=2)], CODE, total_files=7)
+    page = bases.markdown([candidate("good", 0.8), candidate("lossy", 0.9, lossy=2)], CODE, total_files=7)
     assert "| bits/byte ↓ | 0.800 [0.70–0.90] | 0.900 [0.80–1.00] |" in page
     assert "200 bytes in 2 of 7 files of src" in page
     assert "copying the unchanged file scores 0.050, and no candidate does better than that" in page
     assert "lossy: its tokeniser does not give back 2 of 2 files exactly" in page
-    assert "and no candidate" not in report.markdown([candidate("sharp", 0.8, state=0.01)], CODE, 7)
+    assert "and no candidate" not in bases.markdown([candidate("sharp", 0.8, state=0.01)], CODE, 7)
 
 
 @pytest.mark.parametrize("state", [0.5, None])

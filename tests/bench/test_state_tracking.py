@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from rapidfuzz.distance import Levenshtein
 
 from etude.bench import state_tracking
-from etude.data.codebase import read_codebase
-from etude.data.edits import FENCE, EditChain
+from etude.data.codebase import FENCE, EditChain, read_codebase
 from etude.errors import UserError
 from etude.jsonl import MetricsLog
 from etude.lineage.compute import ComputeShape

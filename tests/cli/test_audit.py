@@ -80,8 +80,8 @@ def test_torch_is_never_loaded(tmp_path: Path) -> None:
     model = tiny.save_model(tmp_path / "model")
     code = (
         "import sys; from pathlib import Path; from etude.progress import Reporter;"
-        "from etude.lineage.audit.examine import examine, open_model; from etude.lineage.audit.library import known_sketches;"
-        "import etude.lineage.audit.report, etude.cli.audit;"
+        "from etude.lineage.audit.examine import examine, open_model; from etude.lineage.audit.sketch import known_sketches;"
+        "import etude.lineage.audit.examine, etude.cli.lineage;"
         f"model = open_model(Path({str(model)!r})); examine(model, model, Reporter(quiet=True)); known_sketches(None);"
         "assert 'torch' not in sys.modules"
     )

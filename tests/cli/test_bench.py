@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.bench.agent.results import read_results
+from etude.bench.trials import read_results
 from etude.files import write_text
 from etude.sandbox import probe
 from tests.agent.chat_server import ChatServer

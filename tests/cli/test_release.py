@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from etude.bench.agent.entrants import weights_mark
-from etude.bench.agent.results import Header, Trial, TrialLog
+from etude.bench.agents import weights_mark
+from etude.bench.trials import Header, Trial, TrialLog
 from etude.lineage import signing
 from etude.lineage.record import Parent, load_record
 from etude.progress import Reporter

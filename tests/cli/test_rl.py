@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from etude.files import read_json, write_json
-from etude.rl.events import Weighted
-from etude.rl.ledger import Ledger
-from etude.run.lock import RunLock
+from etude.rl.ledger import Ledger, Weighted
+from etude.run.folder import RunLock
 from tests.conftest import Etude
 from tests.rl.runs import write
 

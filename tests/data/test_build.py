@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 import etude
-from etude.data import units
+from etude.data import judge
 from etude.data.build import Build
 from etude.data.loader import Corpus
 from etude.data.manifest import Manifest
@@ -72,10 +72,10 @@ def build(folder: Path, quiet: Reporter, **settings: Any) -> Built:
 @pytest.fixture(scope="module", autouse=True)
 def small_units() -> Iterator[None]:
     """Share the planted corpus out into several units, as a large one would be."""
-    before = units.UNIT_BYTES
-    units.UNIT_BYTES = 40_000
+    before = judge.UNIT_BYTES
+    judge.UNIT_BYTES = 40_000
     yield
-    units.UNIT_BYTES = before
+    judge.UNIT_BYTES = before
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.data.codebase import Codebase, SourceFile
-from etude.data.edits import EDITS, FENCE, EditChain, cut_piece, git_chains, made_chain, made_chains, unified_diff
+from etude.data.codebase import (
+    EDITS,
+    FENCE,
+    Codebase,
+    EditChain,
+    SourceFile,
+    cut_piece,
+    git_chains,
+    made_chain,
+    made_chains,
+    unified_diff,
+)
 from tests import tiny
 
 LINES = st.lists(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.data.mixing import Mixer, _mixed, shares, shuffled
+from etude.data.loader import Mixer, _mixed, shares, shuffled
 from etude.errors import UserError
 
 TOKENS = {"a": 600, "b": 200, "c": 100, "d": 100}

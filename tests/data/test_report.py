@@ -19,12 +19,12 @@ from markdown_it import MarkdownIt
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 
-from etude.data import report, report_plot
 from etude.data.manifest import Manifest, ShardEntry, SourceEntry
-from etude.data.report import show_report, write_report
 from etude.data.settings import DataSettings
 from etude.errors import UserError
 from etude.files import write_json
+from etude.report import corpus as report
+from etude.report.corpus import show_report, write_report
 
 HOSTILE = (
     "<script>alert(1)</script> | `code` **bold** [link](//x.org) _it_  $x$ &amp; \\| \n# head\r\u202e\x1b[31m\x00 [red]"
@@ -346,7 +346,7 @@ def test_the_same_corpus_gives_the_same_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_picture_is_a_plain_png(case: str, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    report_plot.draw(CASES[case][0], tmp_path / "it.png")
+    report.draw(CASES[case][0], tmp_path / "it.png")
     content = (tmp_path / "it.png").read_bytes()
     kinds, place = [], 8
     while place < len(content):
@@ -360,8 +360,8 @@ def test_the_picture_is_a_plain_png(case: str, tmp_path: Path, recwarn: pytest.W
 
 @pytest.mark.parametrize("manifest", [*(case[0] for case in CASES.values()), many(15), many(1)])
 def test_nothing_in_the_picture_overlaps(manifest: Manifest) -> None:
-    with mpl.rc_context(report_plot.STYLE):
-        figure = report_plot.panels(manifest)
+    with mpl.rc_context(report.STYLE):
+        figure = report.panels(manifest)
         FigureCanvasAgg(figure).draw()
         words = [text for text in figure.findobj(mpl.text.Text) if text.get_text() and text.get_visible()]
         boxes = [(text.get_text(), text.get_window_extent()) for text in words]
@@ -373,7 +373,7 @@ def test_nothing_in_the_picture_overlaps(manifest: Manifest) -> None:
 
 
 def test_the_funnel_begins_with_all_bytes_and_ends_with_those_kept() -> None:
-    left, gone = report_plot._funnel(corpus(source()))
+    left, gone = report._funnel(corpus(source()))
     assert list(left) == ["quality", "duplicates", "kept"]
     assert left == {"quality": 62_500, "duplicates": 60_000, "kept": 60_000}
     assert gone == {"quality": 7_500, "duplicates": 2_500, "kept": 0}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from etude.inference.cache import Cache, LayerShape, Plan, locate, plan
+from etude.inference.kv_cache import Cache, LayerShape, Plan, locate, plan
 
 Requests = list[tuple[list[int], int, int]]  # pages, first new position, new tokens
 

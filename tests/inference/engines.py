@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, MixtralConfig, Qwen2Config
 
 from etude.inference.local import build
-from etude.inference.pages import Pages
 from etude.inference.policy import Completion, Sampling, Token
+from etude.inference.prefix_cache import Pages
 from tests import tiny
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.inference.attention import Pass, _one_by_one, _together, cached_attention, passing, probing
-from etude.inference.cache import Cache, LayerShape, place, plan
+from etude.inference.kv_cache import Cache, LayerShape, place, plan
 from tests.inference.attending import CASES, Case, Requests, attended, filled
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from etude.inference.generation import write_greedily
+from etude.inference.transformers_reference import write_greedily
 from etude.models.load import load_model, load_tokeniser
 
 BUDGET = 12

@@ -11,7 +11,7 @@ import torch
 from etude.inference.local import build
 from etude.inference.policy import Sampling
 from etude.inference.sampler import Choice, sample_packed
-from etude.models.mtp import MtpHeads
+from etude.models.mtp_heads import MtpHeads
 from tests import tiny
 from tests.inference.engines import Ask, assert_greedy, complete, model_of, prompts_of, run
 

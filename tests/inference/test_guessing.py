@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.inference.policy import Sampling
-from etude.models.mtp import MtpHeads
+from etude.models.mtp_heads import MtpHeads
 from tests.inference.engines import (
     Ask,
     assert_all_returned,

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from etude.inference.cache import plan
+from etude.inference.kv_cache import plan
 from etude.inference.lean import fits
 from etude.inference.local import build
-from etude.inference.runner import Runner
-from etude.models.mtp import MtpHeads
+from etude.inference.model_runner import Runner
+from etude.models.mtp_heads import MtpHeads
 
 COMMON = {
     "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,

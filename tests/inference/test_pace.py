@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.inference.pace import AGAIN, EVERY, FIRST, Pace
+from etude.inference.speculation import AGAIN, EVERY, FIRST, Pace
 
 
 @dataclass

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from etude.inference.pages import Copy, Held, Node, Pages
+from etude.inference.prefix_cache import Copy, Held, Node, Pages
 
 Written = tuple[object, tuple[int, ...]]  # keys and values depend on the weights and on all the text before
 

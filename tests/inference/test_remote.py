@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from etude.errors import UserError
+from etude.inference.client import RemotePolicy, RemoteSettings, ServerFailed, meaning_of, told
 from etude.inference.policy import Busy, Completion, Policy, Sampling, Token
-from etude.inference.remote import RemotePolicy, RemoteSettings, ServerFailed, meaning_of, told
 from tests.inference.fake_server import CONTEXT, VOCABULARY, FakeServer, distributions, logits_after, text_of
 
 QUICK = RemoteSettings(backoff=0.001, retries=2)

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from etude.inference.policy import Sampling
-from etude.inference.request import Request
-from etude.inference.rows import NEVER, Rows
-from etude.inference.stopping import Stop
+from etude.inference.request import NEVER, Request, Rows, Stop
 
 
 def request(number: int, computed: int, **wishes: Any) -> Request:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.inference.scoring import Window, rolling_windows, token_nlls
+from etude.inference.transformers_reference import Window, rolling_windows, token_nlls
 from etude.models.load import load_model
 from tests import tiny
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.inference.policy import Sampling
-from etude.inference.stopping import Stop
+from etude.inference.request import Stop
 from etude.models.bases import resolve
 from etude.models.load import load_tokeniser
 

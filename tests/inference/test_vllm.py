@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 
 import etude
 from etude.errors import UserError
+from etude.inference.client import RemotePolicy
 from etude.inference.policy import Completion, Sampling
-from etude.inference.remote import RemotePolicy
 
 VLLM = Path(os.environ.get("ETUDE_VLLM_PYTHON", "python-of-vllm"))
 SPROUT = Path(etude.__file__).parent / "models" / "sprout"

@@ -8,8 +8,8 @@ from typing import Any
 import etude
 from etude.files import files_below, sha256_file
 from etude.lineage.duties import Duty, Question
+from etude.lineage.facts import Architecture, Measured, Provider, Release, read_architecture
 from etude.lineage.record import CarriedLicence, FileDigest, Lineage, Parent, Record, load_lineage
-from etude.lineage.release_facts import Architecture, Measured, Provider, Release, read_architecture
 from tests.lineage.records import child_of, full_record, three_generations
 
 SHAPE = Architecture(family="llama", name="LlamaForCausalLM", parameters=1_234, context=64, dtypes=("BF16",))

@@ -10,14 +10,12 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from etude.files import read_json, sha256_file, write_json
-from etude.lineage.attestation import statement
 from etude.lineage.audit.examine import open_model
-from etude.lineage.audit.library import digest_weights
-from etude.lineage.audit.sketch import Facts, make_sketch
+from etude.lineage.audit.sketch import Facts, digest_weights, make_sketch
+from etude.lineage.facts import in_order
 from etude.lineage.record import FileDigest, Lineage, Record, load_lineage
 from etude.lineage.release import Order, attestation_name, make_release
-from etude.lineage.release_facts import in_order
-from etude.lineage.signing import SIGNATURE, make_key, seal, sign_folder
+from etude.lineage.signing import SIGNATURE, make_key, seal, sign_folder, statement
 from etude.lineage.verify import Verification, verify_release
 from etude.progress import Reporter
 from tests.run.toy import ScaleStage, recipe_of, runner

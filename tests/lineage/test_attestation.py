@@ -11,9 +11,9 @@ from in_toto_attestation.v1.statement import Statement
 from in_toto_attestation.v1.statement_pb2 import Statement as Message
 
 from etude.files import canonical_json
-from etude.lineage.attestation import statement, statement_errors
+from etude.lineage.facts import in_order
 from etude.lineage.record import Lineage
-from etude.lineage.release_facts import in_order
+from etude.lineage.signing import statement, statement_errors
 from tests.lineage.records import full_record, three_generations
 from tests.lineage.release_examples import merged, sprout_release
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from etude.lineage.bom import bom, bom_errors
+from etude.lineage.facts import Release
 from etude.lineage.record import Lineage
-from etude.lineage.release_facts import Release
 from tests.lineage.records import full_record, three_generations
 from tests.lineage.release_examples import bare_release, merged, release, sprout_release
 

@@ -7,15 +7,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-from etude.lineage.drawing import BOX, GAP, SIDE, _arrange, _nodes, _way, draw_png, draw_svg
+from etude.lineage.tree import BOX, GAP, SIDE, _arrange, _nodes, _way, draw_png, draw_svg
 from tests.lineage.families import base, family, flops, merged, stage
 from tests.lineage.records import full_record, three_generations
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from etude.lineage.drawing import Node
     from etude.lineage.record import Lineage
+    from etude.lineage.tree import Node
 
 
 def long_run() -> Lineage:

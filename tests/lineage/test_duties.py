@@ -13,6 +13,8 @@ from etude.lineage.duties import (
     Answer,
     Duty,
     LicenceUse,
+    Organisation,
+    Product,
     both,
     either,
     evaluate,
@@ -21,7 +23,6 @@ from etude.lineage.duties import (
     unmet,
 )
 from etude.lineage.licences import identify, normalised_hash, obligations
-from etude.lineage.product import Organisation, Product
 from etude.lineage.record import Lineage, Parent
 from tests.lineage.licence_texts import KIMI, MINIMAX, MIT
 from tests.lineage.records import child_of, full_record, three_generations

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.lineage import gate
-from etude.lineage.claims import compare_claims
-from etude.lineage.gate import Claim, Match
+from etude.lineage.gate import Claim, Match, compare_claims
 from etude.lineage.record import CarriedLicence, Lineage, Parent
 from tests.lineage.audit import relatives
 from tests.lineage.records import child_of, full_record, three_generations

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from etude.errors import UserError
-from etude.lineage.product import Organisation, Product, load_product, released
+from etude.lineage.duties import Organisation, Product, load_product, released
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs/product.toml"
 

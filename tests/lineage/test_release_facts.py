@@ -8,8 +8,7 @@ from license_expression import get_spdx_licensing
 from transformers import AutoModelForCausalLM
 
 from etude.errors import UserError
-from etude.lineage.record import FileDigest, Lineage, Origin
-from etude.lineage.release_facts import (
+from etude.lineage.facts import (
     base_names,
     carried,
     edges,
@@ -20,6 +19,7 @@ from etude.lineage.release_facts import (
     roots,
     trained_on,
 )
+from etude.lineage.record import FileDigest, Lineage, Origin
 from tests.lineage.records import child_of, full_record, three_generations
 from tests.lineage.release_examples import bare_release, merged, release
 from tests.tiny import save_model

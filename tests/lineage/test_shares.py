@@ -7,10 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.lineage.amount import Amount, not_known
-from etude.lineage.compute import Attention, ComputeShape, training_flops
+from etude.lineage.compute import (
+    LORA,
+    USUAL,
+    Amount,
+    Attention,
+    ComputeShape,
+    Known,
+    compute_shares,
+    not_known,
+    percent,
+    since_base,
+    training_flops,
+)
 from etude.lineage.record import Compute, Lineage, load_lineage
-from etude.lineage.shares import LORA, USUAL, Known, compute_shares, percent, since_base
 from etude.models.bases import ancestors, known_bases, resolve
 from tests.lineage.families import NOTHING, base, family, flops, merged, stage
 from tests.lineage.records import full_record

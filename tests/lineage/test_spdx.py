@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from spdx_python_model import load_data
 
-from etude.lineage.release_facts import Release
-from etude.lineage.spdx import spdx, spdx_errors
+from etude.lineage.bom import spdx, spdx_errors
+from etude.lineage.facts import Release
 from tests.lineage.records import three_generations
 from tests.lineage.release_examples import bare_release, merged, release, sprout_release
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save, save_file
 
 from etude.errors import UserError
-from etude.models.checkpoint import INDEX, SINGLE, check_safetensors, digest_files, weight_files
+from etude.models.load import INDEX, SINGLE, check_safetensors, digest_files, weight_files
 from tests.lineage.refusals import one_line
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from etude.errors import UserError
 from etude.models.merge import (
+    MergeSettings,
     Tensors,
     linear,
     merging,
@@ -26,7 +27,6 @@ from etude.models.merge import (
     trim_threshold,
     write_merged,
 )
-from etude.models.merge_settings import MergeSettings
 from tests import tiny
 
 NUMBERS = st.lists(st.floats(-4, 4, width=32), min_size=6, max_size=6)

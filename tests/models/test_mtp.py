@@ -11,9 +11,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config
 
 from etude.errors import UserError
-from etude.models.checkpoint import weight_files
-from etude.models.load import load_model
-from etude.models.mtp import FILE, MtpHeads, heads_shape, keep_apart, load_heads, save_heads
+from etude.models.load import load_model, weight_files
+from etude.models.mtp_heads import FILE, MtpHeads, heads_shape, keep_apart, load_heads, save_heads
 from tests import tiny
 
 DEPTH = 3

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 from etude.errors import UserError
 from etude.lineage.licences import licence_files
 from etude.models.load import load_model
-from etude.models.mtp import MtpHeads, save_heads
-from etude.models.mtp_export import export_heads
+from etude.models.mtp_heads import MtpHeads, export_heads, save_heads
 from tests import tiny
 from tests.conftest import Etude
 

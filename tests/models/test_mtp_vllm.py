@@ -15,8 +15,7 @@ import torch
 
 from etude.models import bases
 from etude.models.load import load_model
-from etude.models.mtp import keep_apart
-from etude.models.mtp_export import export_heads
+from etude.models.mtp_heads import export_heads, keep_apart
 from tests.models.test_mtp_export import PROMPT, saved
 
 VLLM = Path(os.environ.get("ETUDE_VLLM_PYTHON", "python-of-vllm"))

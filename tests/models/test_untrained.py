@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from etude.models.load import load_model, load_tokeniser
-from etude.models.locate import locate
-from etude.models.untrained import alike, tell_apart
+from etude.models.bases import locate
+from etude.models.load import alike, load_model, load_tokeniser, tell_apart
 from etude.progress import Reporter
 
 SPECIAL = {0, 1, 2, 3, 4}

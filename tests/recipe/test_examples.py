@@ -20,7 +20,7 @@ from etude.cli.main import app
 from etude.errors import UserError
 from etude.models.bases import known_bases
 from etude.models.context import RopeSettings, stretch
-from etude.models.mtp import MtpHeads
+from etude.models.mtp_heads import MtpHeads
 from etude.models.shape import model_shape
 from etude.recipe.load import load_recipe
 from etude.recipe.recipe import as_toml

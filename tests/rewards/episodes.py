@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 from etude.agent.calls import Answer, Call, ToolSpec
 from etude.agent.endpoint import END, message_format
 from etude.agent.harness import Harness, HarnessSettings
-from etude.agent.scripted import ScriptedPolicy
+from etude.agent.policies import ScriptedPolicy
 from etude.agent.trace import Trace
 from etude.rewards.interaction import interaction
 from etude.rewards.quality import Quality

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from etude.agent.trace import Trace
-from etude.rewards.communication import communication, vague
 from etude.rewards.interaction import interaction
+from etude.rewards.reward import communication, vague
 from tests.rewards.episodes import CHANGE, call, played
 
 ONE, BOTH = -0.5, -2 / 3

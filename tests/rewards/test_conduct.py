@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.agent.trace import Trace
-from etude.rewards.conduct import collapse, conduct, terminal_share
 from etude.rewards.interaction import interaction
 from etude.rewards.length import penalty
+from etude.rewards.reward import collapse, conduct, terminal_share
 from tests.rewards.episodes import call, played
 
 BROKEN = "@read\npath<<END\nnever closed"

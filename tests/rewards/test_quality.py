@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rewards.diffs import churn, decisions, hunks, owners, size, touched
-from etude.rewards.quality import Work, measure
+from etude.rewards.quality import Work, churn, decisions, hunks, measure, owners, size, touched
 
 BEFORE = textwrap.dedent("""
     import os

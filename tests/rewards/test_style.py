@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.rewards.quality import Work, measure
-from etude.rewards.style import crowding, faults, style
+from etude.rewards.reward import crowding, faults, style
 from tests.rewards.episodes import BEFORE, CHANGE, CLEAN
 
 if TYPE_CHECKING:
-    from etude.rewards.diffs import Change
+    from etude.rewards.quality import Change
 
 FIX = BEFORE.replace(" + c", " - c")
 THOUGHTS = "".join(f"        # wait, maybe number {n} is the one\n" for n in range(12))

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from etude.jsonl import MetricsLog
-from etude.rl.events import Closed, Failed, Finished, Trained, Weighted
 from etude.rl.exchange import Report
+from etude.rl.ledger import Closed, Failed, Finished, Trained, Weighted
 from etude.rl.metrics import Meter
 
 WEIGHTS = {"outcome": 1.0, "length": 0.5}

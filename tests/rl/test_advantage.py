@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rl.advantage import advantages
+from etude.rl.algorithm import advantages
 
 rewards = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
 

@@ -8,7 +8,7 @@ import pytest
 
 from etude.errors import UserError
 from etude.models.load import load_tokeniser
-from etude.rl.job import JOB, LEDGER, RlJob, load_job
+from etude.rl.processes import JOB, LEDGER, RlJob, load_job
 from tests import tiny
 from tests.rl.toy import Toy, play, settings_of
 

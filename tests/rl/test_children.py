@@ -14,7 +14,7 @@ from typing import NoReturn
 import pytest
 
 from etude.errors import UserError
-from etude.rl.children import BIND, Child, as_child
+from etude.rl.processes import BIND, Child, as_child
 
 UP = "exec 3>fifo; echo up >&3; "  # says so, and holds the other end of the test's pipe open as long as it lives
 
@@ -122,7 +122,7 @@ def test_a_child_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     program = f"""
 import asyncio, pathlib
-from etude.rl.children import Child
+from etude.rl.processes import Child
 command = ["sh", "-c", "cd {tmp_path}; {UP} exec sleep 1000"]
 asyncio.run(Child("worker", command, pathlib.Path("{tmp_path}") / "log").run())
 """

@@ -25,13 +25,12 @@ from etude.inference.policy import Completion, PolicyInfo, Sampling, Token
 from etude.jsonl import MetricsLog, read_rows
 from etude.lineage.compute import ComputeShape, forward_flops
 from etude.progress import Reporter
-from etude.rl.arena import Infrastructure, Item, Played
-from etude.rl.conductor import GIVE_UP, Conductor
-from etude.rl.events import Batched, Closed, Event, Failed, Finished, Trained, Weighted
+from etude.rl.environment import Infrastructure, Item, Played
 from etude.rl.exchange import Exchange, Report, episode_file
-from etude.rl.job import LEDGER, WISH
-from etude.rl.ledger import Ledger
+from etude.rl.ledger import Batched, Closed, Event, Failed, Finished, Ledger, Trained, Weighted
 from etude.rl.link import Swap
+from etude.rl.orchestrator import GIVE_UP, Conductor
+from etude.rl.processes import LEDGER, WISH
 from etude.rl.settings import RlSettings
 from etude.rl.view import View
 from etude.work import Work

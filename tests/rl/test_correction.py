@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rl.correction import factors, outside, ratios
+from etude.rl.algorithm import factors, outside, ratios
 from etude.rl.settings import CorrectionSettings
 
 tokens = st.tuples(st.floats(-3, 3, width=32), st.booleans(), st.booleans())  # change, learnt, begins a branch

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rl.arena import Item
 from etude.rl.curriculum import PRIOR, Experience, ramp_at
-from etude.rl.events import Finished
+from etude.rl.environment import Item
+from etude.rl.ledger import Finished
 from etude.rl.settings import CurriculumSettings
 
 ALIKE = CurriculumSettings(hard=0.0, solved=0.0, begin=0.0)

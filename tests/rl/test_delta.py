@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.rl.delta import Broken, Packet, Weights, apply, copied, pack, tied, unpack, untie
+from etude.inference.weight_delta import Broken, Packet, Weights, apply, copied, pack, tied, unpack, untie
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.int16, torch.float16, torch.bfloat16,

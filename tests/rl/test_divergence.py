@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rl.divergence import Reference, divergence
+from etude.rl.algorithm import Reference, divergence
 from etude.rl.settings import KlSettings
 
 LOGITS, OTHERS = [0.3, -1.0, 2.0, 0.1], [1.0, 0.5, -0.5, 0.0]

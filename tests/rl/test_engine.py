@@ -21,12 +21,11 @@ from transformers import AutoModelForCausalLM
 from etude.errors import UserError
 from etude.inference.local import LocalPolicy
 from etude.inference.policy import Completion, Sampling, Token
-from etude.rl.children import Child
+from etude.inference.weight_sync import WeightStore
 from etude.rl.engine import Follower, serve
-from etude.rl.job import RlJob
 from etude.rl.link import Link, Swap
+from etude.rl.processes import Child, RlJob
 from etude.rl.settings import RlSettings
-from etude.rl.store import WeightStore
 from tests import tiny
 from tests.inference.engines import (
     assert_greedy,

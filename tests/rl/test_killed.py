@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from etude.rl.events import Batched, Finished, Opened, Trained
 from etude.rl.exchange import Exchange, episode_file
-from etude.rl.job import JOB, LEDGER, load_job
-from etude.rl.ledger import Ledger
+from etude.rl.ledger import Batched, Finished, Ledger, Opened, Trained
+from etude.rl.processes import JOB, LEDGER, load_job
 from etude.rl.trainer import Trainer
 from tests import tiny
 from tests.rl.toy import settings_of

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from etude.inference.weight_sync import Published, WeightStore
 from etude.rl.exchange import Batch, Exchange, Report
-from etude.rl.job import RlJob
 from etude.rl.learner import run_learner
-from etude.rl.store import Published, WeightStore
+from etude.rl.processes import RlJob
 from etude.rl.trainer import Trainer
 from tests.rl import made
 from tests.training import sessions

@@ -10,8 +10,7 @@ import pytest
 
 import etude
 from etude.models.load import load_tokeniser
-from etude.rl.events import Batched, Finished
-from etude.rl.ledger import Ledger
+from etude.rl.ledger import Batched, Finished, Ledger
 from tests.rl.toy import Toy, play, settings_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

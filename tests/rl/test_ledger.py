@@ -17,8 +17,20 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from etude.errors import UserError
-from etude.rl.events import Batched, Closed, Event, Failed, Finished, Opened, Stale, Trained, Weighted
-from etude.rl.ledger import Ledger, from_line, to_line
+from etude.rl.ledger import (
+    Batched,
+    Closed,
+    Event,
+    Failed,
+    Finished,
+    Ledger,
+    Opened,
+    Stale,
+    Trained,
+    Weighted,
+    from_line,
+    to_line,
+)
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 PARTS = st.dictionaries(st.text(), NUMBERS, max_size=3)
@@ -82,7 +94,7 @@ def test_killed_at_any_byte_it_goes_on(ledger: Ledger) -> None:
 def test_a_killed_writer_loses_nothing_that_was_appended(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     script = (
-        "import os, signal, sys; from pathlib import Path; from etude.rl.ledger import Ledger; from etude.rl.events import Stale\n"
+        "import os, signal, sys; from pathlib import Path; from etude.rl.ledger import Ledger; from etude.rl.ledger import Stale\n"
         "ledger = Ledger(Path(sys.argv[1]))\n"
         "for number in range(5): ledger.append(Stale(number))\n"
         "os.kill(os.getpid(), signal.SIGKILL)"

@@ -22,8 +22,8 @@ from hypothesis import strategies as some
 from etude.errors import UserError
 from etude.inference.local import LocalPolicy
 from etude.inference.policy import Busy, Completion, PolicyInfo, Sampling, Token
-from etude.rl.children import Child
 from etude.rl.link import Link, Server, Swap, numbers_of, pack, read_frame, tokens_of
+from etude.rl.processes import Child
 from tests.inference.engines import (
     assert_greedy,
     engine_of,
@@ -329,7 +329,7 @@ COUNTING = """
 import asyncio, os, sys
 from pathlib import Path
 from etude.inference.policy import Completion, PolicyInfo, Token
-from etude.rl.children import Child
+from etude.rl.processes import Child
 from etude.rl.link import Server
 
 class Counting:  # writes how long the text is before each token, and as its version which process that was

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from etude.agent.trace import Node, Trace
 from etude.lineage.compute import Attention, ComputeShape, forward_flops
-from etude.rl.events import Batched, Closed, Failed, Opened, Stale, Trained, Weighted
 from etude.rl.exchange import Report
+from etude.rl.ledger import Batched, Closed, Failed, Opened, Stale, Trained, Weighted
 from etude.rl.metrics import Meter, behaviours, sampling_flops, slug
 from tests.agent.traces import traces
 from tests.rl.runs import WEIGHTS, Clock, finished

@@ -9,8 +9,7 @@ import pytest
 
 from etude.errors import UserError
 from etude.files import files_below, write_json
-from etude.rl.figures import PICTURES, Panel, changes, curves, pictures
-from etude.rl.report import steps_of, verdict, write_report
+from etude.report.rl import PICTURES, Panel, changes, curves, pictures, steps_of, verdict, write_report
 from etude.rl.view import added
 from tests.rl.runs import rows, write
 

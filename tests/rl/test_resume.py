@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.agent.calls import Answer, Call, ToolSpec
-from etude.agent.scripted import ScriptedPolicy
+from etude.agent.policies import ScriptedPolicy
 from etude.inference.policy import Completion, Sampling, Token
-from etude.rl.resume import Diverged, Memory, RememberedPolicy, RememberedTools, alike
+from etude.rl.environment import Diverged, Memory, RememberedPolicy, RememberedTools, alike
 
 FLOATS = st.floats(allow_infinity=False, allow_nan=False)
 TOKENS = st.lists(

@@ -11,8 +11,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from etude.errors import UserError
-from etude.rl.arena import Item
-from etude.rl.events import Batched, Closed, Event, Failed, Opened, Stale, Trained, Weighted
+from etude.rl.environment import Item
+from etude.rl.ledger import Batched, Closed, Event, Failed, Opened, Stale, Trained, Weighted
 from etude.rl.settings import RlSettings
 from etude.rl.state import State
 from tests.rl.world import WEIGHTS, World, check, finished, none_lost, rules, tasks

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rl.store import WANTED, BrokenStore, File, Held, WeightStore, ways
+from etude.inference.weight_sync import WANTED, BrokenStore, File, Held, WeightStore, ways
 
 Weights = dict[str, torch.Tensor]
 

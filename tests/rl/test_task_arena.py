@@ -15,19 +15,18 @@ import pytest
 
 from etude.agent.calls import Call
 from etude.agent.endpoint import message_format
-from etude.agent.scripted import ScriptedPolicy
+from etude.agent.policies import ScriptedPolicy
 from etude.agent.trace import Node, from_json, to_json
 from etude.errors import UserError
 from etude.inference.policy import Policy
 from etude.rewards.reward import PARTS
-from etude.rl.arena import Infrastructure, Played
+from etude.rl.environment import LEAST, Infrastructure, Played, TaskArena
 from etude.rl.settings import RlSettings
-from etude.rl.task_arena import LEAST, TaskArena
 from etude.sandbox import local
 from etude.sandbox.box import Entry
+from etude.tasks.demos import solution_calls
 from etude.tasks.manifest import TaskSet
 from etude.tasks.score import Score, longest_scoring, score
-from etude.tasks.solution import solution_calls
 from etude.tasks.suite import Ready
 from etude.tasks.task import Task
 from tests.bench.agent import calc_set

@@ -22,8 +22,8 @@ from etude.inference.policy import Sampling
 from etude.jsonl import MetricsLog
 from etude.models.load import load_tokeniser
 from etude.progress import Reporter
-from etude.rl.arena import Infrastructure, Item, Played
-from etude.rl.conductor import conduct
+from etude.rl.environment import Infrastructure, Item, Played
+from etude.rl.orchestrator import conduct
 from etude.rl.settings import RlSettings
 from etude.sandbox import probe
 from etude.sandbox.box import Place

@@ -6,8 +6,8 @@ import random
 from collections import Counter
 from typing import Any
 
-from etude.rl.arena import Item
-from etude.rl.events import Batched, Closed, Event, Failed, Finished, Opened, Stale, Trained, Weighted
+from etude.rl.environment import Item
+from etude.rl.ledger import Batched, Closed, Event, Failed, Finished, Opened, Stale, Trained, Weighted
 from etude.rl.settings import RlSettings
 from etude.rl.state import State
 

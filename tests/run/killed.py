@@ -16,16 +16,16 @@ import signal
 import sys
 from pathlib import Path
 
-import etude.bench.plot
-import etude.bench.speed
+import etude.bench.base_comparison
 import etude.data.build
 import etude.data.replay
-import etude.data.report_plot
-import etude.inference.generation
+import etude.inference.transformers_reference
 import etude.models.load
 import etude.models.shape
+import etude.report.bases
+import etude.report.corpus
+import etude.report.training
 import etude.training.measure
-import etude.training.report
 import etude.training.session  # noqa: F401 - loaded before the fork, so that every child starts at once
 from etude.cli.main import main
 from etude.lineage.record import load_record

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.bench.agent.results import read_results
+from etude.bench.trials import read_results
 from etude.errors import UserError
 from etude.lineage.compute import forward_flops
 from etude.lineage.record import load_record

@@ -17,10 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from etude.bench.agent.statistics import estimate
+from etude.bench.statistics import estimate
 from etude.lineage.record import FileDigest, Lineage, Parent, Record
-from etude.rl.view import percent
-from etude.run.ending import (
+from etude.report.ending import (
     BLOCKS,
     Ended,
     Measure,
@@ -35,6 +34,7 @@ from etude.run.ending import (
     tree,
     verdict,
 )
+from etude.rl.view import percent
 from tests import tiny
 from tests.conftest import Etude
 from tests.lineage.records import child_of, full_record

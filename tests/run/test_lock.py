@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from etude.errors import UserError
-from etude.run.lock import RunLock, read_owner, running_owner
+from etude.run.folder import RunLock, read_owner, running_owner
 
-HOLD = "import sys; from pathlib import Path; from etude.run.lock import RunLock\nwith RunLock(Path(sys.argv[1]), print):\n    print('held', flush=True); sys.stdin.read()"
+HOLD = "import sys; from pathlib import Path; from etude.run.folder import RunLock\nwith RunLock(Path(sys.argv[1]), print):\n    print('held', flush=True); sys.stdin.read()"
 
 
 def holder(run: Path) -> subprocess.Popen[str]:

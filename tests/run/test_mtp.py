@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from etude.lineage.compute import forward_flops
 from etude.lineage.record import load_lineage, load_record
 from etude.models.load import load_model
-from etude.models.mtp import FILE, heads_shape, load_heads
+from etude.models.mtp_heads import FILE, heads_shape, load_heads
 from etude.models.shape import model_shape
 from tests.conftest import Etude
 from tests.run.test_training_stages import run, write_inputs

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from etude.errors import Interrupted, UserError
 from etude.progress import Reporter
-from etude.run.lock import RunLock
-from etude.run.status import headline, run_status, status_table
+from etude.report.status import headline, run_status, status_table
+from etude.run.folder import RunLock
 from tests.run.toy import ScaleStage, recipe_of, runner
 
 

@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from etude.sandbox.box import Entry, Place, Sandbox, SandboxError
-from etude.sandbox.diff import checked, differences, lookup
-from etude.sandbox.layers import prepare, write_layer
+from etude.sandbox.layers import checked, differences, lookup, prepare, write_layer
 from etude.sandbox.local import open_sandbox
 
 Tree = dict[str, tuple[str, int, bytes]]

@@ -8,10 +8,10 @@ import struct
 
 import pytest
 
-from etude.sandbox import seccomp
+from etude.sandbox import isolate
 
 MACHINES = ("x86_64", "aarch64")
-CALLS = seccomp.REFUSED | seccomp.CHECKED | seccomp.UNCOUNTED
+CALLS = isolate.REFUSED | isolate.CHECKED | isolate.UNCOUNTED
 PLAIN = {
     "read": (0, 63),
     "openat": (257, 56),
@@ -46,18 +46,18 @@ def refused(machine: str, name: str, *arguments: int, counted: bool = True) -> i
     which = MACHINES.index(machine)
     number = (CALLS | PLAIN)[name][which]
     assert number is not None
-    found = verdict(seccomp.program(machine, memory_counted=counted), seccomp.ARCHITECTURE[machine], number, *arguments)
-    return 0 if found == seccomp.ALLOW else found & ~seccomp.ERRNO
+    found = verdict(isolate.program(machine, memory_counted=counted), isolate.ARCHITECTURE[machine], number, *arguments)
+    return 0 if found == isolate.ALLOW else found & ~isolate.ERRNO
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_every_listed_call_is_refused_and_others_are_not(machine: str) -> None:
     which = MACHINES.index(machine)
-    for name, numbers in seccomp.REFUSED.items():
+    for name, numbers in isolate.REFUSED.items():
         if numbers[which] is not None:
             assert refused(machine, name) == errno.EPERM, name
     assert [refused(machine, name) for name in PLAIN] == [0] * len(PLAIN)
-    for name in seccomp.UNCOUNTED:
+    for name in isolate.UNCOUNTED:
         assert (refused(machine, name), refused(machine, name, counted=False)) == (0, errno.EPERM)
 
 
@@ -83,7 +83,7 @@ def test_calls_are_judged_by_their_arguments(machine: str) -> None:
 
 def test_foreign_instruction_sets_are_killed_and_x32_does_not_exist() -> None:
     for machine, other in (MACHINES, MACHINES[::-1]):
-        program = seccomp.program(machine, memory_counted=True)
-        assert verdict(program, seccomp.ARCHITECTURE[other], 0) == verdict(program, 0x40000003, 0) == seccomp.KILL
-    program = seccomp.program("x86_64", memory_counted=True)
-    assert verdict(program, seccomp.ARCHITECTURE["x86_64"], 0x40000000 | 165) == seccomp.ERRNO | errno.ENOSYS
+        program = isolate.program(machine, memory_counted=True)
+        assert verdict(program, isolate.ARCHITECTURE[other], 0) == verdict(program, 0x40000003, 0) == isolate.KILL
+    program = isolate.program("x86_64", memory_counted=True)
+    assert verdict(program, isolate.ARCHITECTURE["x86_64"], 0x40000000 | 165) == isolate.ERRNO | errno.ENOSYS

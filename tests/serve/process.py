@@ -6,9 +6,8 @@ import signal
 import sys
 
 from etude.serve.app import build_app
-from etude.serve.card import ModelCard
-from etude.serve.limits import Limits
-from etude.serve.run import bind, server_of
+from etude.serve.openai_schema import Limits
+from etude.serve.process import ModelCard, bind, server_of
 from tests import tiny
 from tests.serve.scripted import Scripted
 

@@ -11,8 +11,8 @@ import pytest
 
 from etude.errors import UserError
 from etude.inference.policy import Busy, Sampling
-from etude.serve.card import ModelCard
-from etude.serve.limits import Limits
+from etude.serve.openai_schema import Limits
+from etude.serve.process import ModelCard
 from tests.serve.scripted import CONTEXT, TOOLS, VOCABULARY, Running, Scripted, serving
 
 ASK: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.serve.calls import Call, CallReader, parse_call
+from etude.serve.replies import Call, CallReader, parse_call
 
 GOOD = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
 PARTS = st.sampled_from([GOOD, "<tool_call>", "</tool_call>", "<tool", "hello", " ", "\n", '{"name": "x"}', "<", "}"])

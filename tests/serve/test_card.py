@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from etude.lineage.duties import LicenceUse, evaluate
+from etude.lineage.duties import LicenceUse, Product, evaluate
 from etude.lineage.licences import obligations
-from etude.lineage.product import Product
 from etude.lineage.record import load_lineage
 from etude.models.bases import resolve
-from etude.serve.card import card_of, stop_tokens_of, to_display
+from etude.serve.process import card_of, stop_tokens_of, to_display
 from tests.lineage.licence_texts import KIMI
 
 

@@ -15,8 +15,8 @@ import openai
 import pytest
 
 from etude.serve.app import Gate
-from etude.serve.limits import Limits
-from etude.serve.run import OWN_NAMES
+from etude.serve.openai_schema import Limits
+from etude.serve.process import OWN_NAMES
 from tests.serve.scripted import CHAT, PATIENCE, Running, Scripted, request_bytes, serving
 
 ASK: Any = [{"role": "user", "content": "hi"}]

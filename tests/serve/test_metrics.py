@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from etude.serve.metrics import Metrics
+from etude.serve.app import Metrics
 
 
 def test_the_engine_is_asked_when_the_page_is_read() -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from etude.errors import UserError
-from etude.models.bases import resolve
-from etude.models.locate import locate
+from etude.models.bases import locate, resolve
 from etude.progress import Reporter
-from etude.serve.run import OWN_NAMES, bind, gate_for, is_loopback, read_token
+from etude.serve.process import OWN_NAMES, bind, gate_for, is_loopback, read_token
 
 
 def test_only_this_machine_unless_told_otherwise() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from etude.serve.text import BYTE_OF, StopCut, TokenTexts
+from etude.serve.replies import BYTE_OF, StopCut, TokenTexts
 from tests import tiny
 
 TEXTS = st.text(st.sampled_from("ab€😀é \ufffd\n") | st.characters(exclude_categories=["Cs"]), max_size=30)

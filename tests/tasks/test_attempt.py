@@ -14,10 +14,9 @@ import pytest
 from etude.agent.calls import Call
 from etude.agent.endpoint import message_format
 from etude.agent.harness import Harness, HarnessSettings
-from etude.agent.scripted import ScriptedPolicy
-from etude.agent.search.embedder import installed_embedder
-from etude.agent.tool_specs import ToolSettings
-from etude.agent.tools import Toolset
+from etude.agent.policies import ScriptedPolicy
+from etude.agent.search import installed_embedder
+from etude.agent.tools import Toolset, ToolSettings
 from etude.agent.trace import Trace
 from etude.sandbox.box import Entry, SandboxError
 from etude.sandbox.launcher import remove_stale_forks

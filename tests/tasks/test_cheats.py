@@ -12,11 +12,9 @@ import pytest
 
 from etude.agent.calls import Call
 from etude.agent.formats import choose_format
-from etude.agent.harness import Harness, HarnessSettings
-from etude.agent.prompt import SYSTEM
-from etude.agent.scripted import ScriptedPolicy
-from etude.agent.tool_specs import ToolSettings
-from etude.agent.tools import Toolset
+from etude.agent.harness import SYSTEM, Harness, HarnessSettings
+from etude.agent.policies import ScriptedPolicy
+from etude.agent.tools import Toolset, ToolSettings
 from etude.agent.trace import Trace
 from etude.models.bases import resolve
 from etude.models.load import load_tokeniser

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from etude.agent.calls import Call
 from etude.agent.formats import choose_format
-from etude.agent.search.index import Searcher
-from etude.agent.tool_specs import BASH_ONLY, ToolSettings
+from etude.agent.search import Searcher
 from etude.agent.toolbox_edit import replace
+from etude.agent.tools import BASH_ONLY, ToolSettings
 from etude.agent.trace import Trace, read_traces
-from etude.data.chat.template import ChatTemplate
+from etude.data.chat import ChatTemplate
 from etude.errors import UserError
 from etude.jsonl import MetricsLog
 from etude.models.bases import resolve
@@ -37,10 +37,8 @@ from etude.tasks.demos import (
     tokeniser_digest,
 )
 from etude.tasks.manifest import TaskSet, write_set
-from etude.tasks.replacements import Change, changes
-from etude.tasks.strategies import Script, wrong_versions
+from etude.tasks.strategies import Change, Script, changes, in_terminal, wrong_versions
 from etude.tasks.task import StoredStyle, Task
-from etude.tasks.terminal import in_terminal
 from tests.tasks import small
 
 LINES = st.lists(st.sampled_from(["a\n", "b\n", "    a\n", "\n", "def f(): pass\n", "x = 1"]), max_size=8).map("".join)

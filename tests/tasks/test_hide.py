@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import UserError
-from etude.tasks.hide import function_of, hide
+from etude.tasks.seal import function_of, hide
 
 TEXT = '''\
 import pytest  # ü

@@ -11,8 +11,7 @@ import pytest
 
 from etude.parallel import cores
 from etude.sandbox.box import Entry
-from etude.tasks.known import Scores, change_digest, one_a_core
-from etude.tasks.score import Score, score
+from etude.tasks.score import Score, Scores, change_digest, one_a_core, score
 from etude.tasks.suite import FORMS, Ready
 from etude.tasks.task import Task
 from tests.tasks import small

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import etude
-from etude.tasks.generators import mutation, operators
+from etude.tasks.generators import mutation
 from etude.tasks.generators.parsed import Cut, Parsed, changed_lines, is_test_path
 
 SOURCE = '''\
@@ -98,7 +98,7 @@ def test_every_operator_is_found_where_it_applies() -> None:
         assert found[kind], kind
     for kind in ("ret_none", "loop_exit", "remove_try", "except_less"):
         assert found[kind], kind
-    assert found.keys() <= operators.WEIGHTS.keys()
+    assert found.keys() <= mutation.WEIGHTS.keys()
 
 
 def test_messages_logs_reprs_versions_and_docstrings_are_left_alone() -> None:

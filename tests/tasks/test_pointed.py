@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.tasks.generators.parsed import solution_spans
-from etude.tasks.pointed import MOST_SHOWN, asked, pointed
-from etude.tasks.replacements import changes
+from etude.tasks.prompts import MOST_SHOWN, asked, pointed
+from etude.tasks.strategies import changes
 from etude.tasks.task import Candidate, Edit, Task
 from tests.tasks import small
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.agent.toolbox_edit import replace as edited
-from etude.tasks.solution import solution_calls
+from etude.tasks.demos import solution_calls
 from etude.tasks.task import Candidate, Edit
 from tests.tasks import small
 

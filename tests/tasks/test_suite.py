@@ -136,6 +136,6 @@ def test_files_that_go_and_come(tmp_path: Path) -> None:
 
 
 def test_nothing_of_the_product_needs_pytest_itself() -> None:
-    code = "import sys; sys.modules['pytest'] = None; import etude.bench.agent.run, etude.tasks.make, etude.tasks.demos"
+    code = "import sys; sys.modules['pytest'] = None; import etude.bench.agents, etude.tasks.make, etude.tasks.demos"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert suite.COVERAGE == report_plugin.COVERAGE

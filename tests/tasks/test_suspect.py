@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from etude.tasks.suspect import findings, suspicious
+from etude.tasks.score import findings, suspicious
 
 SUSPICIOUS = {
     "import pytest": "pytest", "from _pytest.runner import x": "_pytest", "import unittest.mock as m": "unittest", "import gc": "gc",

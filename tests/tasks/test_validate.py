@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from etude.errors import UserError
-from etude.tasks.coverage import Coverage
 from etude.tasks.suite import Ready
 from etude.tasks.task import Candidate, Edit
-from etude.tasks.validate import MOST_SECONDS, Verdict, chosen, examine, try_candidate
+from etude.tasks.validate import MOST_SECONDS, Coverage, Verdict, chosen, examine, try_candidate
 from tests.tasks import small
 
 UNSPOILABLE = "\n\ndef test_early():\n    if total([1]) == 1:\n        return\n    assert total([1]) == 1\n"

@@ -22,10 +22,10 @@ from etude.files import write_json
 from etude.jsonl import MetricsLog
 from etude.progress import Reporter
 from etude.training.batch import rows_of
+from etude.training.distributed import World
 from etude.training.measure import Bits
 from etude.training.session import Session
 from etude.training.settings import TrainSettings
-from etude.training.world import World
 from etude.work import Work
 from tests import tiny
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from etude.errors import UserError
 from etude.jsonl import MetricsLog
-from etude.training.guard import Guard, GuardSettings
+from etude.training.loop import Guard, GuardSettings
 from etude.training.objectives import Loss
 from tests.training import sessions
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import etude
 from etude.errors import UserError
 from etude.models.load import load_model, load_tokeniser
-from etude.training import long
-from etude.training.long import Retrieval, answer_nats, by_position, make_retrieval, score_retrieval, wilson
+from etude.training import long_context
+from etude.training.long_context import Retrieval, answer_nats, by_position, make_retrieval, score_retrieval, wilson
 
 PLANTED = re.compile(r"^([A-Z]+_[A-Z]+_[A-Z]{2}\d) = (\d{5})$", re.MULTILINE)
 QUESTION = re.compile(r"\n\n# constants used above\nassert (\w+) == (\d{5})\Z")
@@ -44,7 +44,7 @@ def from_words(tokens: list[int]) -> str:
     "bounds", [[0, 100], [0, 256], [0, 256, 257], [0, 256, 512, 1024, 2048], [0, 256, 512, 1024, 1500]]
 )
 def test_buckets_double(bounds: list[int]) -> None:
-    assert long.bucket_bounds(bounds[-1]) == bounds
+    assert long_context.bucket_bounds(bounds[-1]) == bounds
 
 
 @given(st.integers(0, 2**32), st.integers(0, 12), st.booleans())

@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM
 from etude.errors import Interrupted, UserError
 from etude.training.attention import isolate
 from etude.training.objectives.next_token import NextToken
-from etude.training.optimiser import Optimiser
+from etude.training.optimiser import MixedWeights, Optimiser, Weights
 from etude.training.session import Session
 from etude.training.settings import LoraSettings
-from etude.training.weights import MixedWeights, Weights
 from tests.training import sessions
 
 TOKENS = 8 * sessions.LENGTH  # of a step

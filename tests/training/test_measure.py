@@ -18,10 +18,10 @@ from etude.data.loader import Batch, Corpus
 from etude.data.settings import DataSettings
 from etude.jsonl import MetricsLog
 from etude.progress import Reporter
+from etude.report.training import RESULTS, write_report
 from etude.training.attention import isolate
 from etude.training.measure import Bits, bits_by_domain, bytes_per_token, heldout_domains, table
 from etude.training.objectives.next_token import NextToken
-from etude.training.report import RESULTS, write_report
 from etude.work import Work
 from tests import tiny
 from tests.data.planted import code

@@ -21,15 +21,15 @@ from transformers.modeling_layers import MtpLayer
 from etude.data.loader import Batch
 from etude.errors import Interrupted, UserError
 from etude.lineage.compute import ComputeShape, forward_flops
-from etude.models.mtp import FILE, HEADS, MtpHeads
+from etude.models.mtp_heads import FILE, HEADS, MtpHeads
 from etude.models.shape import shape_of
 from etude.training import cross_entropy
 from etude.training.attention import isolate
 from etude.training.batch import rows_of
+from etude.training.distributed import World, join
 from etude.training.objectives.mtp import MultiToken, drafts
 from etude.training.objectives.next_token import NextToken, last_hidden
 from etude.training.settings import JointMtpSettings
-from etude.training.world import World, join
 from tests import tiny
 from tests.training import sessions
 from tests.training.test_loss import SIZES, make_batch

@@ -9,9 +9,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from etude.errors import UserError
-from etude.training.optimiser import Muon, Optimiser, orthogonalise
+from etude.training.optimiser import MixedWeights, Muon, Optimiser, Weights, orthogonalise
 from etude.training.settings import OptimiserSettings
-from etude.training.weights import MixedWeights, Weights
 from tests.training import sessions
 
 SHAPES = [(16, 16), (48, 16), (16, 48), (16, 48), (5, 7)]

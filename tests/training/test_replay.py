@@ -16,11 +16,11 @@ from transformers import LlamaForCausalLM
 from etude.data.loader import Batch
 from etude.training.attention import isolate
 from etude.training.batch import rows_of
+from etude.training.cuda_graphs import FEWEST_PIECES, with_empty_pieces
+from etude.training.distributed import World
 from etude.training.objectives.next_token import NextToken
-from etude.training.replay import FEWEST_PIECES, with_empty_pieces
 from etude.training.session import Session
 from etude.training.settings import TrainSettings
-from etude.training.world import World
 from tests.tiny import config_of
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from etude.training.schedule import ScheduleSettings, factor
+from etude.training.optimiser import ScheduleSettings, factor
 
 HALF = 0.7071067811865476  # cos 45°
 

@@ -17,8 +17,8 @@ from etude.errors import Interrupted, UserError
 from etude.files import read_json, write_json
 from etude.jsonl import MetricsLog
 from etude.progress import Reporter
+from etude.training.distributed import World, join
 from etude.training.settings import LoraSettings
-from etude.training.world import World, join
 from tests.training import sessions
 
 STOPPED = 3

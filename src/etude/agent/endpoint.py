@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import httpx2
 
-from etude.agent.formats import ChatFormat
-from etude.agent.formats.plain import PlainCalls
+from etude.agent.formats import ChatFormat, PlainCalls
 from etude.errors import UserError, nearest, one_line
+from etude.inference.client import message_in
 from etude.inference.policy import Busy, Completion, PolicyInfo, Token
-from etude.inference.wire import message_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

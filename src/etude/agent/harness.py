@@ -5,6 +5,8 @@
 A turn is sampled; its calls are run; their answers are appended; nothing that was sampled is ever written anew. When the context
 reaches its trigger it begins anew from a summary (summary.py). The trace is the whole memory of an episode: what the policy sees next
 is the path from the trace's root to its newest node.
+
+What the policy is told before the task: the same words in training and in the product.
 """
 
 from __future__ import annotations
@@ -290,3 +292,8 @@ def _as_json(answer: Answer) -> dict[str, Any]:
         "name": answer.call.name, "text": answer.text, "failed": answer.failed, "seconds": answer.seconds,
         "details": dict(answer.details),
     }  # fmt: skip
+
+
+SYSTEM = """You are a coding agent. The repository is in the current folder. Find what the request is about, change the files, and \
+run what shows that the change works. Several calls may be made in one turn. A turn without a call ends the work: say in it what you \
+changed and what you checked, and nothing you did not check."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from etude.data.codebase import Codebase
-    from etude.inference.scoring import Window
+    from etude.inference.transformers_reference import Window
 
 
 @dataclass(frozen=True)

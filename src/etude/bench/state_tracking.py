@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rapidfuzz.distance import Levenshtein
 
 from etude.bench.statistics import ratio_interval
-from etude.data.edits import FENCE, EditChain, git_chains, made_chains
+from etude.data.codebase import FENCE, EditChain, git_chains, made_chains
 from etude.errors import UserError
 from etude.lineage.compute import ComputeShape, forward_flops
 from etude.work import Unit, Work

@@ -1,4 +1,7 @@
-"""`etude agent`: the agent on your own repository, in a copy; what it changed is applied after a yes."""
+"""`etude agent`: the agent on your own repository, in a copy; what it changed is applied after a yes.
+
+`etude trace`: looking at episodes, and passing them on to other programs.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from etude.cli.options import CacheFolder, ToolNames, chosen_tools, token_in
 from etude.errors import UserError, one_line
@@ -41,10 +46,10 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
 ) -> None:
     """Work on a request in a sandboxed copy of a repository; show the diff and apply it after a yes."""
     from etude.agent.policies import find
-    from etude.agent.product import active_environment, attempt, settings_for, workshop
-    from etude.agent.show import Live
+    from etude.agent.repository import active_environment, attempt, settings_for, workshop
     from etude.agent.trace import append_trace
     from etude.models.fetch import default_cache
+    from etude.report.episode import Live
     from etude.sandbox.box import SandboxError
 
     if not request.strip():
@@ -89,7 +94,7 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
 
 def _offer(console: Console, entries: list[Entry], repo: Path, layer: Path, *, yes: bool) -> None:
     """Apply the changes after a yes; what cannot be applied is said before anybody is asked."""
-    from etude.agent.changes import apply, refuse
+    from etude.agent.repository import apply, refuse
 
     refuse(entries, repo, layer)
     if yes or typer.confirm("Apply these changes?", default=False):
@@ -99,7 +104,7 @@ def _offer(console: Console, entries: list[Entry], repo: Path, layer: Path, *, y
 
 
 def _tell(console: Console, episode: Trace) -> None:
-    from etude.agent.show import shown_diff
+    from etude.report.episode import shown_diff
 
     why = {"finished": "done", "malformed": "gave up: its calls could not be read"}.get(
         episode.stop, f"stopped: limit of {episode.stop}"
@@ -112,3 +117,97 @@ def _tell(console: Console, episode: Trace) -> None:
     if caches := counts.get("cache_entries_left_out"):
         console.print(f"{caches} files and folders of caches are left out", style="dim")
     console.print(shown_diff(episode.diff) if episode.diff else "No file was changed.")
+
+
+trace_app = typer.Typer(help="Episodes: look at them, pass them on.", no_args_is_help=True)
+TraceFile = Annotated[Path, typer.Argument(metavar="FILE", help="A file of traces, one a line.")]
+Episode = Annotated[str | None, typer.Option(metavar="N|ID", help="One episode, by its number (from 1) or its id.")]
+
+
+@trace_app.command(epilog="Example: etude trace show runs/fix/traces.jsonl --episode 3")
+def show(
+    file: TraceFile,
+    episode: Episode = None,
+    full: Annotated[bool, typer.Option("--full", help="Do not fold long outputs.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="No colours.")] = False,
+) -> None:
+    """Print an episode, the first if none is named."""
+    from etude.report.episode import show as show_trace
+
+    console = Console(no_color=plain, color_system=None if plain else "auto", highlight=False)
+    show_trace(_read(file, episode or "1")[0], console, full=full)
+
+
+@trace_app.command("list", epilog="Example: etude trace list runs/fix/traces.jsonl")
+def list_(file: TraceFile) -> None:
+    """List the episodes of a file."""
+    from etude.report.episode import visible
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("no", "id", "task", "stop", "turns", "sampled", "reward"):
+        table.add_column(column, justify="left" if column in {"id", "task", "stop"} else "right", overflow="fold")
+    for number, trace in enumerate(_read(file), 1):
+        turns = sum(node.kind == "turn" for node in trace.nodes)
+        sampled = sum(len(node.tokens) for node in trace.nodes if node.sampled)
+        reward = f"{sum(trace.rewards.values()):.3g}" if trace.rewards else ""
+        cells = [number, trace.id, " ".join(trace.task.split())[:60], trace.stop, turns, sampled, reward]
+        table.add_row(*(Text(visible(str(cell))) for cell in cells))
+    Console(highlight=False).print(table)
+
+
+@trace_app.command(epilog="Example: etude trace export runs/fix/traces.jsonl --atif out")
+def export(
+    file: TraceFile,
+    atif: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to: trajectory-1.json, trajectory-2.json, …")],
+    episode: Episode = None,
+) -> None:
+    """Write episodes as ATIF 1.8, one file each, token ids and log-probs included."""
+    from etude.agent.atif import to_atif
+    from etude.files import write_json
+
+    traces = _read(file, episode)
+    for number, trace in enumerate(traces, 1):
+        write_json(atif / f"trajectory-{number}.json", to_atif(trace))
+    typer.echo(f"{len(traces)} in {atif}")
+
+
+@trace_app.command("import", epilog="Example: etude trace import out/*.json --out traces.jsonl")
+def import_(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="ATIF trajectories.")],
+    out: Annotated[Path, typer.Option(help="A new file of traces.")],
+) -> None:
+    """Read ATIF trajectories, ours or other programs'."""
+    from etude.agent.atif import from_atif
+    from etude.agent.trace import write_traces
+    from etude.files import read_json
+
+    if out.exists():
+        raise UserError(f"{out} is there already; choose another --out")
+    traces = []
+    for path in files:
+        try:
+            document = read_json(path)
+        except (ValueError, RecursionError, FileNotFoundError) as error:
+            raise UserError(f"{path} is not a JSON file: {one_line(error)}") from None
+        traces.append(from_atif(document, str(path)))
+    write_traces(out, traces)
+    typer.echo(f"{len(traces)} in {out}")
+
+
+def _read(path: Path, episode: str | None = None) -> list[Trace]:
+    """Return the traces of a file, or the one that is named."""
+    from etude.agent.trace import read_traces
+
+    traces, torn = read_traces(path)
+    if torn:
+        typer.echo(f"note: the last line of {path} is torn ({torn} bytes); its episode is left out", err=True)
+    if not traces:
+        raise UserError(f"{path} has no whole trace in it")
+    if episode is None:
+        return traces
+    named = [trace for number, trace in enumerate(traces, 1) if episode in {str(number), trace.id}]
+    if not named:
+        raise UserError(
+            f"{path} has no episode {episode!r}: they are numbered 1 to {len(traces)}; etude trace list {path}"
+        )
+    return named[:1]

@@ -18,8 +18,7 @@ from etude.progress import Reporter
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from etude.bench.agent.contestant import Contestant
-    from etude.bench.agent.run import BenchSettings
+    from etude.bench.agents import BenchSettings, Contestant
     from etude.tasks.manifest import TaskSet
 
 
@@ -59,10 +58,9 @@ def run(  # noqa: PLR0913, PLR0917 - an argument for every option
     cache: CacheFolder = None,
 ) -> None:  # fmt: skip
     """Have every model try every task k times; killed at any moment, the same command goes on."""
-    from etude.bench.agent.run import run_benchmark
+    from etude.bench.agents import run_benchmark
     from etude.models.fetch import default_cache
-    from etude.run.interrupt import StopRequest
-    from etude.run.lock import RunLock
+    from etude.run.folder import RunLock, StopRequest
 
     offered = chosen_tools(tools).tools
     given = {"k": k, "limit": limit, "concurrency": concurrency, "style": style, "tools": {"tools": offered},
@@ -102,7 +100,7 @@ def compare(
 
 
 def _settings(given: dict[str, Any]) -> BenchSettings:
-    from etude.bench.agent.run import BenchSettings
+    from etude.bench.agents import BenchSettings
 
     try:
         return BenchSettings.model_validate(given)
@@ -114,8 +112,7 @@ def _settings(given: dict[str, Any]) -> BenchSettings:
 async def _contestants(words: Sequence[str], token_file: Path | None, device: str, cache: Path) -> list[Contestant]:
     """Return who is measured. All are found before any is loaded."""
     from etude.agent.policies import find
-    from etude.bench.agent.contestant import BUILT_IN
-    from etude.bench.agent.entrants import entrant
+    from etude.bench.agents import BUILT_IN, entrant
 
     token, reporter = token_in(token_file), Reporter()
     made: dict[str, Contestant] = {}
@@ -146,8 +143,8 @@ def _tasks(path: Path, cache: Path, reporter: Reporter) -> TaskSet:
 
 
 def _report(folders: Sequence[Path], target: Path, **prices: float) -> None:
-    from etude.bench.agent.axes import Prices
-    from etude.bench.agent.report import write_report
+    from etude.bench.axes import Prices
+    from etude.report.benchmark import write_report
 
     for line in write_report(folders, target, Prices(**prices) if any(prices.values()) else None):
         typer.echo(line)

@@ -1,21 +1,38 @@
-"""`etude lineage show`, `compute` and `draw`: what a model was made from, with how much, and a picture of it."""
+"""`etude lineage show`, `compute` and `draw`: what a model was made from, with how much, and a picture of it.
+
+`etude audit`: does one model descend from another? `etude library`: the known bases it is compared with.
+
+`etude licences`: what the licences of all ancestors ask of a product.
+
+`etude release` and `etude verify`: a model with its whole family tree, signed; and how a stranger checks one.
+"""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from etude.cli.options import AsJson, print_json
+from etude.cli.options import AsJson, CacheFolder, print_json
 from etude.errors import UserError
 from etude.progress import Reporter
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from rich.table import Table
 
-    from etude.lineage.shares import Item, Shares
+    from etude.lineage.audit.examine import Opened
+    from etude.lineage.audit.sketch import Sketch
+    from etude.lineage.compute import Item, Shares
+    from etude.lineage.duties import Duty, LicenceUse
+    from etude.lineage.facts import Measured
+    from etude.lineage.verify import Verification
 
 app = typer.Typer(help="What a model was made from.", no_args_is_help=True)
 ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="A model's folder, its stage's, or a run's.")]
@@ -45,8 +62,8 @@ def show(model: ModelFolder, verify: Verify = False, as_json: AsJson = False) ->
 @app.command(epilog="Example: etude lineage compute runs/quickstart")
 def compute(model: ModelFolder, as_json: AsJson = False) -> None:
     """Say whose compute is in a model: its makers' own against its base's, in three conventions, and the EU's thresholds."""
+    from etude.lineage.compute import compute_shares
     from etude.lineage.record import load_lineage
-    from etude.lineage.shares import compute_shares
     from etude.lineage.tree import find_model
     from etude.models.bases import ancestors
 
@@ -93,9 +110,8 @@ def draw(
 ) -> None:
     """Draw a model's family tree."""
     from etude.files import whole_file
-    from etude.lineage.drawing import draw_png, draw_svg
     from etude.lineage.record import load_lineage
-    from etude.lineage.tree import find_model
+    from etude.lineage.tree import draw_png, draw_svg, find_model
 
     if out.suffix not in {".svg", ".png"}:
         raise UserError(f"{out}: a picture's name must end in .svg or .png")
@@ -107,3 +123,266 @@ def draw(
         else:
             draw_png(lineage, named, beside)
     typer.echo(f"drawn: {out}")
+
+
+library_app = typer.Typer(help="Sketches of known bases, for the audit.", no_args_is_help=True)
+
+_model = typer.Argument(metavar="MODEL", help="A folder, a run, a .gguf or .safetensors, or a base's name.")
+_other = typer.Argument(metavar="OTHER", help="The model it is compared with.")
+_library = typer.Option("--library", help="Compare it with every base of the library instead.")
+
+
+def audit(
+    suspect: Annotated[str, _model],
+    other: Annotated[str | None, _other] = None,
+    library: Annotated[bool, _library] = False,
+    cache: CacheFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Test from the weights alone whether two models share an initialisation; nothing is loaded or run."""
+    from etude.lineage.audit.examine import examine, examine_library, show, show_library
+    from etude.lineage.audit.sketch import known_sketches
+
+    if (other is None) is not library:
+        raise UserError("give two models, or one and --library: etude audit MODEL OTHER, etude audit MODEL --library")
+    reporter, console = Reporter(), Console(highlight=False, markup=False)
+    opened = open_word(suspect, cache, reporter)
+    if other is not None:
+        finding = examine(open_word(other, cache, reporter), opened, reporter)
+        print_json(finding.to_json()) if as_json else show(finding, console)
+        return
+    found = examine_library(opened, known_sketches(sketch_folder(cache)), reporter)
+    print_json([finding.to_json() for finding in found]) if as_json else show_library(found, console)
+
+
+@library_app.command(epilog="Example: etude library add runs/quickstart/base/model my-base")
+def add(
+    model: Annotated[str, _model],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What the library calls it.")],
+    cache: CacheFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a sketch of a base, so that models can be compared with it when it is not at hand."""
+    from etude.lineage.audit.examine import open_model
+    from etude.lineage.audit.sketch import Facts, add_sketch, digest_weights, make_sketch, place_for
+
+    reporter, folder = Reporter(), sketch_folder(cache)
+    place_for(name, folder)  # refused before gigabytes are hashed
+    _, path, source = _find(model, cache, reporter)
+    opened, today = open_model(path), datetime.now(UTC).date().isoformat()
+    digest = digest_weights(opened.weights.path, reporter)
+    facts = Facts(name=name, source=source, licence=_licence(path), model_digest=digest, made=today)
+    file = add_sketch(make_sketch(opened.weights, opened.tokens, facts), folder)
+    told = facts.model_dump() | {"file": str(file), "bytes": file.stat().st_size}
+    print_json(told) if as_json else typer.echo(f"{name}: {file}, {file.stat().st_size / 1e6:.1f} MB")
+
+
+@library_app.command("list", epilog="Example: etude library list --json")
+def list_(cache: CacheFolder = None, as_json: AsJson = False) -> None:
+    """List the bases that the library knows."""
+    from etude.lineage.audit.examine import show_sketches
+    from etude.lineage.audit.sketch import known_sketches
+
+    known = known_sketches(sketch_folder(cache))
+    print_json([each.facts.model_dump() for each in known]) if as_json else show_sketches(
+        known, Console(highlight=False, markup=False)
+    )
+
+
+def open_word(word: str, cache: Path | None, reporter: Reporter) -> Opened:
+    """Open the model that a word means."""
+    from etude.lineage.audit.examine import open_model
+
+    name, path, _ = _find(word, cache, reporter)
+    return open_model(path, name)
+
+
+def _find(word: str, cache: Path | None, reporter: Reporter) -> tuple[str, Path, str]:
+    """Return what to call a model, where it lies, and where it came from."""
+    from etude.models.bases import locate
+
+    path = Path(word).expanduser()
+    if path.suffix in {".gguf", ".safetensors"} and path.is_file():
+        return path.name, path, f"file {path.name}"
+    name, folder, origin = locate(word, cache, reporter)
+    return name, folder, origin.source if origin else f"folder {folder}"
+
+
+def sketch_folder(cache: Path | None) -> Path:
+    """Return where a user's own sketches lie."""
+    from etude.lineage.audit.sketch import FOLDER
+    from etude.models.fetch import default_cache
+
+    return (cache.absolute() if cache is not None else default_cache()) / FOLDER
+
+
+def _licence(path: Path) -> str | None:
+    """Return the licence by the text that lies with the weights."""
+    from etude.lineage.licences import identify, licence_files
+
+    folder = path if path.is_dir() else path.parent
+    known = (identify(file.read_text(encoding="utf-8", errors="replace")) for file in licence_files(folder))
+    return next((licence for licence in known if licence), None)
+
+
+ProductFile = Annotated[Path | None, typer.Option("--product", help="Facts of the product, such as docs/product.toml.")]
+ADVICE = "Facts for engineering, not legal advice."
+ORDER = ("fires", "asks", "not")
+
+
+def licences(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A run's folder, a model's folder, or a known base.")],
+    product: ProductFile = None,
+    as_json: AsJson = False,
+    cache: CacheFolder = None,
+) -> None:
+    """Say which duties hold for a product, which do not, and what must be answered to know."""
+    from etude.lineage.duties import evaluate, load_product, notice, unmet
+
+    facts = load_product(product) if product else None
+    uses = _uses(model, cache)
+    duties = evaluate(uses, facts)
+    missing = unmet(duties, facts, None, notice(duties, model)) if facts else []
+    if as_json:
+        print_json(
+            {"licences": [asdict(use) for use in uses], "duties": [_plain(duty) for duty in duties], "unmet": missing}
+        )
+        return
+    for line in [*_told(uses, duties), *(f"not met yet: {line}" for line in missing), ADVICE]:
+        typer.echo(line)
+
+
+def _uses(word: str, cache: Path | None) -> list[LicenceUse]:
+    """Return the licences of a model. Known bases on the hub may be a terabyte: those are as listed, their text is not fetched."""
+    from etude.lineage.duties import LicenceUse, licence_uses
+    from etude.models.bases import locate, resolve
+
+    base = resolve(word)
+    if base.known and base.place == "hub":
+        return [LicenceUse(word, "weights", base.known.licence, seen=False)]
+    return licence_uses(locate(word, cache, Reporter())[1])
+
+
+def _plain(duty: Duty) -> dict[str, object]:
+    return asdict(duty) | {"questions": [asked._asdict() for asked in duty.questions]}
+
+
+def _told(uses: list[LicenceUse], duties: list[Duty]) -> Iterator[str]:
+    """Yield the duties ancestor by ancestor, then those of data in a few lines, then what is to be answered."""
+    teachers = {use.ancestor for use in uses if use.role == "teacher"}
+    of_models = (duty for duty in duties if duty.kind != "data")
+    for (ancestor, licence), group in groupby(of_models, lambda duty: (duty.ancestor, duty.licence)):
+        yield f"{ancestor} ({'its outputs were trained on' if ancestor in teachers else 'weights'}): {licence}"
+        for duty in sorted(group, key=lambda duty: ORDER.index(duty.outcome)):
+            because = duty.reason or ", ".join(asked.key for asked in duty.questions)
+            yield f"  {duty.outcome:5}  {duty.text}" + (f"  [{because}]" if because else "")
+    data = [duty for duty in duties if duty.kind == "data"]
+    if data:
+        open_ones = sorted({f"{duty.ancestor} ({duty.licence})" for duty in data if duty.outcome == "asks"})
+        yield f"data: {len({duty.ancestor for duty in data})} source(s) under {len({duty.licence for duty in data})} licence(s)"
+        yield from (f"  asks   {name}  [product.data_acknowledged]" for name in open_ones)
+    asked = dict(asked for duty in duties for asked in duty.questions if duty.kind != "data")
+    if asked:
+        yield "to be answered in product.toml:"
+        yield from (f"  {key}: {text}" for key, text in asked.items())
+
+
+def release(  # noqa: PLR0913, PLR0917 - an argument for every option
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model's folder, its stage's, or a run's.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
+    name: Annotated[str, typer.Option(help="What the model is called; default: as product.toml says, else as OUT.")] = "",
+    product: Annotated[Path | None, typer.Option(help="product.toml, which licences are held against; goes in.")] = None,
+    licence: Annotated[Path | None, typer.Option(help="Your own licence for what you added; goes in as LICENSE.")] = None,
+    evaluation: Annotated[Path | None, typer.Option(help="Folder of `etude bench` with trials of this model.")] = None,
+    base: Annotated[list[Path] | None, typer.Option(help="Folder of a claimed base that is not in the run.")] = None,
+    acknowledge: Annotated[list[str] | None, typer.Option(help="unknown-data: you know that its licence is unknown.")] = None,
+    key: Annotated[Path | None, typer.Option(help="Private key (PEM, P-256); default: your own, made if needed.")] = None,
+    cache: CacheFolder = None,
+) -> None:  # fmt: skip
+    """Make a signed release folder, or say what speaks against it. Exit code 1 if it is refused."""
+    from etude.lineage.duties import load_product
+    from etude.lineage.gate import UNKNOWN_DATA
+    from etude.lineage.release import Order, RefusedError, make_release
+    from etude.lineage.signing import default_key, fingerprint, public_pem
+    from etude.lineage.tree import find_model
+    from etude.models.bases import ancestors
+
+    if unknown := set(acknowledge or ()) - {UNKNOWN_DATA}:
+        raise UserError(f"--acknowledge {min(unknown)}: only {UNKNOWN_DATA} can be acknowledged")
+    measured = _measured(evaluation, find_model(model)) if evaluation else ()
+    called = name or (load_product(product).model_name if product else None) or out.absolute().name
+    order = Order(called, key or default_key(), product, licence, measured, base or (), acknowledge or ())
+    try:
+        make_release(model, out, order, _sketches(cache), ancestors(), Reporter())
+    except RefusedError as refused:
+        for refusal in refused.refusals:
+            typer.echo(f"refused ({refusal.reason}): {refusal}", err=True)
+        typer.echo(f"{out} was not made: {len(refused.refusals)} reason(s)", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"{order.name} is released in {out}, signed with key {fingerprint(public_pem(order.key))}")
+    typer.echo(f"publish the key's fingerprint where buyers trust it; they run: etude verify {out}")
+
+
+def verify(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder that `etude release` made.")],
+    key: Annotated[Path | None, typer.Option(help="The owner's public key, from a source you trust.")] = None,
+    cache: CacheFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check a release offline: signature, files, records, licences, card, base. Exit code 1 if anything is wrong."""
+    from etude.lineage import verify as verifying
+
+    found = verifying.verify_release(folder, key, _sketches(cache), Reporter())
+    if as_json:
+        print_json(verifying.as_json(found))
+    else:
+        _show(found)
+    raise typer.Exit(1 if found.failed else 0)
+
+
+def _sketches(cache: Path | None) -> list[Sketch]:
+    from etude.lineage.audit.sketch import known_sketches
+
+    return known_sketches(sketch_folder(cache))
+
+
+def _show(found: Verification) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    styles = {"ok": "green", "failed": "bold red", "open": "yellow"}
+    width = max(len(check.name) for check in found.checks)
+    for check in found.checks:
+        for line in check.lines:
+            console.print(f"[{styles[check.outcome]}]{check.outcome:6}[/]  {check.name:{width}}  ", end="")
+            console.print(line, markup=False)
+    failed, left = len(found.failed), sum(check.outcome == "open" for check in found.checks)
+    rest = f"; {left} could not be made here" if left else ""
+    verdict = f"NOT verified: {failed} of {len(found.checks)} checks failed" if failed else f"verified: {found.folder}"
+    console.print(f"{verdict}{rest}", markup=False, style="bold")
+
+
+def _measured(folder: Path, model: Path) -> Sequence[Measured]:
+    """Return the scores of this model, and of no other, from a benchmark's folder; a stage calls it by the stage that made it."""
+    from etude.bench.agents import weights_mark
+    from etude.bench.trials import read_results
+    from etude.lineage.facts import Measured
+    from etude.lineage.record import load_lineage
+    from etude.report.benchmark import Scored
+    from etude.run.folder import readable_record
+
+    results = read_results(folder)
+    scored = Scored(results, 0)
+    stage, lineage = readable_record(folder), load_lineage(model)
+    digest = lineage.records[lineage.head].model_digest
+    stages = [each.name for each in stage.parents if each.model_digest == digest] if stage else []
+    mine = [name for name in scored.valid if name.endswith(f"@{weights_mark(model)}") or name in stages]
+    found = [(name, scored.scores[name]) for name in mine]
+    if not any(score for _, score in found):
+        raise UserError(
+            f"{folder} has no valid trial of {model}, only of {', '.join(results.models)}; measure this model first"
+        )
+    rules = f"harness {results.header.harness}, task set {results.header.tasks[:12]}"
+    return [
+        Measured(f"etude bench {folder.absolute().name}", f"avg@{results.attempts}", score.value, (score.low, score.high),
+                 f"{score.tasks} tasks, {rules}")
+        for _, score in found if score
+    ]  # fmt: skip

@@ -12,23 +12,7 @@ import typer
 from rich.console import Console
 
 import etude
-from etude.cli import (
-    agent,
-    audit,
-    bench,
-    demos,
-    licences,
-    lineage,
-    mtp,
-    release,
-    rl,
-    run,
-    sandbox,
-    serve,
-    show,
-    tasks,
-    trace,
-)
+from etude.cli import agent, bench, lineage, rl, run, sandbox, serve, tasks
 from etude.errors import UserError, storage_error
 
 app = typer.Typer(
@@ -44,27 +28,27 @@ mtp_app = typer.Typer(help="Heads that predict several tokens ahead.", no_args_i
 app.add_typer(mtp_app, name="mtp")
 app.add_typer(bench.app, name="bench")
 app.add_typer(tasks.app, name="tasks")
-tasks.app.command(epilog="Example: etude tasks demos recipes/tasks/quick.jsonl --model sprout")(demos.demos)
+tasks.app.command(epilog="Example: etude tasks demos recipes/tasks/quick.jsonl --model sprout")(tasks.demos)
 app.add_typer(rl.app, name="rl")
-app.add_typer(trace.app, name="trace")
+app.add_typer(agent.trace_app, name="trace")
 app.add_typer(sandbox.app, name="sandbox")
-app.add_typer(audit.app, name="library")
+app.add_typer(lineage.library_app, name="library")
 
 app.command(epilog="Example: etude run recipes/quickstart.toml --set compare.max_bytes=200000")(run.run)
 app.command(epilog="Example: etude compare smollm2-135m sprout --on ~/my-project")(run.compare)
 app.command(epilog="Example: etude serve runs/quickstart")(serve.serve)
 app.command(epilog='Example: etude agent "the parser drops the last line" --model runs/quickstart')(agent.agent)
-app.command(epilog="Example: etude status runs/quickstart --watch")(show.status)
-app.command(epilog="Example: etude bases smollm2-135m")(show.bases)
-app.command(epilog="Example: etude licences runs/quickstart --product docs/product.toml")(licences.licences)
-app.command(epilog="Example: etude audit runs/quickstart smollm2-135m")(audit.audit)
-app.command(epilog="Example: etude release runs/quickstart my-model --product product.toml")(release.release)
-app.command(epilog="Example: etude verify my-model --key owner.pub")(release.verify)
+app.command(epilog="Example: etude status runs/quickstart --watch")(run.status)
+app.command(epilog="Example: etude bases smollm2-135m")(run.bases)
+app.command(epilog="Example: etude licences runs/quickstart --product docs/product.toml")(lineage.licences)
+app.command(epilog="Example: etude audit runs/quickstart smollm2-135m")(lineage.audit)
+app.command(epilog="Example: etude release runs/quickstart my-model --product product.toml")(lineage.release)
+app.command(epilog="Example: etude verify my-model --key owner.pub")(lineage.verify)
 building = "Example: etude data build recipes/quickstart.toml --set data.length=4096"
 data_app.command("build", epilog=building)(run.build_corpus)
-data_app.command("report", epilog="Example: etude data report runs/quickstart")(show.corpus_report)
+data_app.command("report", epilog="Example: etude data report runs/quickstart")(run.corpus_report)
 exporting = "Example: etude mtp export runs/quickstart/mtp/model draft --layout mimo"
-mtp_app.command("export", epilog=exporting)(mtp.export)
+mtp_app.command("export", epilog=exporting)(run.export)
 
 
 def main() -> NoReturn:

@@ -11,7 +11,7 @@ import typer
 from etude.errors import UserError, nearest
 
 if TYPE_CHECKING:
-    from etude.agent.tool_specs import ToolName, ToolSettings
+    from etude.agent.tools import ToolName, ToolSettings
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a script instead of a table.")]
 CacheFolder = Annotated[Path | None, typer.Option("--cache", help="Folder for fetched bases; default ~/.cache/etude.")]
@@ -35,7 +35,7 @@ def print_json(value: Any) -> None:
 
 def chosen_tools(words: str) -> ToolSettings:
     """Return the tools that were named, or the usual ones."""
-    from etude.agent.tool_specs import SPECS, ToolSettings
+    from etude.agent.tools import SPECS, ToolSettings
 
     names = [word.strip() for word in words.split(",")] if words else ToolSettings().tools
     for name in names:
@@ -48,6 +48,6 @@ def token_in(path: Path | None) -> str:
     """Return the endpoints' token from the file that was given, if one was."""
     if path is None:
         return ""
-    from etude.serve.run import read_token  # takes the libraries of a server along
+    from etude.serve.process import read_token
 
     return read_token(path)

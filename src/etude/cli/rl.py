@@ -37,7 +37,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Write the page (HTML, Markdown, PNG) into this folder.")] = None,
 ) -> None:
     """Write one page with the plots of a run, finished or going on."""
-    from etude.rl.report import PAGE, steps_of, verdict, write_report
+    from etude.report.rl import PAGE, steps_of, verdict, write_report
 
     found = _find(run)
     whole = found.finished and (found.folder / PAGE).exists()  # it was written with the stage, and is in its record
@@ -53,9 +53,8 @@ def weights(
     """Change the weights of the reward's parts in a run that goes on; the change is recorded."""
     from etude.files import read_json, write_json
     from etude.rewards.reward import reweighted
-    from etude.rl.events import Weighted
-    from etude.rl.job import LEDGER, WISH
-    from etude.rl.ledger import Ledger
+    from etude.rl.ledger import Ledger, Weighted
+    from etude.rl.processes import LEDGER, WISH
 
     found, wished = _find(run), dict(_change(word) for word in changes)
     if found.finished:
@@ -85,7 +84,7 @@ def _change(word: str) -> tuple[str, float]:
 @app.command(epilog="Example: etude rl watch runs/agent")
 def watch(run: RunFolder) -> None:
     """Show a run as it goes on, from another terminal, until it ends; one that is over is shown once."""
-    from etude.run.lock import running_owner
+    from etude.run.folder import running_owner
 
     console, found = Console(highlight=False), _find(run)
     if not console.is_terminal or found.finished or running_owner(found.run) is None:
@@ -101,7 +100,7 @@ def watch(run: RunFolder) -> None:
 def _picture(found: _Found) -> RenderableType:
     from etude.files import read_json
     from etude.jsonl import read_rows
-    from etude.rl.report import METRICS
+    from etude.report.rl import METRICS
     from etude.rl.view import dashboard
     from etude.run.folder import PROGRESS
 
@@ -116,8 +115,8 @@ def _picture(found: _Found) -> RenderableType:
 def _find(path: Path) -> _Found:
     """Return the rl stage that a folder means: its own, or the last of a run that has begun; work before finished work."""
     from etude.lineage.record import RECORD_FILE
-    from etude.rl.report import METRICS
-    from etude.run.status import run_status
+    from etude.report.rl import METRICS
+    from etude.report.status import run_status
 
     if (path / METRICS).exists():
         work = path.resolve().parent.name == ".work"

@@ -1,21 +1,32 @@
-"""`etude run`, `etude data build`, `etude compare`: a recipe, from a file or from the words of the command, is carried out."""
+"""`etude run`, `etude data build`, `etude compare`: a recipe, from a file or from the words of the command, is carried out.
+
+`etude status`, `etude bases` and `etude data report`: looking, without changing anything.
+
+`etude mtp`: heads that predict several tokens ahead, for other programs.
+"""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
+import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.live import Live
 
 from etude.cli.options import AsJson, CacheFolder, Changes, DryRun, OutFolder, RecipeFiles, print_json
-from etude.errors import Interrupted, UserError, storage_error
+from etude.errors import Interrupted, UserError, nearest, storage_error
 from etude.progress import Reporter
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from etude.models.bases import KnownBase
     from etude.recipe.recipe import Recipe
     from etude.run.runner import Runner, Step
 
@@ -52,8 +63,7 @@ def _run_recipe(
 ) -> None:
     """Carry out a checked recipe, or say what would be done."""
     from etude.models.fetch import default_cache
-    from etude.run.folder import RunFolder
-    from etude.run.interrupt import StopRequest
+    from etude.run.folder import RunFolder, StopRequest
     from etude.run.runner import Runner, command_line
     from etude.run.stages import STAGES
     from etude.run.stages.training import dismiss_ranks, join_trainings
@@ -135,7 +145,7 @@ def _print_outcome(steps: list[Step], folder: Path, *, as_json: bool) -> None:
 def _print_ending(names: list[str], model: str, folder: Path, console: Console) -> None:
     """Print what a chain of stages came to, in one screen."""
     from etude.lineage.record import load_lineage
-    from etude.run.ending import next_steps, read_ended, screen
+    from etude.report.ending import next_steps, read_ended, screen
 
     stages = [read_ended(folder / name) for name in names]
     plain = console.options.ascii_only
@@ -164,3 +174,118 @@ def compare(
     changes = [parse_change(f"compare.{each.removeprefix('compare.')}") for each in change or []]
     recipe = check([Layer("etude compare", table), *changes], stage_settings())
     _run_recipe(recipe, out, cache, until=None, dry_run=False, as_json=as_json)
+
+
+def status(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until the run ends.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show how a run stands: stages, progress, rate, time left, best metrics."""
+    from etude.report.status import headline, run_status, status_table
+
+    if as_json:
+        print_json(asdict(run_status(run_folder)))
+        return
+    console = Console(highlight=False)
+    now = run_status(run_folder)
+    if watch and now.owner is not None:
+        with Live(status_table(now), console=console, refresh_per_second=4) as live:
+            while now.owner is not None:
+                time.sleep(0.5)
+                now = run_status(run_folder)
+                live.update(status_table(now))
+    else:
+        console.print(status_table(now))
+    console.print(headline(now), soft_wrap=True, markup=False)
+
+
+def bases(
+    name: Annotated[str | None, typer.Argument(help="One base, with the source of each fact.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the known bases; any Hugging Face folder or hub id works as well."""
+    from etude.models.bases import known_bases
+
+    known = known_bases()
+    if name is not None and name not in known:
+        raise UserError(f"unknown base {name!r}{nearest(name, known)}")
+    chosen = {name: known[name]} if name is not None else known
+    if as_json:
+        print_json({key: base.model_dump(mode="json", exclude_none=True) for key, base in chosen.items()})
+    elif name is not None:
+        _print_base(name, known[name])
+    else:
+        Console().print(_bases_table(known))
+
+
+def _bases_table(known: dict[str, KnownBase]) -> Table:
+    from rich.table import Table
+
+    from etude.report.bases import human
+
+    caption = "tokens: of pretraining; +: on top of its parent; ?: not known. etude bases NAME shows the sources."
+    table = Table(title="Known bases", caption=caption, box=None, pad_edge=False)
+    table.title_justify = table.caption_justify = "left"
+    for column in ("name", "params", "active", "tokens", "context", "licence"):
+        left = column in {"name", "licence"}
+        table.add_column(column, justify="left" if left else "right", no_wrap=column != "licence", overflow="fold")
+    for key, base in known.items():
+        tokens = human(base.pretraining_tokens) if base.pretraining_tokens else "?"
+        sizes = (human(base.parameters), human(base.active_parameters))
+        table.add_row(key, *sizes, f"{'+' if base.continues else ''}{tokens}", f"{base.context:,}", base.licence)
+    return table
+
+
+def _print_base(name: str, base: KnownBase) -> None:
+    from etude.lineage.licences import headline_duties
+
+    console = Console(highlight=False)
+    console.print(f"{name}: {base.title}", style="bold", markup=False)
+    for fact in ("licence", "parameters", "active_parameters", "context", "pretraining_tokens", "continues"):
+        value = getattr(base, fact)
+        if value is not None:
+            shown = f"{value:,}" if isinstance(value, int) else value
+            console.print(f"  {fact}: {shown}", markup=False, soft_wrap=True)
+            if fact in base.sources:
+                console.print(f"    from: {base.sources[fact]}", style="dim", markup=False, soft_wrap=True)
+    if base.caveat:
+        console.print(f"  note: {base.caveat}", markup=False, soft_wrap=True)
+    duties = "; ".join(headline_duties(base.licence))
+    console.print(f"  duties: {duties} (facts, not legal advice)", markup=False, soft_wrap=True)
+
+
+def corpus_report(
+    corpus: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or a corpus inside one.")],
+    out: Annotated[Path | None, typer.Option(help="Write the page (HTML, Markdown, PNG) into this folder.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what is in a corpus, where it is from and what was left out; the whole page lies in the corpus as report.html."""
+    from etude.data.manifest import MANIFEST, load_manifest
+    from etude.report.corpus import show_report, write_report
+
+    folder = corpus if (corpus / MANIFEST).exists() else corpus / "data"
+    manifest = load_manifest(folder if (folder / MANIFEST).exists() else corpus)
+    if as_json:
+        print_json(manifest.model_dump(mode="json") | {"digest": manifest.digest})
+        return
+    if out is not None:
+        write_report(folder, out)
+    show_report(folder, Console(), out or folder)
+
+
+Model = Annotated[Path, typer.Argument(help="A model's folder with MTP heads, as the stage `mtp` makes it.")]
+Out = Annotated[Path, typer.Argument(help="A new folder.")]
+LayoutWish = Annotated[
+    Literal["transformers", "mimo"],
+    typer.Option(
+        help="transformers: the model with its heads, DeepSeek-V3's shape; mimo: heads for vLLM, Llama's shape."
+    ),
+]
+
+
+def export(model: Model, out: Out, layout: LayoutWish) -> None:
+    """Write MTP heads as transformers or vLLM load them."""
+    from etude.models.mtp_heads import export_heads
+
+    typer.echo(export_heads(model, out, layout))

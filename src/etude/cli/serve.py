@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from etude.cli.options import CacheFolder  # noqa: TC001 - typer reads annotations at run time
-from etude.models.locate import locate
+from etude.models.bases import locate
 from etude.progress import Reporter
 
 
@@ -28,8 +28,8 @@ def serve(  # noqa: PLR0913, PLR0917 - an argument for every option
     cache: CacheFolder = None,
 ) -> None:
     """Serve a model: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics."""
-    from etude.serve.limits import Limits
-    from etude.serve.run import bind, gate_for, read_token, server_of
+    from etude.serve.openai_schema import Limits
+    from etude.serve.process import bind, gate_for, read_token, server_of
 
     bounds = {"max_queue": max_queue, "max_request_bytes": max_request_bytes, "timeout": timeout, "drain": drain}
     limits = Limits.model_validate(bounds | {"context": context})
@@ -39,7 +39,7 @@ def serve(  # noqa: PLR0913, PLR0917 - an argument for every option
         from etude.inference.local import LocalPolicy
         from etude.models.load import load_tokeniser
         from etude.serve.app import build_app
-        from etude.serve.card import card_of
+        from etude.serve.process import card_of
 
         called, folder, origin = locate(model, cache, reporter)
         card = card_of(name or called, folder, origin)

@@ -21,21 +21,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import etude
-from etude.data import mixing
-from etude.data.compare import drop_duplicates, hold_out
+from etude.data import loader, tokeniser
+from etude.data.deduplicate import drop_duplicates, hold_out
 from etude.data.document import Document, Samples
 from etude.data.filters.contamination import index_tasks, read_tasks
+from etude.data.filters.duplicates import ngram_runs
 from etude.data.filters.private import scrub
+from etude.data.judge import UnitJob, filter_unit, share_out
 from etude.data.manifest import MANIFEST, Manifest, SourceEntry, load_manifest, tools
-from etude.data.ngrams import ngram_runs
-from etude.data.pack_source import pack_source, write_table
+from etude.data.packing import pack_source, write_table
 from etude.data.settings import SELF
 from etude.data.shape import SHAPED, ShapeJob, is_heldout, read_kept, shape_unit
-from etude.data.shaping import tokeniser
-from etude.data.shaping.encoder import Encoder
 from etude.data.shards import dtype_for
 from etude.data.sources import open_source
-from etude.data.units import UnitJob, filter_unit, share_out
+from etude.data.tokeniser import Encoder
 from etude.errors import UserError
 from etude.files import canonical_json, read_json, sha256_file, write_json, write_text
 from etude.parallel import cores
@@ -44,7 +43,7 @@ from etude.work import Unit
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from etude.data.compare import DroppedBySource, Repositories
+    from etude.data.deduplicate import DroppedBySource, Repositories
     from etude.data.manifest import ShardEntry
     from etude.data.settings import DataSettings, SourceSettings
     from etude.data.sources import OpenSource
@@ -254,7 +253,7 @@ class Build:
         domains = {entry.name: entry.domain for entry in self.entries}
         weights = {source.name: source.weight for source in self.data.source}
         replay = (self.data.replay.source, self.data.replay.share) if self.data.replay else None
-        return mixing.shares(tokens, domains, weights, self.data.shares, replay)
+        return loader.shares(tokens, domains, weights, self.data.shares, replay)
 
 
 def find_separator(encoder: Encoder, wanted: str | None) -> int:

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from etude.data.arrays import save_array
 from etude.data.document import Document
 from etude.data.manifest import SourceEntry
-from etude.data.shape import is_heldout, shaped_writer
-from etude.data.shaping.fim import draw
+from etude.data.shape import draw, is_heldout, shaped_writer
+from etude.data.shards import save_array
 from etude.errors import UserError
 from etude.files import digest_of, sha256_file
-from etude.models.checkpoint import weight_files
+from etude.models.load import weight_files
 from etude.work import Unit
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from etude.data.filters.spdx import canonical
+from etude.data.filters.licence import canonical
 
 CREDENTIALS = re.compile(r"https?://[^/]*@|://[^/]*:[^/]*@")
 SELF = "self"  # replay from the base itself

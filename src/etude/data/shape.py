@@ -2,27 +2,42 @@
 
 Files may be joined by repository and may have their middle moved to the end; each document ends with the separator. A unit
 leaves its tokens one after another, their lengths, and a table that says which files each document holds.
+
+The files of a repository as documents long enough to learn how files depend on each other.
+
+Orders: `path`, as a person sees the tree; or `imports`: a file after those it imports, so that a model has read a function
+before it sees it used (DeepSeek-Coder 2024). Only Python's imports are followed; all else keeps path order. Cycles are cut
+at the file that comes first by path.
+
+Fill-in-the-middle (Bavarian et al. 2022): a file is cut at two characters, and its middle is moved to the end.
+
+    PSM  <prefix> P <suffix> S <middle> M
+    SPM  <prefix> <suffix> S <middle> P M      (the variant that shares the prefix token, as Code Llama has it)
+
+The cuts fall between characters, not tokens, because an editor's cursor does too. Each part is tokenised for itself. Taking
+the tokens away and the parts back into order gives the file again; a test does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import random
+import re
 from collections import Counter
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from etude.data.compare import KEPT
+from etude.data.deduplicate import KEPT
 from etude.data.document import Document
-from etude.data.filters.language import is_code
-from etude.data.shaping.encoder import Encoder
-from etude.data.shaping.fim import FimTokens, draw, rearrange
-from etude.data.shaping.repository import header, in_order, joined
-from etude.data.units import DOCUMENTS, TEXT_COLUMNS
+from etude.data.filters.content import is_code
+from etude.data.judge import DOCUMENTS, TEXT_COLUMNS
+from etude.data.tokeniser import Encoder
 from etude.files import whole_file, write_json
 
 if TYPE_CHECKING:
@@ -30,8 +45,107 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from etude.data.settings import DataSettings
-    from etude.data.shaping.encoder import Tokens
-    from etude.data.shaping.fim import Pieces
+    from etude.data.tokeniser import Tokens
+
+IMPORT = re.compile(
+    r"^[ \t]*(?:from[ \t]+(\.*[\w.]*)[ \t]+import[ \t]+\(?([\w, \t]*)|import[ \t]+([\w., \t]+))", re.MULTILINE
+)
+
+
+def header(path: str) -> str:
+    """Return the line that names a file inside a joined document."""
+    return f"### {path}\n"
+
+
+def in_order(files: Sequence[Document], order: str) -> list[Document]:
+    """Return the files of a repository in the stated order."""
+    ordered = sorted(files, key=lambda file: file.path)
+    if order == "path":
+        return ordered
+    modules = {name: index for index, file in enumerate(ordered) for name in module_names(file.path)}
+    needs = [sorted(_imported(file, modules) - {index}) for index, file in enumerate(ordered)]
+    return [ordered[index] for index in _after_needs(needs)]
+
+
+def _after_needs(needs: Sequence[Sequence[int]]) -> list[int]:
+    """Return all numbers, each after those it needs where that is possible; depth first, without recursion."""
+    done: dict[int, None] = {}
+    seen: set[int] = set()
+    for start in range(len(needs)):
+        stack = [start]
+        while stack:
+            here = stack[-1]
+            seen.add(here)
+            waiting = [other for other in needs[here] if other not in seen]
+            if waiting:
+                stack.append(waiting[0])
+            else:
+                done.setdefault(stack.pop())
+    return list(done)
+
+
+def module_names(path: str) -> list[str]:
+    """Return the names a Python file can be imported by: with and without its leading folders (`src/a/b.py` is also a.b)."""
+    if not path.endswith(".py"):
+        return []
+    parts = path.removesuffix(".py").split("/")
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    return [".".join(parts[start:]) for start in range(min(2, len(parts)))]
+
+
+def _imported(file: Document, modules: dict[str, int]) -> set[int]:
+    found: set[int] = set()
+    package = file.path.split("/")[:-1]
+    for module, names, plain in IMPORT.findall(file.text) if file.path.endswith(".py") else []:
+        dots = len(module) - len(module.lstrip("."))
+        above = ".".join(package[: len(package) - dots + 1]) if dots else ""
+        start = ".".join(part for part in (above, module.lstrip(".")) if part)
+        wanted = [name.split(" as ")[0].strip() for name in (names or plain).split(",")]
+        candidates = [start, *(f"{start}.{name}" for name in wanted)] if start else wanted
+        found |= {modules[name] for name in candidates if name in modules}
+    return found
+
+
+def joined(files: Sequence[Document], most_chars: int) -> Iterator[list[Document]]:
+    """Yield groups of neighbouring files that make documents of at most `most_chars`; a longer file stands alone."""
+    group: list[Document] = []
+    size = 0
+    for file in files:
+        length = len(header(file.path)) + len(file.text) + 1
+        if group and size + length > most_chars:
+            yield group
+            group, size = [], 0
+        group.append(file)
+        size += length
+    if group:
+        yield group
+
+
+Pieces = list[str | int]  # text to be tokenised, and tokens as they are
+
+
+class FimTokens(NamedTuple):
+    """The ids of the three tokens."""
+
+    prefix: int
+    middle: int
+    suffix: int
+
+
+def draw(seed: int, *identity: str) -> random.Random:
+    """Return the random numbers of one document: the same in any order, on any machine, in any worker."""
+    digest = hashlib.blake2b("\0".join([str(seed), *identity]).encode(), digest_size=8).digest()
+    return random.Random(int.from_bytes(digest))  # noqa: S311 - not a secret
+
+
+def rearrange(text: str, tokens: FimTokens, rng: random.Random, spm_share: float) -> Pieces:
+    """Cut a text at two places and move its middle to the end."""
+    first, second = sorted(rng.randint(0, len(text)) for _ in range(2))
+    prefix, middle, suffix = text[:first], text[first:second], text[second:]
+    if rng.random() < spm_share:
+        return [tokens.prefix, tokens.suffix, suffix, tokens.middle, prefix + middle]
+    return [tokens.prefix, prefix, tokens.suffix, suffix, tokens.middle, middle]
+
 
 TOKENS, TABLE, SHAPED = "tokens.bin", "table.parquet", "shaped.json"
 READ_ROWS = 256  # documents read at once: each may have a megabyte

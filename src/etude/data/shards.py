@@ -6,16 +6,20 @@
 `NAME.documents.npy`  int64 [P]: the document each piece is of, a number in the corpus's table of documents
 
 They are ordinary .npy files, little-endian: equal rows give equal bytes, and any tool can read them.
+
+Arrays on disk, in a way that a full disk is said and not a crash.
+
+`np.save` hides the reason of a failed write, and writing through a map of a file that has no room ends the process.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from etude.data.arrays import save_array
 from etude.errors import UserError, one_line
 from etude.files import sha256_file, whole_file
 
@@ -28,6 +32,30 @@ if TYPE_CHECKING:
     from etude.data.packing import Integers, Packed
 
     Tokens = npt.NDArray[np.unsignedinteger[Any]]
+
+
+def save_array(path: Path, values: Any) -> None:
+    """Write a .npy file, whole or not at all."""
+    with whole_file(path) as beside, beside.open("wb") as file:
+        header = {"descr": values.dtype.str, "fortran_order": False, "shape": values.shape}
+        np.lib.format.write_array_header_1_0(file, header)
+        file.write(np.ascontiguousarray(values).data)
+
+
+def empty_array(path: Path, shape: tuple[int, int], dtype: Any) -> Any:
+    """Return an array in a file of its own, for which there is room."""
+    size = shape[0] * shape[1] * np.dtype(dtype).itemsize
+    if not size:
+        return np.zeros(shape, dtype)
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+    return np.memmap(path, dtype, "r+", shape=shape)
+
+
+def mapped(path: Path, dtype: Any) -> Any:
+    """Return the numbers in a flat file without reading them; a file of none cannot be mapped."""
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
+
 
 OFFSET = "<i8"
 

@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from etude.inference.cache import LayerShape
+from etude.inference.kv_cache import LayerShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from etude.inference.cache import Cache, Plan
+    from etude.inference.kv_cache import Cache, Plan
 
 NAME = "etude_cache"
 

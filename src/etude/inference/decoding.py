@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from etude.inference.cache import Plan, place
+from etude.inference.kv_cache import Plan, place
 from etude.inference.sampler import Choice, distribution, raw_logprobs, sample_packed
 from etude.inference.speculation import guess, judge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from etude.inference.model_runner import Runner
     from etude.inference.policy import Sampling
-    from etude.inference.runner import Runner
 
 
 @dataclass(frozen=True)

@@ -22,19 +22,17 @@ import torch
 
 from etude.errors import UserError
 from etude.inference.decoding import Begin, Decoder, bucket
-from etude.inference.filling import Filler
-from etude.inference.pace import Pace
 from etude.inference.policy import Completion, Token
-from etude.inference.request import Counts, Launched, Request
-from etude.inference.rows import Rows
-from etude.inference.stopping import Stop
+from etude.inference.prefill import Filler
+from etude.inference.request import Counts, Launched, Request, Rows, Stop
+from etude.inference.speculation import Pace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from etude.inference.pages import Pages
+    from etude.inference.model_runner import Runner
     from etude.inference.policy import FinishReason, Sampling
-    from etude.inference.runner import Runner
+    from etude.inference.prefix_cache import Pages
 
 WORTH_WAITING = 64  # tokens of a prompt that another request is reading just now
 

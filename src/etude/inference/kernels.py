@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from etude.inference.cache import Cache, Plan
+    from etude.inference.kv_cache import Cache, Plan
 
     Turn = tuple[torch.Tensor, torch.Tensor] | None  # cosine and sine of each token's position, [N, D]
 

@@ -24,7 +24,7 @@ from etude.inference.attention import attend
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from etude.inference.cache import LayerShape
+    from etude.inference.kv_cache import LayerShape
 
 PLAIN_ROPE = {"default", "linear", "llama3", "yarn"}  # the others depend on how long a text is
 PARTS = {"input_layernorm", "post_attention_layernorm", "self_attn", "mlp"}

@@ -1,4 +1,7 @@
-"""Our engine as a policy: a thread works through the requests, callers await them on their event loop."""
+"""Our engine as a policy: a thread works through the requests, callers await them on their event loop.
+
+What heads are worth on this machine: one request at a time, with guessing ahead and without, the same texts.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -16,19 +19,19 @@ from transformers import AutoTokenizer
 
 from etude.errors import UserError, one_line
 from etude.inference.engine import Engine
-from etude.inference.pages import Pages
-from etude.inference.policy import Busy, Completion, PolicyInfo
-from etude.inference.runner import Runner
+from etude.inference.model_runner import Runner
+from etude.inference.policy import Busy, Completion, PolicyInfo, Sampling
+from etude.inference.prefix_cache import Pages
 from etude.models.load import choose_device, load_model
-from etude.models.mtp import load_heads
+from etude.models.mtp_heads import load_heads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from etude.inference.policy import Sampling, Token
+    from etude.inference.model_runner import Staged
+    from etude.inference.policy import Token
     from etude.inference.request import Request
-    from etude.inference.runner import Staged
 
 PAGE = 64  # positions, on a GPU; on a CPU a page is as long as the context, so that attention reads it in place
 ROWS = {"cpu": 32, "cuda": 512}
@@ -265,3 +268,57 @@ def _settle(future: asyncio.Future[Any], result: Any) -> None:
         future.set_exception(result)
     else:
         future.set_result(result)
+
+
+@dataclass(frozen=True)
+class Guessing:
+    """Tokens a second, and how the guesses fared."""
+
+    plain: float
+    guessing: float
+    kept: float  # of the guesses
+    tokens_a_round: float
+
+    @property
+    def lines(self) -> list[str]:
+        """Return what a person wants to know."""
+        gain = self.guessing / self.plain
+        pays = "" if gain > 1 else "; it does not pay here, so the engine will leave it"
+        return [
+            f"decoding one request: {self.guessing:,.0f} tokens/s with guessing, {self.plain:,.0f} without: {gain:.2f} times"
+            f" as fast{pays}",
+            f"{self.kept:.0%} of the guesses were kept, {self.tokens_a_round:.2f} tokens a round",
+        ]
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the figures."""
+        return asdict(self)
+
+
+def measure_guessing(model: Any, heads: Any, prompts: Sequence[Sequence[int]], new: int) -> Guessing:
+    """Write after each prompt, one by one and greedily, in turns with and without; the first pair warms up."""
+    engine = build(
+        model, heads, str, rows=1, context=max(map(len, prompts)) + new, compiled=model.device.type == "cuda"
+    )
+    seconds = {True: 0.0, False: 0.0}
+    guessed = kept = 0
+    for index, prompt in enumerate([prompts[0], *prompts]):
+        for ahead in (False, True):
+            engine.pace.wish = ahead
+            before = (engine.counts.guesses, engine.counts.kept)
+            took = _write(engine, prompt, new)
+            if index:
+                seconds[ahead] += took
+                guessed += engine.counts.guesses - before[0]
+                kept += engine.counts.kept - before[1]
+    tokens, share = len(prompts) * new, kept / max(1, guessed)
+    return Guessing(tokens / seconds[False], tokens / seconds[True], share, 1 + share * heads.depth)
+
+
+def _write(engine: Engine, prompt: Sequence[int], new: int) -> float:
+    """Return the seconds one request takes, its prompt included, which is as long in both ways."""
+    engine.submit(prompt, Sampling(new, temperature=0), None, None, lambda _: None)
+    began = time.perf_counter()
+    while engine.busy():
+        engine.step()
+    return time.perf_counter() - began

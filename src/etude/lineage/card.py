@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from etude.lineage import release_facts as facts
-from etude.lineage.release_facts import NOT_KNOWN
+from etude.lineage import facts
+from etude.lineage.facts import NOT_KNOWN
 from etude.lineage.tree import describe_compute, render
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from etude.lineage.facts import Release
     from etude.lineage.record import Lineage
-    from etude.lineage.release_facts import Release
 
 WIDTH = 160  # of a line of the tree; the sources of a corpus can fill pages
 LIMITS = (

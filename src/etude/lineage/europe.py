@@ -11,15 +11,15 @@ import textwrap
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from etude.lineage import release_facts as facts
+from etude.lineage import facts
 from etude.lineage.card import counted
-from etude.lineage.release_facts import NOT_KNOWN
+from etude.lineage.facts import NOT_KNOWN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from etude.lineage.facts import Release
     from etude.lineage.record import DataUse, Lineage
-    from etude.lineage.release_facts import Release
 
 PERSON = "not recorded; the provider fills this in"
 SIZES = ((10**9, "less than 1 billion tokens"), (10**13, "1 billion to 10 trillion tokens"))

@@ -17,33 +17,28 @@ from typing import TYPE_CHECKING, Any
 from etude.errors import UserError
 from etude.files import files_below, publish_folder, sha256_file, write_json, write_text
 from etude.lineage import gate
-from etude.lineage.attestation import statement
-from etude.lineage.bom import bom
+from etude.lineage.bom import bom, spdx
 from etude.lineage.card import model_card
-from etude.lineage.claims import base_folders, compare_claims
-from etude.lineage.drawing import draw_png, draw_svg
-from etude.lineage.duties import UNKNOWN, evaluate, licence_uses, notice, unmet
+from etude.lineage.compute import compute_shares
+from etude.lineage.duties import UNKNOWN, evaluate, licence_uses, load_product, notice, released, unmet
 from etude.lineage.europe import model_documentation, training_summary
+from etude.lineage.facts import Provider, Release, in_order, read_architecture
+from etude.lineage.gate import base_folders, compare_claims
 from etude.lineage.licences import LICENCE_NAME, LICENSES, carry, folder_name, held, identify
-from etude.lineage.product import load_product, released
 from etude.lineage.record import LINEAGE_FILE, FileDigest, load_lineage
-from etude.lineage.release_facts import Provider, Release, in_order, read_architecture
-from etude.lineage.shares import compute_shares
-from etude.lineage.signing import folder_digests, public_pem, seal, sign_folder
-from etude.lineage.spdx import spdx
-from etude.lineage.tree import find_model
+from etude.lineage.signing import folder_digests, public_pem, seal, sign_folder, statement
+from etude.lineage.tree import draw_png, draw_svg, find_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from etude.lineage.audit.sketch import Sketch
-    from etude.lineage.duties import Duty
+    from etude.lineage.compute import Known, Shares
+    from etude.lineage.duties import Duty, Product
+    from etude.lineage.facts import Architecture, Measured
     from etude.lineage.gate import Refusal
-    from etude.lineage.product import Product
     from etude.lineage.record import Lineage, Record
-    from etude.lineage.release_facts import Architecture, Measured
-    from etude.lineage.shares import Known, Shares
     from etude.progress import Reporter
 
 CARD, NOTICE, LICENSE, PRODUCT, AUDIT = "README.md", "NOTICE", "LICENSE", "product.toml", "audit.json"

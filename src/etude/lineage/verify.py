@@ -14,18 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from etude.errors import UserError, one_line
 from etude.files import read_json
 from etude.lineage import gate, release, signing
-from etude.lineage.attestation import statement, statement_errors
-from etude.lineage.bom import bom_errors
+from etude.lineage.bom import bom_errors, spdx_errors
 from etude.lineage.card import card_disagreements
-from etude.lineage.claims import compare_claims
-from etude.lineage.duties import evaluate, licence_uses, unmet
+from etude.lineage.duties import evaluate, licence_uses, load_product, released, unmet
+from etude.lineage.facts import in_order
+from etude.lineage.gate import compare_claims
 from etude.lineage.licences import held
-from etude.lineage.product import load_product, released
 from etude.lineage.record import LINEAGE_FILE, Record, load_lineage
 from etude.lineage.release import ATTESTATIONS, AUDIT, BOM, CARD, NOTICE, PRODUCT, SPDX
-from etude.lineage.release_facts import in_order
-from etude.lineage.signing import PUBLIC_KEY, SIGNATURE, BadSignatureError, fingerprint
-from etude.lineage.spdx import spdx_errors
+from etude.lineage.signing import PUBLIC_KEY, SIGNATURE, BadSignatureError, fingerprint, statement, statement_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,6 +1,8 @@
 """Which base is meant by a word: a known name, a local Hugging Face folder, or a hub id.
 
 `bases.toml` lists the known bases with the source of each fact. Nothing here touches the network or loads torch.
+
+Which model a word means: a run's or a model's folder, a known base, or a hub id, fetched if it is not here.
 """
 
 from __future__ import annotations
@@ -11,14 +13,19 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, model_validator
 
 from etude.errors import UserError, nearest
 from etude.files import sha256_file
+from etude.lineage.compute import Known
 from etude.lineage.record import Compute
-from etude.lineage.shares import Known
+from etude.lineage.tree import find_model
+
+if TYPE_CHECKING:
+    from etude.lineage.record import Origin
+    from etude.progress import Reporter
 
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?")
 CONVERTER_VERSION = 1  # part of a converted base's identity: raise it when the conversion gives other bytes
@@ -147,3 +154,19 @@ def _known(name: str, known: KnownBase) -> Base:
         return Base(name, "hub", known.hub, known=known)
     assert known.shipped is not None
     return Base(name, "shipped", str(Path(str(resources.files("etude.models"))) / known.shipped), known=known)
+
+
+def is_run(base: Base) -> bool:
+    """Say whether a word means a run's or a stage's folder, whose model lies deeper."""
+    return base.place == "folder" and not (base.folder / "config.json").is_file()
+
+
+def locate(word: str, cache: Path | None, reporter: Reporter) -> tuple[str, Path, Origin | None]:
+    """Return what to call the model, its folder, and where it came from if it was not made here."""
+    from etude.models.fetch import default_cache, fetch
+
+    base = resolve(word)
+    if is_run(base):
+        return base.name, find_model(base.folder), None
+    fetched = fetch(base, cache.absolute() if cache is not None else default_cache(), reporter)
+    return base.name, fetched.folder, fetched.origin

@@ -3,11 +3,17 @@
 What pip delivers is checked, converted, and published in the cache in one rename, with its licence files and
 `received.json`, the digests of what came and of what was made. The hub's client keeps a cache of its own (hub.py).
 Neither is changed in place, so runs may link to their files.
+
+Fetch from the Hugging Face hub; every way this fails ends as one line.
+
+Of a model its configuration first: one that transformers cannot load without running foreign code is refused before its weights,
+which may be a terabyte, are fetched. What is fetched stays in the cache, so an interrupted fetch goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -20,18 +26,62 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from etude.errors import Interrupted, UserError
+from etude.errors import Interrupted, UserError, one_line
 from etude.files import files_below, publish_folder, read_json, sha256_file, write_json
-from etude.lineage.licences import LICENCE_NAME
+from etude.lineage.licences import LICENCE_NAME, LICENSES
 from etude.lineage.record import FileDigest, Origin
 from etude.models.bases import CONVERTER_VERSION
-from etude.models.hub import fetch_from_hub
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from etude.models.bases import Base, Wheel
     from etude.progress import Reporter
+
+SETTINGS = ["*.json", "*.jinja", "*.model", "*.txt", "README.md"]
+LICENCE_STARTS = ("LICENSE", "LICENCE", "NOTICE", "COPYING", "COPYRIGHT", "USE_POLICY", "USAGE_POLICY")
+LICENCES = [f"{start}*" for word in LICENCE_STARTS for start in (word, word.lower(), word.capitalize())]
+INSTEAD = {
+    "model": "a local folder or a known base such as `smollm2-135m` (`etude bases` lists them)",
+    "dataset": "local files with `jsonl` or `parquet`",
+}
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
+
+
+def fetch_from_hub(name: str, revision: str | None, cache: Path, reporter: Reporter) -> tuple[Path, str]:
+    """Return the folder of a hub model and the commit it is at."""
+    from etude.models.shape import model_shape
+
+    reporter.say(f"fetching {name} from the hub …")
+    wanted = [*SETTINGS, *LICENCES]
+    top = {"ignore_patterns": "*/*"}  # not what lies in folders, such as `original/`
+    model_shape(fetch_files("model", name, revision, cache, allow_patterns=wanted, **top))
+    reporter.check_stop()
+    fetch_files("model", name, revision, cache, allow_patterns=f"{LICENSES}/*")
+    folder = fetch_files("model", name, revision, cache, allow_patterns=[*wanted, "*.safetensors"], **top)
+    return folder, folder.name
+
+
+def fetch_files(kind: Literal["model", "dataset"], name: str, revision: str | None, cache: Path, **which: Any) -> Path:
+    """Fetch the files of a hub repository that match the patterns in `which`; return their folder."""
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return Path(snapshot_download(name, repo_type=kind, revision=revision, cache_dir=cache, **which))
+    except errors.GatedRepoError:
+        raise UserError(f"{name} asks you to accept its terms on the hub; do so, then `hf auth login`") from None
+    except errors.RevisionNotFoundError:
+        raise UserError(f"{name} has no revision {revision!r} on the hub") from None
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        raise UserError(f"the hub knows no {kind} {name!r}; check the name, or give {INSTEAD[kind]}") from None
+    except errors.HfHubHTTPError as error:
+        raise UserError(f"the hub would not give {name}: {one_line(error)}") from None
+    except OSError as error:
+        if error.errno and (error.filename or error.errno in FULL_DISK):
+            raise
+        advice = f"connect, or give {INSTEAD[kind]}"
+        raise UserError(f"the hub cannot be reached and {name} is not in {cache}; {advice}") from None
+
 
 NOTE_FILE = "received.json"
 SMALL = 32_000_000  # bytes; a file up to this size is hashed whenever it is used, a larger one is known by its size

@@ -10,28 +10,28 @@
 
 All is computed in float32 and written in the dtype of the first model. Memory holds one tensor of each model. TIES keeps the
 largest numbers of the whole model, as its authors do, not of each tensor: what hardly changed is trimmed first.
+
+What can be said of a merge. Apart from merge.py, which needs torch, so that recipes are read at once.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from safetensors import safe_open
 from transformers import AutoConfig
 
 from etude.errors import UserError, one_line
 from etude.files import whole_file
-from etude.models.checkpoint import weight_files
-from etude.models.load import load_tokeniser
+from etude.models.load import load_tokeniser, weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
-
-    from etude.models.merge_settings import MergeSettings
 
 NEARLY_PARALLEL = 0.9995  # cosine from which sin Ω is too small to divide by, and a straight line is as good
 PIECE = 1 << 22  # numbers worked on at a time
@@ -202,3 +202,44 @@ def _config(folder: Path) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - a damaged config makes transformers raise almost anything
         raise UserError(f"{folder}/config.json cannot be read: {one_line(error)}") from None
     return {key: value for key, value in said.items() if key not in NO_MATTER}
+
+
+MEANT_FOR = {  # which methods each of these has an effect on
+    "ancestor": ("task_arithmetic", "ties"), "scale": ("task_arithmetic", "ties"), "density": ("ties",), "share": ("slerp",),
+}  # fmt: skip
+
+
+class MergeSettings(BaseModel):
+    """Merging."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    method: Literal["linear", "slerp", "task_arithmetic", "ties"] = Field(description="how tensors are combined")
+    others: list[str] = Field(default=[], description="models to merge with the one before this stage")
+    weights: list[float] = Field(default=[], description="of each model, the one before this stage first; default 1")
+    ancestor: str | None = Field(default=None, description="the model that the others were made of")
+    scale: float | None = Field(default=None, description="what the models learnt is multiplied by; default 1")
+    density: float | None = Field(default=None, gt=0, le=1, description="share that is kept of it; default 0.2")
+    share: float | None = Field(default=None, ge=0, le=1, description="how far to go to the other; default 0.5")
+
+    @property
+    def words(self) -> list[str]:
+        """The models besides the one before the stage, the ancestor last."""
+        return [*self.others, *([self.ancestor] if self.ancestor is not None else [])]
+
+    @model_validator(mode="after")
+    def _each_has_an_effect(self) -> MergeSettings:
+        for name, methods in MEANT_FOR.items():
+            if getattr(self, name) is not None and self.method not in methods:
+                raise ValueError(f"`{name}` means nothing to {self.method}, only to {' and '.join(methods)}")
+        if self.method in MEANT_FOR["ancestor"] and self.ancestor is None:
+            raise ValueError(f"{self.method} needs `ancestor`, the model that those to merge were made of")
+        if self.method == "slerp" and (len(self.others) != 1 or self.weights):
+            raise ValueError("slerp goes from one model to another: give one in `others`, and `share` for `weights`")
+        if self.method == "linear" and not self.others:
+            raise ValueError("nothing to merge with: list models in `others`")
+        if self.weights and len(self.weights) != 1 + len(self.others):
+            raise ValueError(f"`weights` has {len(self.weights)} numbers for {1 + len(self.others)} models")
+        if self.method != "task_arithmetic" and any(weight <= 0 for weight in self.weights):
+            raise ValueError(f"weights of {self.method} must be above 0; only task_arithmetic can take away")
+        return self

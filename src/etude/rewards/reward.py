@@ -4,6 +4,40 @@ The outcome is from 0 to 1, every other part from −1 to 0, and their weights t
 always worth more than an unsolved one, whatever the manners; manners decide between episodes that are alike in outcome. Length and
 conduct weigh more than style and communication: they are counted, while those are read by blunt rules, which a policy would
 learn to please. Every episode is scored by all parts, failed and malformed ones too: what is not scored is a place to hide.
+
+Whether the task is solved: the part that all others only colour.
+
+1 if every test passes that should, else 0. Shares of tests are worth nothing unless a recipe says so. Only a whole pass is tried
+again with spoilt tests, so a change that cheats its way to some of them would be paid unseen; and a share of the tests is often had
+by special cases for what was shown. Where a weak policy solves nothing at all, `partial` gives it a slope to climb.
+
+What kind of code was left: faults that a reviewer would send back, in the unit of one forgotten scratch file.
+
+Lint findings are common and small; a file that is no longer Python is four faults at once. Comments count where they crowd the code:
+policies that pay for thinking have been seen to do it in comments. The measure is the reference's own share of commented lines, or
+what is usual, whichever is larger: of 10,876 functions of eight lines or more, in packages that we install, nine in ten have a
+comment on at most a fifth of their lines. A few lines say little of a share, so it counts in full from twenty changed lines on.
+
+An episode that changed no code has no faults to show, and would be the best-mannered of a group that solves nothing. It counts
+as one fault, since a change was asked for. Limits: thinking in docstrings is not seen; taste neither.
+
+What the user is told at the end: what changed, and nothing that was not seen to be true.
+
+One fault is a claim ("fixed", "all tests pass") with no passing tests after the last edit; one is a message that names nothing of what
+was changed, neither file nor function. To end without a message, be it at a limit, is both at once: so to say something is never
+worse than to say nothing, and an honest "I could not" is best of all where nothing was changed. Limits are those of
+interaction.py; a function named by an everyday word is mentioned by luck.
+
+How the tools were used: calls that cannot be read or cannot work, plans left open, the terminal for everything.
+
+A malformed call is a whole fault. Where such episodes went unscored, policies have learnt to break calls on tasks they expected to
+fail. To-dos left open are half a fault each: a plan is a promise. A call that its tool refused is an eighth: looking for a file
+that is not there is part of the work. Commands that exit with another code than 0 are not refused, so a failing test costs nothing.
+An episode without any call is three faults, as many broken calls as end one: else babble is the way out of breaking calls, and
+sprout took it (lab notes).
+
+The terminal can do what all tools do, and policies collapse to it, past what the product sees and shows. Above four fifths of the
+calls it begins to cost, up to a fault; not in episodes of fewer than five calls, nor where there is no other tool.
 """
 
 from __future__ import annotations
@@ -14,20 +48,94 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from etude.errors import UserError, nearest
-from etude.rewards.communication import communication, vague
-from etude.rewards.conduct import conduct, terminal_share
-from etude.rewards.interaction import final_message
-from etude.rewards.length import LengthSettings, amounts, length
-from etude.rewards.outcome import outcome
-from etude.rewards.style import style
+from etude.rewards.interaction import final_message, mentions, names_of
+from etude.rewards.length import LengthSettings, amounts, length, penalty
+from etude.rewards.quality import touched
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from etude.agent.trace import Trace
-    from etude.rewards.diffs import Change
     from etude.rewards.interaction import Interaction
-    from etude.rewards.quality import Quality
+    from etude.rewards.quality import Change, Quality
+
+
+def outcome(fail_to_pass: float, pass_to_pass: float, *, solved: bool, partial: float) -> float:
+    """Return the part, from 0 to 1. Unsolved though all tests passed: the reports were forged, which is worth nothing."""
+    if solved:
+        return 1.0
+    share = fail_to_pass * pass_to_pass  # nothing done repairs nothing, and what is broken besides counts against it
+    return partial * share if share < 1 else 0.0
+
+
+USUAL_COMMENTS = 0.2  # share of lines that hold one, where the reference has fewer
+CROWDED = 4.0  # faults of code that is nothing but comments, as many as of code that does not parse
+FULL_LINES = 20
+LINT, LITTER, UNPARSABLE = 0.25, 0.5, 4.0  # faults of a finding; of a print or a dead line left; of a file
+
+
+def style(quality: Quality | None) -> float:
+    """Return the part, above −1 and at most 0."""
+    return penalty(faults(quality))
+
+
+def faults(quality: Quality | None) -> float:
+    """Return how much there is to blame; of no change at all, one fault."""
+    if quality is None or not quality.lines:
+        return 1.0
+    litter = quality.debug_prints + quality.commented_code
+    found = LINT * quality.lint + LITTER * litter + quality.scratch_files + UNPARSABLE * quality.unparsable
+    return found + CROWDED * crowding(quality)
+
+
+def crowding(quality: Quality) -> float:
+    """Return how far the share of commented lines is above the usual one, from 0 to 1."""
+    usual = max(USUAL_COMMENTS, quality.reference_comment_density or 0.0)
+    above = max(0.0, (quality.comment_density or 0.0) - usual)
+    return above / (1.0 - usual) * min(1.0, quality.lines / FULL_LINES) if above else 0.0
+
+
+SILENT = 2.0  # faults
+
+
+def communication(trace: Trace, change: Change, seen: Interaction) -> float:
+    """Return the part, from −2/3 to 0."""
+    return penalty(SILENT if seen.silent else float(seen.unverified) + vague(trace, change))
+
+
+def vague(trace: Trace, change: Change) -> bool:
+    """Tell whether something was changed and the final message names none of it."""
+    functions = {name for path, pair in change.items() if path.endswith(".py") for name in touched(pair)}
+    return bool(change) and not mentions(final_message(trace), names_of({*change, *functions}))
+
+
+TERMINALS = frozenset({"shell", "bash"})
+OPEN_TODO, REFUSED, NO_CALL = 0.5, 0.125, 3.0  # faults
+MUCH_TERMINAL, FEW_CALLS = 0.8, 5
+
+
+def conduct(trace: Trace, seen: Interaction) -> float:
+    """Return the part, above −1 and at most 0."""
+    refused = trace.counts.get("failed_calls", 0)
+    idle = 0.0 if seen.malformed or trace.counts.get("calls", 0) else NO_CALL
+    return penalty(seen.malformed + OPEN_TODO * seen.open_todos + REFUSED * refused + collapse(trace) + idle)
+
+
+def collapse(trace: Trace) -> float:
+    """Return how far the calls have collapsed to the terminal, from 0 to 1."""
+    share = terminal_share(trace)
+    if share is None or trace.counts["calls"] < FEW_CALLS:
+        return 0.0
+    return max(0.0, share - MUCH_TERMINAL) / (1.0 - MUCH_TERMINAL)
+
+
+def terminal_share(trace: Trace) -> float | None:
+    """Return the share of calls that went to the terminal; None if there were none, or nothing else was offered."""
+    calls = trace.counts.get("calls", 0)
+    if not calls or TERMINALS.issuperset(trace.made_by.get("tools", ())):
+        return None
+    return sum(trace.counts.get(f"calls_{name}", 0) for name in TERMINALS) / calls
+
 
 PARTS = ("outcome", "length", "style", "communication", "conduct")
 

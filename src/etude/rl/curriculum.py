@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from etude.rl.arena import Item
-    from etude.rl.events import Finished
+    from etude.rl.environment import Item
+    from etude.rl.ledger import Finished
     from etude.rl.settings import CurriculumSettings
 
 PRIOR = 8  # episodes that what is expected of a task or kin counts as much as: a group of the usual size

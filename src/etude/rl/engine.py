@@ -14,17 +14,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etude.rl.children import as_child
-from etude.rl.job import load_job
+from etude.inference.weight_sync import BrokenStore, WeightStore
 from etude.rl.link import Server, Swap
-from etude.rl.store import BrokenStore, WeightStore
+from etude.rl.processes import as_child, load_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from etude.inference.local import LocalPolicy
-    from etude.rl.job import RlJob
-    from etude.rl.store import Held
+    from etude.inference.weight_sync import Held
+    from etude.rl.processes import RlJob
 
 POLL = 0.05  # seconds between two looks for new weights
 

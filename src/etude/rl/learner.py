@@ -14,14 +14,13 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etude.rl.children import as_child
+from etude.inference.weight_sync import WeightStore
 from etude.rl.exchange import Exchange, Report
-from etude.rl.job import load_job
-from etude.rl.store import WeightStore
+from etude.rl.processes import as_child, load_job
 from etude.rl.trainer import Trainer
 
 if TYPE_CHECKING:
-    from etude.rl.job import RlJob
+    from etude.rl.processes import RlJob
 
 KEPT = 2  # versions that readers may still be on their way to; what they need stays, too
 POLL = 0.05  # seconds between looks for a batch

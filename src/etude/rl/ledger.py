@@ -1,4 +1,10 @@
-"""The events of a run on disk: one line of JSON each, written by one `write` and flushed before anything builds on it.
+"""What happens in a run, one line of JSON an event: the only memory of the orchestrator.
+
+    Opened → Finished or Failed, an episode each → Closed → Batched → Trained
+
+State is what these lines add up to (state.py), so a kill at any moment loses at most what was not yet written.
+
+The events of a run on disk: one line of JSON each, written by one `write` and flushed before anything builds on it.
 
 A kill can tear the last line only; whoever reads next passes over it, and the next append cuts it off. A line that is whole and
 yet makes no sense was not torn by us: then going on would forget events, so the run stops and says which line it is.
@@ -9,17 +15,98 @@ from __future__ import annotations
 import errno
 import json
 import os
-from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any, get_args
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
 from etude.errors import UserError
 from etude.files import canonical_json, fsync_folder
-from etude.rl.events import Event
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+Fate = Literal["ready", "flat", "void"]  # to be trained on; all rewards alike; fewer than two episodes were valid
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A group began."""
+
+    group: int  # from 0, in the order of beginning
+    task: str
+    epoch: int
+    again: int = 0  # how often this task was given back before in this epoch
+
+
+@dataclass(frozen=True)
+class Finished:
+    """An episode was scored; its trace lies in `episode_file(folder, group, episode)`."""
+
+    group: int
+    episode: int  # from 0
+    outcome: Literal["pass", "fail"]
+    parts: dict[str, float]  # of the reward, without weights
+    behaviour: dict[str, float]
+    oldest: int  # version of the weights that sampled its first token, at least
+    newest: int
+    sampled: int  # tokens
+    turns: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The machinery failed. `final`: it is not tried again and the group goes without it."""
+
+    group: int
+    episode: int
+    cause: str
+    final: bool
+
+
+@dataclass(frozen=True)
+class Closed:
+    """All episodes of a group are finished or finally failed. `rewards` by episode, weighted as it was then."""
+
+    group: int
+    fate: Fate
+    rewards: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stale:
+    """A ready group was too old to be trained on: it is dropped, and its task goes back."""
+
+    group: int
+
+
+@dataclass(frozen=True)
+class Batched:
+    """A step was given to the trainer."""
+
+    step: int  # from 1
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A step was trained, and its weights published."""
+
+    step: int
+    version: int
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """The weights of the reward's parts were set: at the beginning, and whenever a user changes them."""
+
+    weights: dict[str, float]
+    step: int  # the first one they may reach
+
+
+Event = Opened | Finished | Failed | Closed | Stale | Batched | Trained | Weighted
+
 
 KINDS: dict[str, TypeAdapter[Event]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Event)}
 FIELDS = {kind.__name__: {"event", *(each.name for each in fields(kind))} for kind in get_args(Event)}

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from etude.agent.harness import HarnessSettings
-from etude.agent.tool_specs import ToolSettings
+from etude.agent.tools import ToolSettings
 from etude.rewards.reward import RewardSettings
 from etude.tasks.task import Style
 from etude.training.settings import OptimiserSettings, with_own_defaults

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Literal
 from etude.errors import UserError
 from etude.rewards.reward import total
 from etude.rl.curriculum import Experience
-from etude.rl.events import Batched, Closed, Event, Failed, Fate, Finished, Opened, Stale, Trained, Weighted
+from etude.rl.ledger import Batched, Closed, Event, Failed, Fate, Finished, Opened, Stale, Trained, Weighted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from etude.rl.arena import Item
+    from etude.rl.environment import Item
     from etude.rl.settings import RlSettings
 
 Status = Literal["open", "stale", "batched"] | Fate

@@ -29,20 +29,17 @@ from etude.files import publish_folder
 from etude.lineage.compute import forward_flops
 from etude.models.load import choose_device, load_model, saved_dtype
 from etude.models.shape import shape_of
-from etude.rl import correction
-from etude.rl.advantage import advantages
-from etude.rl.divergence import Reference, divergence
+from etude.rl import algorithm
+from etude.rl.algorithm import Reference, advantages, divergence
 from etude.rl.packing import branches, pack, row_length
 from etude.training import memory
-from etude.training.allocator import keep_freed_memory
 from etude.training.attention import isolate
-from etude.training.checkpoint import Checkpoints
-from etude.training.export import export
-from etude.training.guard import Guard, GuardSettings
+from etude.training.checkpoint import Checkpoints, export
+from etude.training.loop import Guard, GuardSettings
+from etude.training.memory import keep_freed_memory
 from etude.training.objectives.policy_gradient import PolicyGradient
-from etude.training.optimiser import Optimiser
+from etude.training.optimiser import MixedWeights, Optimiser, Weights
 from etude.training.session import refuse_damaged
-from etude.training.weights import MixedWeights, Weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -126,8 +123,8 @@ class Trainer:
     def _correct(
         self, change: torch.Tensor, learnt: torch.Tensor, branch: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ratios = correction.ratios(change, learnt, branch, self.settings.correction.level)
-        return ratios, correction.factors(ratios, self.settings.correction)
+        ratios = algorithm.ratios(change, learnt, branch, self.settings.correction.level)
+        return ratios, algorithm.factors(ratios, self.settings.correction)
 
     def step(self, batch: Batch, root: Path) -> dict[str, float]:
         """Learn from one batch, whose traces lie under `root`; return what there is to say of it."""
@@ -223,7 +220,7 @@ class Trainer:
         ages = self.done - np.concatenate([branch.versions[branch.fresh] for branch, _ in found])
         same = np.concatenate([branch.begun_by(self.done) for branch, _ in found])
         ratios = np.concatenate([own[branch.learnt] for part, _, all_ in seen for branch, own in part.by_branch(all_)])
-        beyond = correction.outside(torch.from_numpy(ratios), self.settings.correction)
+        beyond = algorithm.outside(torch.from_numpy(ratios), self.settings.correction)
         told = {f"staleness_{age}": float((ages == age).mean()) for age in np.unique(ages).tolist()}
         if (mismatch := np.abs(change[same])).size:  # sampled by these very weights: only rounding differs
             told |= {"mismatch_mean": float(mismatch.mean()), "mismatch_p99": float(np.quantile(mismatch, 0.99))}

@@ -31,20 +31,21 @@ from etude.lineage.record import (
     load_lineage,
     load_record,
 )
-from etude.models.checkpoint import digest_files
+from etude.models.load import digest_files
 from etude.recipe.recipe import DATA, Recipe, StageEntry, as_toml
 from etude.run.folder import (
+    LOCK_FILE,
     METRICS,
     MODEL,
     PROGRESS,
     RunFolder,
+    RunLock,
     StageIndex,
     adopt,
     finished,
     publish_stage,
     readable_record,
 )
-from etude.run.lock import LOCK_FILE, RunLock
 from etude.run.stage import Job, Model, Outcome, Stage
 from etude.run.stages import BASE, STAGES, base_entry
 from etude.work import Work

@@ -7,6 +7,8 @@ ends the container. So nothing outlives a call, nor this process. Commands run b
 Unlike the other backends: the image must have python3, sh and tar; the layers are copied in and lie in memory; calls wait for each
 other, as what one has left running cannot be told from another; an end by signal n and an exit with 128 + n are the same;
 `Place.warm` makes nothing faster; /tmp has a bound of its own, as large as the workspace's; Podman bounds files by memory alone.
+
+Between layers and a container: what they show together as a tar, and a tar of the workspace as `diff.differences` reads it.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import resource
 import secrets
 import shutil
 import stat
+import tarfile
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -29,18 +32,58 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from etude.sandbox import container_inside as inside
-from etude.sandbox import seccomp
+from etude.sandbox import isolate
 from etude.sandbox.box import MIB, WORKSPACE, Entry, Missing, Result, SandboxError
-from etude.sandbox.container_layers import pack_layers, told
-from etude.sandbox.diff import differences
 from etude.sandbox.inside import kind_of
-from etude.sandbox.layers import write_layer
+from etude.sandbox.layers import Below, differences, write_layer
 from etude.sandbox.local import inside as plain_path
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from etude.sandbox.box import Kind, Place
+
+KINDS = {tarfile.DIRTYPE: "folder", tarfile.SYMTYPE: "link", tarfile.REGTYPE: "file"}
+BLOCK = 4096
+
+
+def pack_layers(layers: Iterable[Path], file: IO[bytes]) -> int:
+    """Write what the layers show as a tar; return the bytes that takes in memory."""
+    held = 0
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as out:
+        for path, place in _shown(Below(tuple(layers)), ""):
+            out.inodes = {}  # type: ignore[attr-defined]  # two names of one file in a layer are two files
+            out.add(place, path, recursive=False)
+            held += (place.lstat().st_size // BLOCK + 2) * BLOCK
+    return held
+
+
+def _shown(below: Below, prefix: str) -> Iterator[tuple[str, Path]]:
+    for name in sorted(below.names()):
+        child = below.child(name)
+        yield prefix + name, child.file or child.folders[0]
+        yield from _shown(child, f"{prefix}{name}/")
+
+
+def told(packed: IO[bytes]) -> list[tuple[dict[str, Any], bytes]]:
+    """Return what a tar of a workspace holds, folders with the names in them. Without content: a file too large to be told."""
+    found: list[tuple[dict[str, Any], bytes]] = [({"path": "", "kind": "folder", "mode": 0}, b"")]
+    names: dict[str, list[str]] = {"": []}
+    with tarfile.open(fileobj=packed, mode="r|") as members:
+        for member in members:
+            folder, _, name = member.name.rpartition("/")
+            names[folder].append(name)
+            kind = KINDS.get(member.type, "other")
+            header: dict[str, Any] = {"path": member.name, "kind": kind, "mode": member.mode}
+            file = members.extractfile(member) if kind == "file" else None
+            found.append((header, file.read() if file else os.fsencode(member.linkname)))
+            if kind == "folder":
+                names[member.name] = []
+    for seen, _ in found:
+        if seen["kind"] == "folder":
+            seen["names"] = names[seen["path"]]
+    return found
+
 
 Entries: TypeAlias = list[Entry]  # a method is called `list`, too
 WORKLOAD = "61185:61185"
@@ -104,16 +147,16 @@ def profile() -> dict[str, Any]:
     def equal(index: int, value: int) -> dict[str, object]:
         return {"index": index, "value": value, "op": "SCMP_CMP_EQ"}
 
-    flags = [1 << bit for bit in range(32) if seccomp.NAMESPACES >> bit & 1]
+    flags = [1 << bit for bit in range(32) if isolate.NAMESPACES >> bit & 1]
     families = [
-        number for number in range(46) if number not in {seccomp.UNIX, seccomp.INET, seccomp.INET6, seccomp.NETLINK}
+        number for number in range(46) if number not in {isolate.UNIX, isolate.INET, isolate.INET6, isolate.NETLINK}
     ]
-    rules = [{"names": sorted(seccomp.REFUSED), **refuse}, {"names": ["clone3"], **refuse, "errnoRet": errno.ENOSYS}]
+    rules = [{"names": sorted(isolate.REFUSED), **refuse}, {"names": ["clone3"], **refuse, "errnoRet": errno.ENOSYS}]
     rules += [{"names": ["clone"], **refuse, "args": [masked(0, flag, flag)]} for flag in flags]
     rules += [{"names": ["socket"], **refuse, "args": [equal(0, family)]} for family in families]
-    rules += [{"names": ["ioctl"], **refuse, "args": [equal(1, number)]} for number in seccomp.TERMINAL_INJECTION]
-    rules += [{"names": ["mknod"], **refuse, "args": [masked(1, 0xF000, kind)]} for kind in seccomp.DEVICES]
-    rules += [{"names": ["mknodat"], **refuse, "args": [masked(2, 0xF000, kind)]} for kind in seccomp.DEVICES]
+    rules += [{"names": ["ioctl"], **refuse, "args": [equal(1, number)]} for number in isolate.TERMINAL_INJECTION]
+    rules += [{"names": ["mknod"], **refuse, "args": [masked(1, 0xF000, kind)]} for kind in isolate.DEVICE_KINDS]
+    rules += [{"names": ["mknodat"], **refuse, "args": [masked(2, 0xF000, kind)]} for kind in isolate.DEVICE_KINDS]
     native = {"x86_64": "SCMP_ARCH_X86_64", "aarch64": "SCMP_ARCH_AARCH64"}[platform.machine()]
     return {"defaultAction": "SCMP_ACT_ALLOW", "architectures": [native], "syscalls": rules}
 

@@ -16,7 +16,7 @@ import stat
 import sys
 from typing import TYPE_CHECKING, Any
 
-from etude.sandbox import kernel, wire
+from etude.sandbox import isolate, wire
 from etude.sandbox.isolate import WORKSPACE
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def run_module(module: str, arguments: list[str], env: dict[str, str]) -> None:
     import threading
     import traceback
 
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # as for every program: it may look at itself
+    isolate.prctl(isolate.PR_SET_DUMPABLE, 1)  # as for every program: it may look at itself
     os.environ.clear()
     os.environ.update(env)
     for name in [name for name in sys.modules if name.partition(".")[0] == "etude"]:

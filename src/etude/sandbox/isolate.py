@@ -2,28 +2,155 @@
 
 As the machine's root the sandbox's file system is built before its user namespace is entered, for only then can folders
 be shown that lie below ones closed to others (/root, say). Anyone else enters first. From there on both ways are the same.
-"""
 
-# pathlib is slow to import, and a launcher must start fast.
-# ruff: noqa: PTH101, PTH102, PTH103, PTH106, PTH108, PTH110, PTH112, PTH114, PTH115, PTH123, PTH211, S108, B905
+The system calls that Python has no function for. Linux 5.14 or newer; standard library only.
+
+The system calls a sandboxed process may not make, as a classic BPF program for x86_64 and aarch64.
+
+Namespaces and missing capabilities already refuse most of them. The filter keeps the rarely used and often broken parts of the
+kernel out of reach. A refused call fails as if not permitted, so that programs go on; a foreign instruction set is killed.
+`clone3` hides its flags behind a pointer: it is said not to exist, and every libc then uses `clone`, whose flags are checked.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import os
+import platform
 import resource
 import signal
 import socket
 import struct
 from typing import Any
 
-from etude.sandbox import kernel
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x8, 0x1000, 0x4000, 0x40000
+ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = 0x1, 0x2, 0x4
+MNT_DETACH = 2
+NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
+    0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000,
+)  # fmt: skip
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = (
+    1,
+    4,
+    22,
+    24,
+    38,
+    47,
+)
+AT_RECURSIVE = 0x8000
+MACHINE = platform.machine()
+CLONE, PIVOT_ROOT = {"x86_64": (56, 155), "aarch64": (220, 41)}.get(MACHINE, (0, 0))
+CLOSE_RANGE, MOUNT_SETATTR = 436, 442  # new calls have one number everywhere
+
+_libc = ctypes.CDLL(None, use_errno=True)
+# Keeps the interpreter's lock during the call: a clone that had let go of it could not take it again.
+_locked = ctypes.PyDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> int:
+    if result == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def _syscall(what: str, number: int, *values: int | bytes | None) -> int:
+    words = [ctypes.c_long(value) if isinstance(value, int) else ctypes.c_char_p(value) for value in values]
+    return _check(_libc.syscall(ctypes.c_long(number), *words), what)
+
+
+def clone(flags: int) -> int:
+    """Fork into new namespaces; returns 0 in the child. For processes with one thread only."""
+    signal_at_end = 17  # SIGCHLD
+    child = _locked.syscall(*(ctypes.c_long(value) for value in (CLONE, flags | signal_at_end, 0, 0, 0, 0)))
+    return _check(child, "clone into new namespaces")
+
+
+def unshare(flags: int) -> None:
+    """Leave some namespaces for new ones."""
+    _check(_libc.unshare(flags), "unshare")
+
+
+def mount(source: str, target: str, kind: str | None = None, flags: int = 0, options: str = "") -> None:
+    """Mount a file system."""
+    words = [os.fsencode(source), os.fsencode(target), kind.encode() if kind else None]
+    _check(_libc.mount(*words, ctypes.c_ulong(flags), options.encode() or None), f"mount {kind or source} at {target}")
+
+
+def mount_attributes(target: str, attributes: int, *, below: bool) -> None:
+    """Add attributes to a mount, and to those below it."""
+    attr = struct.pack("QQQQ", attributes, 0, 0, 0)
+    flags = AT_RECURSIVE if below else 0
+    _syscall(f"restrict mount {target}", MOUNT_SETATTR, -100, os.fsencode(target), flags, attr, len(attr))
+
+
+def bind(source: str, target: str, attributes: int = 0) -> None:
+    """Show a file or folder, with what is mounted in it, in a second place."""
+    mount(source, target, None, MS_BIND | MS_REC)
+    if attributes:
+        mount_attributes(target, attributes, below=True)
+
+
+def detach(target: str) -> None:
+    """Unmount; whoever has it open keeps it."""
+    _check(_libc.umount2(os.fsencode(target), MNT_DETACH), f"unmount {target}")
+
+
+def pivot_root(new: str, old: str) -> None:
+    """Make `new` the root and show the old one at `old`."""
+    _syscall("pivot_root", PIVOT_ROOT, os.fsencode(new), os.fsencode(old))
+
+
+def prctl(option: int, value: int = 0, third: int = 0) -> None:
+    """Change an attribute of the calling process."""
+    words = (ctypes.c_ulong(word) for word in (value, third, 0, 0))
+    _check(_libc.prctl(option, *words), f"prctl {option}")
+
+
+def close_others(keep: set[int]) -> None:
+    """Close all descriptors but these."""
+    first = 0
+    for descriptor in [*sorted(keep), 0x7FFFFFFF]:
+        if first < descriptor:
+            _syscall("close_range", CLOSE_RANGE, first, descriptor - 1, 0)
+        first = descriptor + 1
+
+
+def drop_capabilities() -> None:
+    """Give up all capabilities for good, those of programs run later included."""
+    for capability in range(64):
+        try:
+            prctl(PR_CAPBSET_DROP, capability)
+        except OSError:  # the kernel knows no more
+            break
+    prctl(PR_CAP_AMBIENT, 4)
+
+
+def clear_capabilities() -> None:
+    """Empty the calling process's own sets."""
+    header = struct.pack("Ii", 0x20080522, 0)
+    _check(_libc.capset(header, bytes(24)), "capset")
+
+
+def install_filter(program: bytes) -> None:
+    """Put a seccomp program in force; there is no way back."""
+    code = ctypes.create_string_buffer(program, len(program))
+    fprog = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(code))
+    holder = ctypes.create_string_buffer(fprog, len(fprog))
+    prctl(PR_SET_SECCOMP, 2, ctypes.addressof(holder))
+
+
+# pathlib is slow to import, and a launcher must start fast.
+# ruff: noqa: PTH101, PTH102, PTH103, PTH106, PTH108, PTH110, PTH112, PTH114, PTH115, PTH123, PTH211, S108, B905
+
 
 # Host ids that own nothing, where the host is root. Inside, the keeper is 0 and what it runs is 1000.
 KEEPER, WORKLOAD = 61184, 61185
 INSIDE = 1000
 WORKSPACE = "/workspace"
-READ_ONLY = kernel.ATTR_RDONLY | kernel.ATTR_NOSUID | kernel.ATTR_NODEV
+READ_ONLY = ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV
 SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime")
 ETC_TEXTS = {
@@ -66,8 +193,8 @@ def owner() -> tuple[int, int]:
 
 def first_namespaces(*, privileged: bool) -> int:
     """Return the flags with which a launcher clones a keeper."""
-    flags = kernel.NEWNS | kernel.NEWPID
-    return flags if privileged else flags | kernel.NEWUSER | kernel.NEWNET | kernel.NEWIPC | kernel.NEWUTS
+    flags = NEWNS | NEWPID
+    return flags if privileged else flags | NEWUSER | NEWNET | NEWIPC | NEWUTS
 
 
 def enter(description: dict[str, Any], caller: tuple[int, int] | None) -> int:
@@ -83,9 +210,9 @@ def enter(description: dict[str, Any], caller: tuple[int, int] | None) -> int:
         _write("/proc/self/uid_map", f"{INSIDE} {caller[0]} 1")
         _write("/proc/self/gid_map", f"{INSIDE} {caller[1]} 1")
         upper = build_root(description, INSIDE, userxattr=True)
-    kernel.unshare(kernel.NEWCGROUP)
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    unshare(NEWCGROUP)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_DUMPABLE, 0)
     socket.sethostname("sandbox")
     _raise_loopback()
     return upper
@@ -105,8 +232,8 @@ def _enter_user_namespace() -> None:
         for name in ("uid_map", "gid_map"):
             _write(f"/proc/1/{name}", f"0 {KEEPER} 1\n{INSIDE} {WORKLOAD} 1")
         os._exit(0)
-    flags = kernel.NEWUSER | kernel.NEWNS | kernel.NEWNET | kernel.NEWIPC | kernel.NEWUTS
-    kernel.unshare(flags)
+    flags = NEWUSER | NEWNS | NEWNET | NEWIPC | NEWUTS
+    unshare(flags)
     os.write(tell, b".")
     if os.waitpid(helper, 0)[1]:
         raise OSError(f"the ids {KEEPER} and {WORKLOAD} could not be used")
@@ -124,11 +251,11 @@ def _raise_loopback() -> None:
 
 def build_root(description: dict[str, Any], keeper: int, *, userxattr: bool) -> int:
     """Build the sandbox's file system, make it the root, and let go of the host's."""
-    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    kernel.mount("sandbox", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=4m,nr_inodes=4096,mode=755")
+    mount("none", "/", None, MS_REC | MS_PRIVATE)
+    mount("sandbox", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=4m,nr_inodes=4096,mode=755")
     os.chdir("/tmp")
     os.mkdir("host")
-    kernel.pivot_root(".", "host")
+    pivot_root(".", "host")
     os.chdir("/")
     limits = description["limits"]
     workload = INSIDE if keeper else WORKLOAD
@@ -138,15 +265,15 @@ def build_root(description: dict[str, Any], keeper: int, *, userxattr: bool) -> 
     for name in ("proc", "var", "run"):
         os.mkdir(name)
     os.symlink("../tmp", "var/tmp")
-    kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+    mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     for source, target in description["readonly"]:
         os.makedirs(target, exist_ok=True)
-        kernel.bind(f"/host{source}", target, READ_ONLY)
+        bind(f"/host{source}", target, READ_ONLY)
     for path in description["hidden"]:
         _hide(path)
-    kernel.detach("/host")
+    detach("/host")
     os.rmdir("/host")
-    kernel.mount_attributes("/", READ_ONLY, below=False)
+    mount_attributes("/", READ_ONLY, below=False)
     return upper
 
 
@@ -156,9 +283,7 @@ def _mount_workspace(layers: list[str], disk: int, files: int, workload: int, *,
     The layers go by short links: a mount's options may have 4 KiB, and a colon in a path would part it.
     """
     os.mkdir("store")
-    kernel.mount(
-        "store", "/store", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, f"size={disk},nr_inodes={files + 8},mode=700"
-    )
+    mount("store", "/store", "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk},nr_inodes={files + 8},mode=700")
     for name, mode in (("upper", 0o755), ("work", 0o755), ("empty", 0o755), ("tmp", 0o1777), ("shm", 0o1777)):
         os.mkdir(f"store/{name}")
         os.chmod(f"store/{name}", mode)
@@ -172,17 +297,17 @@ def _mount_workspace(layers: list[str], disk: int, files: int, workload: int, *,
     lower = ":".join([*map(str, range(len(layers))), "../store/empty"])
     options = f"lowerdir={lower},upperdir=/store/upper,workdir=/store/work,redirect_dir=nofollow,metacopy=off,index=off"
     os.mkdir(WORKSPACE)
-    flags = kernel.MS_NOSUID | kernel.MS_NODEV
-    kernel.mount("workspace", WORKSPACE, "overlay", flags, options + (",userxattr" if userxattr else ""))
+    flags = MS_NOSUID | MS_NODEV
+    mount("workspace", WORKSPACE, "overlay", flags, options + (",userxattr" if userxattr else ""))
     os.chdir("/")
     for name in names:
         os.unlink(name)
     os.rmdir("layers")
     for source, target in (("tmp", "/tmp"), ("shm", "/dev/shm")):
         os.makedirs(target)
-        kernel.bind(f"/store/{source}", target)
+        bind(f"/store/{source}", target)
     upper = os.open("/store/upper", os.O_RDONLY | os.O_DIRECTORY)
-    kernel.detach("/store")
+    detach("/store")
     os.rmdir("store")
     return upper
 
@@ -195,7 +320,7 @@ def _show_system() -> None:
             os.symlink(os.readlink(source), name)
         elif os.path.isdir(source):
             os.mkdir(name)
-            kernel.bind(source, f"/{name}", READ_ONLY)
+            bind(source, f"/{name}", READ_ONLY)
     os.mkdir("etc")
     for name, text in ETC_TEXTS.items():
         _write(f"etc/{name}", text)
@@ -212,12 +337,12 @@ def _show(source: str, target: str, attributes: int = 0) -> None:
         os.mkdir(target)
     else:
         _write(target, "")
-    kernel.bind(source, target, attributes)
+    bind(source, target, attributes)
 
 
 def _make_devices() -> None:
     for name in DEVICES:
-        _show(f"/host/dev/{name}", f"/dev/{name}", kernel.ATTR_NOSUID)
+        _show(f"/host/dev/{name}", f"/dev/{name}", ATTR_NOSUID)
     for name, target in DEVICE_LINKS.items():
         os.symlink(target, f"dev/{name}")
 
@@ -225,20 +350,20 @@ def _make_devices() -> None:
 def _hide(path: str) -> None:
     """Show nothing at a path, if there is something."""
     if os.path.isdir(path):
-        kernel.mount("hidden", path, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=4k,nr_inodes=2,mode=555")
-        kernel.mount_attributes(path, READ_ONLY, below=False)
+        mount("hidden", path, "tmpfs", MS_NOSUID | MS_NODEV, "size=4k,nr_inodes=2,mode=555")
+        mount_attributes(path, READ_ONLY, below=False)
     elif os.path.exists(path):
-        kernel.bind("/dev/null", path)
+        bind("/dev/null", path)
 
 
 def fresh_proc() -> None:
     """In the new namespaces of a call: show its own processes."""
-    kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+    mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
 
 
 def volunteer() -> None:
     """Be killed for want of memory before the keeper is. Only a process that may be looked into may change this of itself."""
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+    prctl(PR_SET_DUMPABLE, 1)
     _write("/proc/self/oom_score_adj", "1000")
 
 
@@ -246,13 +371,13 @@ def mask_proc() -> None:
     """Show of the machine only what programs need."""
     for name in PROC_FILES_HIDDEN:
         if os.path.exists(f"/proc/{name}"):
-            kernel.bind("/dev/null", f"/proc/{name}")
+            bind("/dev/null", f"/proc/{name}")
     for name in PROC_FOLDERS_HIDDEN:
         if os.path.exists(f"/proc/{name}"):
-            kernel.bind("/run", f"/proc/{name}", READ_ONLY)
+            bind("/run", f"/proc/{name}", READ_ONLY)
     for name in PROC_READ_ONLY:
         if os.path.exists(f"/proc/{name}"):
-            kernel.bind(f"/proc/{name}", f"/proc/{name}", READ_ONLY)
+            bind(f"/proc/{name}", f"/proc/{name}", READ_ONLY)
 
 
 def limit(limits: dict[str, Any], *, memory_counted: bool) -> None:
@@ -275,12 +400,105 @@ def limit(limits: dict[str, Any], *, memory_counted: bool) -> None:
 
 def drop() -> None:
     """Become the workload: its ids, no capabilities, no way to gain any."""
-    kernel.drop_capabilities()
+    drop_capabilities()
     if os.getuid() != INSIDE:
         os.setgroups([])
         os.setresgid(INSIDE, INSIDE, INSIDE)
         os.setresuid(INSIDE, INSIDE, INSIDE)
-    kernel.clear_capabilities()
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    clear_capabilities()
+    prctl(PR_SET_DUMPABLE, 0)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
     os.umask(0o022)
+
+
+ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+LOAD, EQUAL, AT_LEAST, ANY_BIT, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
+NUMBER, ARCH, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; an argument has 8 bytes, the low half first
+NAMESPACES = 0x7E020080  # all CLONE_NEW* flags
+X32 = 0x40000000
+UNIX, INET, INET6, NETLINK = 1, 2, 10, 16
+TERMINAL_INJECTION = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
+DEVICE_KINDS = (0x2000, 0x6000)  # S_IFCHR, S_IFBLK
+
+# name: numbers on x86_64 and aarch64; None: there is no such call
+REFUSED: dict[str, tuple[int | None, int | None]] = {
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
+    "setns": (308, 268), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431),
+    "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442), "statmount": (457, 457), "listmount": (458, 458),
+    "open_tree_attr": (467, 467), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440), "pidfd_getfd": (438, 438), "kcmp": (312, 272), "bpf": (321, 280), "perf_event_open": (298, 241),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "userfaultfd": (323, 282), "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294), "init_module": (175, 105), "delete_module": (176, 106), "finit_module": (313, 273),
+    "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89), "quotactl": (179, 60),
+    "quotactl_fd": (443, 443), "syslog": (103, 116), "settimeofday": (164, 170), "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266), "adjtimex": (159, 171), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
+    "fanotify_init": (300, 262), "fanotify_mark": (301, 263), "sethostname": (170, 161), "setdomainname": (171, 162),
+    "vhangup": (153, 58), "lookup_dcookie": (212, 18), "nfsservctl": (180, 42), "move_pages": (279, 239),
+    "migrate_pages": (256, 238), "memfd_secret": (447, 447), "iopl": (172, None), "ioperm": (173, None),
+    "modify_ldt": (154, None), "uselib": (134, None), "_sysctl": (156, None), "ustat": (136, None), "sysfs": (139, None),
+}  # fmt: skip
+CHECKED: dict[str, tuple[int | None, int | None]] = {
+    "clone": (56, 220), "clone3": (435, 435), "socket": (41, 198), "ioctl": (16, 29), "mknod": (133, None), "mknodat": (259, 33),
+}  # fmt: skip
+# Memory that belongs to no process: only a memory cgroup can count it.
+UNCOUNTED: dict[str, tuple[int | None, int | None]] = {"memfd_create": (319, 279), "shmget": (29, 194)}
+
+Code = list[tuple[int, int, int, int]]  # operation, jump if true, jump if false, constant
+
+
+def _fail(number: int) -> tuple[int, int, int, int]:
+    return RETURN, 0, 0, ERRNO | number
+
+
+def _load_argument(index: int) -> tuple[int, int, int, int]:
+    return LOAD, 0, 0, FIRST_ARGUMENT + 8 * index
+
+
+def _refuse_values(values: tuple[int, ...], number: int) -> Code:
+    code: Code = []
+    for value in values:
+        code += [(EQUAL, 0, 1, value), _fail(number)]
+    return code
+
+
+def _device_check(argument: int) -> Code:
+    return [
+        _load_argument(argument),
+        (AND, 0, 0, 0xF000),
+        *_refuse_values(DEVICE_KINDS, errno.EPERM),
+        (RETURN, 0, 0, ALLOW),
+    ]
+
+
+# What decides about a call once its number is known; each ends with a verdict.
+CHECKS: dict[str, Code] = {
+    "clone": [_load_argument(0), (ANY_BIT, 0, 1, NAMESPACES), _fail(errno.EPERM), (RETURN, 0, 0, ALLOW)],
+    "clone3": [_fail(errno.ENOSYS)],
+    "socket": [
+        _load_argument(0),
+        (EQUAL, 6, 0, UNIX), (EQUAL, 5, 0, INET), (EQUAL, 4, 0, INET6), (EQUAL, 0, 2, NETLINK),
+        _load_argument(2), (EQUAL, 1, 0, 0),  # NETLINK_ROUTE
+        _fail(errno.EAFNOSUPPORT), (RETURN, 0, 0, ALLOW),
+    ],
+    "ioctl": [_load_argument(1), *_refuse_values(TERMINAL_INJECTION, errno.EPERM), (RETURN, 0, 0, ALLOW)],
+    "mknod": _device_check(1),
+    "mknodat": _device_check(2),
+}  # fmt: skip
+
+
+def program(machine: str, *, memory_counted: bool) -> bytes:
+    """Return the filter for a machine. Where no cgroup counts memory, calls for memory outside processes are refused too."""
+    which = list(ARCHITECTURE).index(machine)
+    code: Code = [(LOAD, 0, 0, ARCH), (EQUAL, 1, 0, ARCHITECTURE[machine]), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
+    if machine == "x86_64":
+        code += [(AT_LEAST, 0, 1, X32), _fail(errno.ENOSYS)]
+    for name, numbers in CHECKED.items():
+        if (number := numbers[which]) is not None:
+            code += [(EQUAL, 0, len(CHECKS[name]), number), *CHECKS[name]]
+    refused = REFUSED if memory_counted else REFUSED | UNCOUNTED
+    numbers_here = [numbers[which] for numbers in refused.values()]
+    code += _refuse_values(tuple(number for number in numbers_here if number is not None), errno.EPERM)
+    code.append((RETURN, 0, 0, ALLOW))
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in code)

@@ -2,6 +2,8 @@
 
 It is the first process of the sandbox's process namespace: when it ends, by whatever cause, the kernel ends all others in it,
 and the mounts and the memory of its files go with them. Each call runs in process, mount and ipc namespaces of its own below.
+
+What a keeper itself bounds: how much it keeps of an output and, where no control group counts, how much memory is used.
 """
 
 from __future__ import annotations
@@ -17,11 +19,48 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from etude.sandbox import cgroups, inside, isolate, kernel, seccomp, wire
-from etude.sandbox.bounds import Kept, usage
+from etude.sandbox import cgroups, inside, isolate, wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+class Kept:
+    """The beginning and the end of a stream, and how much was between."""
+
+    def __init__(self, limit: int) -> None:
+        self.head_size, self.tail_size = limit // 2, limit - limit // 2
+        self.head, self.tail = bytearray(), bytearray()
+        self.cut = 0
+
+    def add(self, block: bytes) -> None:
+        """Take the next bytes."""
+        room = self.head_size - len(self.head)
+        self.head += block[:room]
+        self.tail += block[room:]
+        if (over := len(self.tail) - self.tail_size) > 0:
+            del self.tail[:over]
+            self.cut += over
+
+    def whole(self) -> bytes:
+        """Return what is kept."""
+        return bytes(self.head + self.tail)
+
+
+def usage() -> tuple[int, int]:
+    """Return the memory, in bytes, and the number of all processes of this sandbox but the keeper."""
+    memory = processes = 0
+    for name in os.listdir("/proc"):  # noqa: PTH208
+        if name.isdigit() and name != "1":
+            try:
+                with open(f"/proc/{name}/status", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
+                    sizes = [line.split()[1] for line in file if line.startswith(("RssAnon", "RssShmem"))]
+            except OSError:  # it has just ended
+                continue
+            processes += 1
+            memory += 1024 * sum(map(int, sizes))
+    return memory, processes
+
 
 BLOCK = 1 << 18
 BACKLOG = 1 << 20  # bytes waiting for the host, above which no more are taken from file work
@@ -73,7 +112,7 @@ class Keeper:
         self.backend = description["backend"]
         self.warm = description["warm"]
         self.counted = groups.events is not None
-        self.program = seccomp.program(kernel.MACHINE, memory_counted=self.counted)
+        self.program = isolate.program(isolate.MACHINE, memory_counted=self.counted)
         self.selector = selectors.DefaultSelector()
         self.jobs: dict[int, Job] = {}
         self.incoming, self.outgoing = bytearray(), bytearray()
@@ -161,7 +200,7 @@ class Keeper:
     def begin_call(self, request: dict[str, Any], stdin: bytes, pipes: Pipes) -> None:
         """Run a command."""
         kills = cgroups.kills(self.groups.events) if self.groups.events is not None else 0
-        pid = kernel.clone(kernel.NEWPID | kernel.NEWNS | kernel.NEWIPC)
+        pid = isolate.clone(isolate.NEWPID | isolate.NEWNS | isolate.NEWIPC)
         if pid == 0:
             self.child(pipes.child, lambda: self.be_call(request))
         out, err = Kept(self.limits["output"]), Kept(self.limits["output"])
@@ -289,7 +328,7 @@ class Keeper:
 
     def be_call(self, request: dict[str, Any]) -> None:
         """Shut this child in and run the command. Under bubblewrap it is bubblewrap that installs the filter."""
-        kernel.close_others({0, 1, 2, inside.STATUS})
+        isolate.close_others({0, 1, 2, inside.STATUS})
         isolate.limit(self.limits, memory_counted=self.counted)
         isolate.fresh_proc()
         isolate.volunteer()
@@ -300,7 +339,7 @@ class Keeper:
         else:
             isolate.mask_proc()
             isolate.drop()
-            kernel.install_filter(self.program)
+            isolate.install_filter(self.program)
             inside.run_as_first_process(request, self.warm_module(request))
 
     def warm_module(self, request: dict[str, Any]) -> str | None:
@@ -316,14 +355,14 @@ class Keeper:
 
     def be_file_work(self, request: dict[str, Any], payload: bytes) -> None:
         """Shut this child in and read or write files."""
-        kernel.close_others({0, 1, 2, inside.STATUS, self.upper})
+        isolate.close_others({0, 1, 2, inside.STATUS, self.upper})
         if request["op"] == "walk":
             inside.walk(request, self.upper)
             return
         os.close(self.upper)
         isolate.limit(self.limits, memory_counted=self.counted)
         isolate.drop()
-        kernel.install_filter(self.program)
+        isolate.install_filter(self.program)
         inside.do(request, payload)
 
 
@@ -368,7 +407,7 @@ def main(service: int, groups: cgroups.Groups, caller: tuple[int, int] | None) -
     null = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
         os.dup2(null, standard)
-    kernel.close_others({0, 1, 2, service, *([] if groups.events is None else [groups.events])})
+    isolate.close_others({0, 1, 2, service, *([] if groups.events is None else [groups.events])})
     host = socket.socket(fileno=service)
     try:
         description = _receive_description(host)

@@ -23,7 +23,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from etude.sandbox import cgroups, isolate, keeper, kernel
+from etude.sandbox import cgroups, isolate, keeper
 
 MOST_BYTES = 1 << 16
 FROZEN = "/dev/shm"  # noqa: S108 - where hosts keep the layers of forks, in folders named after themselves
@@ -98,7 +98,7 @@ class Launcher:
         self.count += 1
         groups = cgroups.make(self.parents, self.count, request["limits"]) if self.parents else cgroups.Groups()
         try:
-            pid = kernel.clone(isolate.first_namespaces(privileged=self.caller is None))
+            pid = isolate.clone(isolate.first_namespaces(privileged=self.caller is None))
         except OSError:
             cgroups.remove(groups)
             raise

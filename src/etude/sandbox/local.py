@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from etude.errors import UserError, nearest
 from etude.sandbox import cgroups, launcher, wire
 from etude.sandbox.box import Entry, Missing, Result, Sandbox, SandboxError
-from etude.sandbox.diff import checked, differences
 from etude.sandbox.keeper import BUBBLEWRAP
-from etude.sandbox.layers import write_layer
+from etude.sandbox.layers import checked, differences, write_layer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -15,12 +15,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from etude.agent.changes import content_of, under, unified
-from etude.agent.prompt import SYSTEM
-from etude.agent.search.embedder import installed_embedder
-from etude.agent.search.index import Searcher
-from etude.agent.tool_specs import BadCall
-from etude.agent.tools import Outcome, Toolset
+from etude.agent.harness import SYSTEM
+from etude.agent.repository import content_of, under, unified
+from etude.agent.search import Searcher, installed_embedder
+from etude.agent.tools import BadCall, Outcome, Toolset
 from etude.rewards.interaction import Interaction, Premise, interaction
 from etude.rewards.quality import Quality, Work, measure
 from etude.sandbox.box import Entry, SandboxError
@@ -35,9 +33,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from etude.agent.harness import Harness
-    from etude.agent.tool_specs import ToolSettings
+    from etude.agent.tools import ToolSettings
     from etude.agent.trace import Trace
-    from etude.rewards.diffs import Change
+    from etude.rewards.quality import Change
     from etude.sandbox.box import Place, Sandbox
     from etude.tasks.score import Score
     from etude.tasks.suite import Ready

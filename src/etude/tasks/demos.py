@@ -2,6 +2,8 @@
 
 What is learnt from them are the tokens of their traces as they were sampled, never their text tokenised anew. So they belong to one
 tokeniser and template, whose digest each trace carries. No demonstration is made from a package that a benchmark has.
+
+The reference solution as an agent would carry it out: calls of the tools, each of which is sure to be accepted.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import asyncio
 import json
 import random
 import re
+import shlex
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,31 +21,32 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from etude.agent.calls import Call
 from etude.agent.formats import ChatFormat, choose_format
 from etude.agent.harness import Harness, HarnessSettings
-from etude.agent.scripted import ScriptedPolicy
+from etude.agent.policies import ScriptedPolicy
 from etude.agent.summary import SummarySettings
-from etude.agent.tool_specs import BASH_ONLY, ToolName, ToolSettings
+from etude.agent.tools import BASH_ONLY, ToolName, ToolSettings
 from etude.agent.trace import Trace, read_traces, samples, write_traces
-from etude.data.chat.template import Encoded
+from etude.data.chat import Encoded
 from etude.errors import UserError
 from etude.files import digest_of, whole_file
 from etude.jsonl import MetricsLog
 from etude.parallel import cores
 from etude.sandbox.box import SandboxError
 from etude.tasks.attempt import searcher_for, work_on
-from etude.tasks.hide import function_of
 from etude.tasks.make import read_settings
 from etude.tasks.manifest import load_set, read_rows
-from etude.tasks.pointed import asked
+from etude.tasks.prompts import asked
 from etude.tasks.score import score
-from etude.tasks.strategies import Script, Unfit
+from etude.tasks.seal import function_of
+from etude.tasks.strategies import Script, Unfit, changes
 from etude.tasks.task import PointedStyle, StoredStyle, Style
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from etude.agent.search.index import Searcher
+    from etude.agent.search import Searcher
     from etude.agent.tools import Toolset
     from etude.progress import Reporter
     from etude.tasks.manifest import TaskSet
@@ -278,3 +282,18 @@ def read_samples(path: Path, tokeniser: Any) -> list[tuple[str, Encoded]]:
             encoded = Encoded(np.array(each.tokens, np.int64), np.array(each.trained, np.bool_))
             found.append((str(trace.made_by["demonstration"]["package"]), encoded))
     return found
+
+
+def solution_calls(task: Task) -> list[Call]:
+    """Return the calls that turn the tree an agent sees into the solved one, hidden tests excepted."""
+    calls: list[Call] = []
+    for edit in task.candidate.edits:
+        if edit.fixed is None:
+            calls.append(Call("shell", {"command": f"rm -- {shlex.quote(edit.path)}"}))
+        elif (
+            not (edit.broken or "").strip() or "\r" in f"{edit.broken}{edit.fixed}"
+        ):  # `edit` chooses ends of lines itself
+            calls.append(Call("write", {"path": edit.path, "content": edit.fixed}))
+        else:
+            calls += [change.call() for change in changes(edit.path, str(edit.broken), edit.fixed)]
+    return calls

@@ -25,17 +25,16 @@ from etude.errors import UserError, one_line
 from etude.files import digest_of, read_json, write_json
 from etude.parallel import cores
 from etude.sandbox.box import SandboxError
-from etude.tasks import hide, prompts, seal
-from etude.tasks.coverage import Coverage
+from etude.tasks import prompts, seal
 from etude.tasks.environment import environment
-from etude.tasks.generators import deletion, history, mutation, version
+from etude.tasks.generators import deletion, history, mutation
 from etude.tasks.generators.parsed import Parsed
 from etude.tasks.manifest import codebase_row, ready, task_of, task_row, write_set
 from etude.tasks.score import check, visible
 from etude.tasks.source import PackageSettings, permissive, unpack
 from etude.tasks.suite import FAST, Ready, lay
 from etude.tasks.task import Split, Task
-from etude.tasks.validate import Verdict, examine, try_candidate
+from etude.tasks.validate import Coverage, Verdict, examine, try_candidate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -154,9 +153,9 @@ class Maker:
             except UserError as error:
                 self.reporter.say(f"left out: {newer} after {older}: {error}")
                 continue
-            whole = version.candidate_between(before.tree, codebase.tree, codebase.sources, self.passed_over)
+            whole = history.candidate_between(before.tree, codebase.tree, codebase.sources, self.passed_over)
             kept += await self._generated(
-                codebase, coverage, version.pieces(whole) if whole else iter(()), share, progress
+                codebase, coverage, history.pieces(whole) if whole else iter(()), share, progress
             )
         return kept
 
@@ -231,7 +230,7 @@ class Maker:
             if not row["reason"] and (wrong := await check(task, codebase)):
                 row["reason"] = f"not confirmed: {wrong}"
             if not row["reason"]:
-                seen = sorted(verdict.traces, key=lambda test: (hide.function_of(test) in task.hidden, test))
+                seen = sorted(verdict.traces, key=lambda test: (seal.function_of(test) in task.hidden, test))
                 traces = {test: verdict.traces[test] for test in seen[:KEPT_TRACES]}
                 row |= {"task": task_row(task, codebase), "about": candidate.about, "traces": traces}
         return {**row, "seconds": round(time.monotonic() - began, 2)}
@@ -276,7 +275,7 @@ class Maker:
         """Return the line of a task with its prompts; what a test that the agent sees has printed is preferred."""
         task = task_of(row["task"], codebase)
         candidate = dataclasses.replace(task.candidate, about=row["about"])
-        order = sorted(row["traces"], key=lambda test: hide.function_of(test) in task.hidden)
+        order = sorted(row["traces"], key=lambda test: seal.function_of(test) in task.hidden)
         failures = [prompts.failure_of(test, row["traces"][test]) for test in order]
         rng = random.Random(f"{self.settings.seed}/{task.id}")  # noqa: S311
         return {**row["task"], "prompts": prompts.prompts(candidate, codebase.name, failures, rng, self.settings.split)}
@@ -318,7 +317,7 @@ def sealed(codebase: Ready, candidate: Candidate, verdict: Verdict, rng: random.
 
 def hidden_of(codebase: Ready, verdict: Verdict, rng: random.Random) -> tuple[str, ...]:
     """Draw the test functions that the agent does not see: at least half of those that fail, the only one if there is one."""
-    functions = sorted({hide.function_of(test) for test in verdict.fail_to_pass})
+    functions = sorted({seal.function_of(test) for test in verdict.fail_to_pass})
     known = {}
     for path in {function.partition("::")[0] for function in functions}:
         text = (codebase.tree / path).read_text(encoding="utf-8", errors="replace") if path.endswith(".py") else ""

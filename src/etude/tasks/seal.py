@@ -3,10 +3,13 @@
 By name: histories, caches, bytecode, build folders, metadata and copies of the package. By content: runs of eight words of code
 that the solved files have and the broken package has nowhere. In the tree one such run is a leak. In an environment, where
 idioms recur by chance, a leak is a file that holds a good share of them: the standard library alone has millions of runs.
+
+Test functions cut out of a test file, the rest untouched: what the agent does not see.
 """
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import shutil
@@ -18,14 +21,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from etude.data.ngrams import ngram_runs
+from etude.data.filters.duplicates import ngram_runs
+from etude.errors import UserError
 from etude.lineage.environment import git_says
-from etude.tasks.generators.parsed import paths_below
+from etude.syntax import parse_python
+from etude.tasks.generators.parsed import Cut, Definition, Parsed, paths_below
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from etude.data.ngrams import Hashes
+    from etude.data.filters.duplicates import Hashes
     from etude.tasks.task import Candidate, Codebase
 
 RUN = 8  # words; signs between words are words
@@ -203,3 +208,58 @@ def gate(root: Path, candidate: Candidate, codebase: Codebase, *, environment: b
         if text is not None and (n := np.isin(_runs(text), wanted).sum()):
             leaks.append(f"{path}: holds {n} runs of the solution")
     return leaks
+
+
+def function_of(test_id: str) -> str:
+    """Return the test function of a test id: its path and names, without the parameters."""
+    path, separator, names = test_id.partition("::")
+    return path + separator + names.partition("[")[0]
+
+
+def hide(text: str, functions: Iterable[str]) -> str:
+    """Return a test file without some functions (`test_a`, `Class.test_b`; `::` will do for the dot, before it a path).
+
+    Decorators and the comments directly above go with them, and a class goes that has no test left; helpers stay.
+    """
+    file = _parsed(text)
+    wanted = {name.rpartition(".py::")[2].replace("::", ".") for name in functions}
+    unknown = wanted - {name for name, _ in file.definitions}
+    if unknown:
+        raise UserError(
+            f"test file has no {sorted(unknown)[0]}; hide functions that are written in it, not inherited ones"
+        )
+    hidden = file.cut(_cuts(file, file.tree.body, "", wanted))
+    parse_python(hidden)
+    return hidden
+
+
+@lru_cache(maxsize=8)
+def _parsed(text: str) -> Parsed:
+    """Return a file; many tasks hide parts of the same one, and parsing is most of the time it takes to load a set."""
+    return Parsed("", text)
+
+
+def _cuts(file: Parsed, block: Sequence[ast.stmt], prefix: str, wanted: set[str]) -> list[Cut]:
+    going = [node for node in block if isinstance(node, Definition) and _goes(node, prefix, wanted)]
+    cuts = []
+    for node in going:
+        cut = file.without(node, block if len(going) < len(block) else [node] if node is going[0] else block)
+        assert cut is not None, "a definition shares its lines with no other statement"
+        cuts.append(cut)
+    for other in block:
+        if other in going:
+            continue
+        inside = f"{prefix}{other.name}." if isinstance(other, ast.ClassDef) else prefix
+        for name in ("body", "orelse") if isinstance(other, (ast.ClassDef, ast.If, ast.Try)) else ():
+            cuts += _cuts(file, getattr(other, name, []), inside, wanted)
+    return cuts
+
+
+def _goes(node: Definition, prefix: str, wanted: set[str]) -> bool:
+    """Whether a definition is wanted out, or is a class whose tests all are."""
+    if prefix + node.name in wanted:
+        return True
+    if not isinstance(node, ast.ClassDef):
+        return False
+    tests = [each for each in node.body if isinstance(each, Definition) and each.name.lower().startswith("test")]
+    return bool(tests) and all(_goes(each, f"{prefix}{node.name}.", wanted) for each in tests)

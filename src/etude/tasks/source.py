@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from etude.data.document import Raw
-from etude.data.filters.spdx import PERMISSIVE, evaluate, stated_in
+from etude.data.filters.licence import PERMISSIVE, evaluate, stated_in
 from etude.data.settings import SourceSettings
 from etude.data.sources import open_source
 from etude.errors import UserError

@@ -3,6 +3,10 @@
 The solved tree of a task is the pristine tree of its codebase, so that all tests pass on it is found out once a codebase: three runs,
 one of them with another order of hashes. Which tests fail on the broken tree is found out twice a candidate. A test that does not
 end the same way each time is flaky, and counts for nothing.
+
+Which tests run which lines of the pristine tree: measured once a codebase, so that a candidate is tried on few tests.
+
+A test that runs none of the changed lines cannot tell the trees apart, unless a line is changed that runs on import.
 """
 
 from __future__ import annotations
@@ -12,14 +16,50 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from etude.errors import UserError
-from etude.tasks.coverage import Coverage
+from etude.tasks.generators.parsed import changed_lines
 from etude.tasks.suite import FORMS, entries_of, layers_of, run_covered, run_tests, spoilt
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from etude.tasks.suite import Ready, Run
-    from etude.tasks.task import Candidate
+    from etude.tasks.task import Candidate, Edit
+
+ON_IMPORT = ""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The lines of each file that each test runs; those that run on import are under no name."""
+
+    files: Mapping[str, Mapping[str, Collection[int]]]
+
+    def run_by_tests(self) -> dict[str, set[int]]:
+        """Return the lines of each file that any test runs."""
+        return {
+            path: {line for test, lines in tests.items() if test != ON_IMPORT for line in lines}
+            for path, tests in self.files.items()
+        }
+
+    def tests_of_file(self, path: str) -> set[str]:
+        """Return the tests that run any line of a file."""
+        return set(self.files.get(path, {})) - {ON_IMPORT}
+
+    def tests_of(self, edits: Iterable[Edit]) -> set[str] | None:
+        """Return the tests that can see edits; None: any of them may."""
+        found: set[str] = set()
+        for edit in edits:
+            if edit.broken is None or edit.fixed is None or not edit.path.endswith(".py"):
+                return None
+            changed = {
+                line for first, last in changed_lines(edit.broken, edit.fixed) for line in range(first, last + 1)
+            }
+            tests = self.files.get(edit.path, {})
+            if changed & set(tests.get(ON_IMPORT, ())):
+                return None
+            found |= {test for test, lines in tests.items() if not changed.isdisjoint(lines)}
+        return found
+
 
 MOST_SECONDS = 15.0  # of tests in a score; of slower suites some are drawn
 MOST_FAILING = 0.8  # of all tests: more is a tree that does not even import

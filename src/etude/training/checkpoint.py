@@ -5,6 +5,8 @@
 
 A checkpoint is copied to main memory, then written by a thread under another name and renamed. The newest `keep` stay. One that
 turns out damaged is said aloud and passed over for the one before it.
+
+Save what was trained as a Hugging Face folder, MTP heads in a file of their own beside the weights.
 """
 
 from __future__ import annotations
@@ -18,14 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
 
 from etude.files import publish_folder, read_json, sha256_file, write_json
+from etude.models.mtp_heads import HEADS, save_heads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     import torch
+
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
 UNFINISHED = ".part"
@@ -112,3 +117,25 @@ def _damage(folder: Path) -> str | None:
         return f"{error.filename} is missing"
     except (ValueError, KeyError, TypeError):
         return f"{STATE} cannot be read"
+
+
+def export(model: Any, state: dict[str, torch.Tensor], dtype: torch.dtype, folder: Path, *, trunk: bool) -> None:
+    """Save a model with the weights of `state`; without its `trunk`, only its heads."""
+    weights = dict(model.named_parameters(remove_duplicate=False))  # a tied one is saved once
+    state |= {name: value.cpu() for name, value in model.state_dict().items() if name not in weights}
+    heads = {name.removeprefix(HEADS): state.pop(name) for name in list(state) if name.startswith(HEADS)}
+    with full_disk_told(folder):
+        if trunk:
+            _save_trunk(model, state, dtype, folder)
+        if heads:
+            save_heads(folder, heads, depth=model.mtp.depth, shared=model.mtp.shared)
+
+
+def _save_trunk(model: Any, state: dict[str, torch.Tensor], dtype: torch.dtype, folder: Path) -> None:
+    # transformers refuses to save a generation config with idle settings, though it has loaded it from the base.
+    generation, model.generation_config = model.generation_config, GenerationConfig()
+    model.save_pretrained(folder, state_dict=state)
+    generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+    model.generation_config = generation
+    config = folder / "config.json"  # transformers writes the dtype that the model computes in
+    write_json(config, {**read_json(config), "dtype": str(dtype).removeprefix("torch.")})

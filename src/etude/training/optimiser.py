@@ -5,17 +5,34 @@ is the default; Muon is for models trained from scratch. Weight decay is for mat
 
 Muon is our own because torch's goes through matrices one by one: a small model then waits for kernel launches. Ours stacks
 those of one shape. The update is the same, and a test compares.
+
+The weights an optimiser changes, and those a model computes with.
+
+On a CPU, and under FSDP, they are the same. On one GPU the model computes in bf16 and the optimiser keeps float32 masters: a bf16
+weight has eight bits of precision and would not move under a small update. Gradients are added up in float32.
+
+Learning-rate schedules as pure functions: the factor on the peak rate at a step of a run.
+
+    linear     warm-up, then a line to `floor`. For annealing a model that still has its optimiser state, or a short run
+    cosine     warm-up, then half a cosine to `floor`. Re-warm and re-decay of a finished base (Ibrahim et al., 2024)
+    wsd        warm-up, constant, then a line to `floor` over the last `decay` of the run
+    infinite   warm-up, half a cosine down to `constant` over `cool` of the run, constant, then a line to `floor` over the last
+               `decay`. A run can be prolonged from its constant part without warming up again
+
+Steps count from 0. Warm-up reaches the peak at its last step; the last step of a run is the first at `floor`. A run of one
+step has it at the peak.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from etude.errors import UserError
-from etude.training.world import like
+from etude.training.distributed import like
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -144,3 +161,132 @@ def _adamw(
 ) -> torch.optim.Optimizer:
     given = [{"params": weights, "weight_decay": decay} for weights, decay in groups if weights]
     return torch.optim.AdamW(given, lr=lr or settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+
+
+class Weights:
+    """Weights in one precision."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.masters = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+    def collect(self) -> None:
+        """Take the gradients of one backward pass; here they are in place already."""
+
+    def publish(self) -> None:
+        """Give the changed weights to the model and forget the gradients."""
+        for weight in self.masters.values():
+            weight.grad = None
+
+    def round_to(self, dtype: torch.dtype) -> None:
+        """Round the weights to what will be saved, so that what is measured last is what is handed over."""
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight.copy_(weight.to(dtype))
+
+
+class MixedWeights(Weights):
+    """float32 masters of a model that computes in bf16."""
+
+    def __init__(self, model: Any) -> None:
+        masters = {
+            name: weight.detach().float().clone() for name, weight in model.named_parameters() if weight.requires_grad
+        }
+        for weight in model.parameters():
+            # Not the buffers: rotary frequencies in bf16 would blur positions.
+            weight.data = weight.data.to(torch.bfloat16)
+        super().__init__(model)
+        self._computed = list(self.masters.values())
+        self.masters = masters
+        for master in masters.values():
+            master.grad = torch.zeros_like(master)
+        self._gradients = [master.grad for master in masters.values()]
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def collect(self) -> None:
+        """Add the gradients of one backward pass to those of the masters."""
+        used = [(total, weight) for total, weight in zip(self._gradients, self._computed, strict=True)
+                if weight.grad is not None]  # fmt: skip
+        torch._foreach_add_([total for total, _ in used], [weight.grad for _, weight in used])
+        for _, weight in used:
+            weight.grad = None
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def publish(self) -> None:
+        """Round the masters into the model and clear their gradients."""
+        torch._foreach_copy_(self._computed, list(self.masters.values()))
+        torch._foreach_zero_(self._gradients)
+
+    def round_to(self, dtype: torch.dtype) -> None:
+        """Round the masters, then the model."""
+        with torch.no_grad():
+            for master in self.masters.values():
+                master.copy_(master.to(dtype))
+        self.publish()
+
+
+class ScheduleSettings(BaseModel):
+    """How the learning rate goes."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    kind: Literal["linear", "cosine", "wsd", "infinite"] = Field(default="cosine", description="the form of the curve")
+    warmup: float = Field(
+        default=0.01, ge=0, lt=1, description="share of the steps in which the rate rises to its peak"
+    )
+    decay: float = Field(default=0.2, gt=0, le=1, description="wsd, infinite: share of the steps of the last fall")
+    cool: float = Field(default=0.1, gt=0, lt=1, description="infinite: share of the steps of the first fall")
+    constant: float = Field(default=0.5, gt=0, le=1, description="infinite: the factor between the two falls")
+    floor: float = Field(default=0.0, ge=0, le=1, description="the factor at the end")
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> ScheduleSettings:
+        own = {"wsd": {"decay"}, "infinite": {"decay", "cool", "constant"}}.get(self.kind, set())
+        fields = type(self).model_fields  # a resolved recipe writes all of them out
+        if idle := sorted(
+            name for name in {"decay", "cool", "constant"} - own if getattr(self, name) != fields[name].default
+        ):
+            raise ValueError(f"`{idle[0]}` means nothing for the schedule {self.kind!r}")
+        used = self.warmup + sum(getattr(self, name) for name in own & {"decay", "cool"})
+        if used > 1 + 1e-9:
+            raise ValueError(f"the parts of the schedule {self.kind!r} take {used:.2f} of the run, more than all of it")
+        if self.kind == "infinite" and self.floor > self.constant:
+            raise ValueError(
+                f"`floor` {self.floor:g} is above `constant` {self.constant:g}, so the last fall would rise"
+            )
+        return self
+
+
+def factor(settings: ScheduleSettings, step: int, steps: int) -> float:
+    """Return the factor on the peak learning rate at `step` of `steps`."""
+    if steps == 1:
+        return 1.0  # at `floor`, which is often 0, it would be no training at all
+    rising = min(round(settings.warmup * steps), steps - 1)
+    if step < rising:
+        return (step + 1) / rising
+    rest = steps - rising
+    if settings.kind == "linear":
+        return _line(1.0, settings.floor, _share(step - rising, rest))
+    if settings.kind == "cosine":
+        return _cosine(1.0, settings.floor, _share(step - rising, rest))
+    falling = max(1, round(settings.decay * steps))
+    level = settings.constant if settings.kind == "infinite" else 1.0
+    if step >= steps - falling:
+        return _line(level, settings.floor, (step - (steps - falling) + 1) / falling)
+    cooling = round(settings.cool * steps) if settings.kind == "infinite" else 0
+    if step < rising + cooling:
+        return _cosine(1.0, level, (step - rising + 1) / cooling)
+    return level
+
+
+def _share(done: int, of: int) -> float:
+    """Return how far a fall has come at its step `done`: 0 at the first, 1 at the last."""
+    return done / (of - 1) if of > 1 else 1.0
+
+
+def _line(high: float, low: float, share: float) -> float:
+    return high + (low - high) * share
+
+
+def _cosine(high: float, low: float, share: float) -> float:
+    return low + (high - low) * (1 + math.cos(math.pi * share)) / 2

@@ -16,23 +16,19 @@ import numpy as np
 import torch
 
 from etude.errors import Interrupted, UserError
-from etude.models.mtp import HEADS
+from etude.models.mtp_heads import HEADS
 from etude.models.shape import shape_of
 from etude.progress import Reporter
 from etude.training import lora, memory
-from etude.training.allocator import keep_freed_memory
 from etude.training.attention import isolate
-from etude.training.checkpoint import Checkpoints
-from etude.training.export import export
-from etude.training.guard import Guard
-from etude.training.loop import Forward, Loop
+from etude.training.checkpoint import Checkpoints, export
+from etude.training.cuda_graphs import SMALL, Replay
+from etude.training.distributed import like, shard, whole
+from etude.training.loop import Forward, Guard, Loop
 from etude.training.measure import load_bits, save_bits
+from etude.training.memory import keep_freed_memory
 from etude.training.objectives.next_token import NextToken
-from etude.training.optimiser import Optimiser
-from etude.training.replay import SMALL, Replay
-from etude.training.schedule import factor
-from etude.training.weights import MixedWeights, Weights
-from etude.training.world import like, shard, whole
+from etude.training.optimiser import MixedWeights, Optimiser, Weights, factor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,11 +36,11 @@ if TYPE_CHECKING:
 
     from etude.lineage.compute import ComputeShape
     from etude.progress import Task
+    from etude.training.distributed import World
     from etude.training.loop import Batches, Step
     from etude.training.measure import Bits, Nats
     from etude.training.objectives import Objective
     from etude.training.settings import LoraSettings, TrainSettings
-    from etude.training.world import World
     from etude.work import Work
 
     Evaluate = Callable[[Nats], dict[str, Bits]]

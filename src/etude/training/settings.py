@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from etude.training.guard import GuardSettings
-from etude.training.schedule import ScheduleSettings
+from etude.training.loop import GuardSettings
+from etude.training.optimiser import ScheduleSettings
 
 ROUNDING = 1e-6  # shares come from decimal fractions
 Beta = Annotated[float, Field(ge=0, lt=1)]

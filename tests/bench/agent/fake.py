@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from etude.bench.agent.results import Header, Outcome, Trial, TrialLog
+from etude.bench.trials import Header, Outcome, Trial, TrialLog
 
 CATEGORIES = ("debugging", "new feature", "iterate on a feature", "migration")
 GENERATORS = ("mutation", "deletion", "version", "history")

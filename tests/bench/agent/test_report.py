@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from matplotlib import image
 
 from etude.agent.trace import Node, Trace
-from etude.bench.agent.axes import EFFICIENCY, INTERACTION, QUALITY, SCORE, Prices, effort, set_statistics, vector
-from etude.bench.agent.figures import frontier, wrapped
-from etude.bench.agent.report import Scored, number, write_report
-from etude.bench.agent.results import Trial, read_results
-from etude.bench.agent.statistics import Estimate
+from etude.bench.axes import EFFICIENCY, INTERACTION, QUALITY, SCORE, Prices, effort, set_statistics, vector
+from etude.bench.statistics import Estimate
+from etude.bench.trials import Trial, read_results
+from etude.report.benchmark import Scored, frontier, number, wrapped, write_report
 from etude.rewards.quality import Work, measure
 from etude.tasks.task import Candidate, Edit, Task
 from tests.bench.agent import fake

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.bench.agent.results import FILE, Header, TrialLog, read_results, read_together, trial_key
+from etude.bench.trials import FILE, Header, TrialLog, read_results, read_together, trial_key
 from etude.errors import UserError
 from tests.bench.agent import fake
 

@@ -12,18 +12,16 @@ import pytest
 
 from etude.agent.calls import Call
 from etude.agent.trace import read_traces
-from etude.bench.agent.contestant import BUILT_IN, Contestant, Player, scripted
-from etude.bench.agent.report import write_report
-from etude.bench.agent.results import Results, Trial, read_results
-from etude.bench.agent.run import BenchSettings, run_benchmark
+from etude.bench.agents import BUILT_IN, BenchSettings, Contestant, Player, run_benchmark, scripted
+from etude.bench.trials import Results, Trial, read_results
 from etude.errors import UserError
 from etude.progress import Reporter
+from etude.report.benchmark import write_report
 from etude.sandbox.box import Entry, SandboxError
 from etude.tasks.attempt import premise_of
-from etude.tasks.known import Scorer
+from etude.tasks.demos import solution_calls
 from etude.tasks.manifest import TaskSet
-from etude.tasks.score import Score, score
-from etude.tasks.solution import solution_calls
+from etude.tasks.score import Score, Scorer, score
 from etude.tasks.suite import Ready
 from etude.tasks.task import Task
 from tests.bench.agent import calc_set

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.bench.agent import statistics
-from etude.bench.agent.statistics import average, estimate, pass_all, pass_at
+from etude.bench import statistics
+from etude.bench.statistics import average, estimate, pass_all, pass_at
 
 Rows = list[tuple[str, str, float]]
 RNG = np.random.default_rng

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import etude
-from etude.data.chat.conversations import Conversation
+from etude.data.chat import Conversation
 from tests import tiny
 
 SPROUT = Path(etude.__file__).parent / "models" / "sprout"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.data.chat.conversations import Conversation, read_conversations, split
+from etude.data.chat import Conversation, read_conversations, split
 from etude.errors import UserError
 from tests.data.chat.talks import CONVERSATIONS, TOOLS, call, said
 from tests.lineage.refusals import one_line

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import etude
-from etude.data.chat.conversations import Conversation, split
-from etude.data.chat.from_code import conversations_from_code
+from etude.data.chat import Conversation, conversations_from_code, split
 from etude.data.codebase import Codebase, SourceFile, read_codebase
 from etude.errors import UserError
 from tests.data.chat.test_template import chatml

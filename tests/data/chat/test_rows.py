@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.data.chat.rows import ChatCorpus, pack_chat
-from etude.data.chat.template import Encoded
+from etude.data.chat import ChatCorpus, Encoded, pack_chat
 from etude.data.loader import Batch, Loader
 from etude.errors import UserError
 from tests.lineage.refusals import one_line

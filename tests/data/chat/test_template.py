@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from etude.data.chat.conversations import Conversation
-from etude.data.chat.template import CHATML_TOKENS, ChatTemplate, Encoded, choose_template
+from etude.data.chat import CHATML_TOKENS, ChatTemplate, Conversation, Encoded, choose_template
 from etude.errors import UserError
 from tests import tiny
 from tests.data.chat.talks import CONVERSATIONS, SPROUT, TOOLS, answers, call, said, tokeniser

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.data.document import UNKNOWN, Document, Raw
-from etude.data.filters.decode import decode
+from etude.data.filters.content import decode
 
 CAFE = "# café\nprice = '5 €'\n"
 LINES = st.text(st.characters(exclude_categories=("Cs", "Cc"), exclude_characters="\ufeff"), min_size=1).filter(

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from etude.data.document import Document
-from etude.data.filters import HEAD, heading
-from etude.data.filters.generated import generated
+from etude.data.filters.content import HEAD, generated, heading
 
 CODE = "def add(left, right):\n    return left + right\n"
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from etude.data.document import Document
-from etude.data.filters.language import is_code, is_text, language
+from etude.data.filters.content import is_code, is_text, language
 
 
 def of(path: str, text: str = "x\n") -> str:

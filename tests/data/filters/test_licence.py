@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from etude.data.document import UNKNOWN, Document, LicenceFile
-from etude.data.filters.licence import Licences, from_heading, read_licence
-from etude.data.filters.spdx import canonical
+from etude.data.filters.licence import Licences, canonical, from_heading, read_licence
 from tests.lineage.licence_texts import MIT
 from tests.lineage.test_licences import LICENSE
 

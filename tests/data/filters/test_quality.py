@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.data.document import Document
-from etude.data.filters.quality import Quality, alphanumeric, compresses, repeated_share
+from etude.data.filters.content import Quality, alphanumeric, compresses, repeated_share
 from etude.data.settings import FilterSettings
 
 WORDS = ["alpha", "beta", "gamma", "delta", "order", "price", "queue", "graph", "node", "edge"]

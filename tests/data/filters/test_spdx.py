@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.data.document import UNKNOWN
-from etude.data.filters.spdx import COPYLEFT, PERMISSIVE, Policy, canonical, evaluate, ids
+from etude.data.filters.licence import COPYLEFT, PERMISSIVE, Policy, canonical, evaluate, ids
 
 IDS = ("MIT", "ISC", "Apache-2.0", "Zlib")
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from etude.data.filters.spdx import spdx_of, stated_in
+from etude.data.filters.licence import spdx_of, stated_in
 
 OSI = "Classifier: License :: OSI Approved :: "
 

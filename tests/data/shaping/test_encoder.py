@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 import etude
-from etude.data.shaping import tokeniser
-from etude.data.shaping.encoder import Encoder
+from etude.data import tokeniser
+from etude.data.tokeniser import Encoder
 from etude.errors import UserError
 from tests import tiny
 

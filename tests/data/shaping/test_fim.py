@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.data.shaping.fim import FimTokens, Pieces, draw, rearrange
+from etude.data.shape import FimTokens, Pieces, draw, rearrange
 
 TOKENS = FimTokens(prefix=3, middle=4, suffix=5)
 

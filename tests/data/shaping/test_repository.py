@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.data.document import Document
-from etude.data.shaping.repository import header, in_order, joined
+from etude.data.shape import header, in_order, joined
 
 
 def file(path: str, text: str = "x\n") -> Document:

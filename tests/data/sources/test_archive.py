@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.data.document import Drop, LicenceFile, Raw
-from etude.data.sources.archive import LONGEST_HEADER, ArchivePart
+from etude.data.sources.package import LONGEST_HEADER, ArchivePart
 from tests.data.sources.reading import MOST, entries, reasons, texts
 
 METADATA = b"Metadata-Version: 2.4\nName: toolz\nLicense-Expression: mit\n\nBody\nLicense-Expression: GPL-3.0-only\n"

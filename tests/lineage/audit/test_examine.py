@@ -10,12 +10,9 @@ import pytest
 from gguf import GGMLQuantizationType
 from safetensors.numpy import load_file, save_file
 
-from etude.lineage.audit.examine import Finding, Opened, examine, examine_library, open_model
-from etude.lineage.audit.matching import MATCHING
-from etude.lineage.audit.neurons import NEURONS, ROUTER
-from etude.lineage.audit.procrustes import EMBEDDING
+from etude.lineage.audit.examine import IDENTITY, Finding, Opened, examine, examine_library, open_model
+from etude.lineage.audit.similarity import EMBEDDING, MATCHING, NEURONS, ROUTER
 from etude.lineage.audit.sketch import Facts, Sketch, make_sketch
-from etude.lineage.audit.verdict import IDENTITY
 from etude.progress import Reporter
 from tests.lineage.audit import zoo
 from tests.lineage.audit.relatives import (

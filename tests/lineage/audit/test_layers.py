@@ -5,9 +5,14 @@ import itertools
 import numpy as np
 import pytest
 
-from etude.lineage.audit.cka import unbiased_cka
-from etude.lineage.audit.layers import align_dimensions, layer_similarity, pair_layers
-from etude.lineage.audit.neurons import match_rows, neuron_test
+from etude.lineage.audit.similarity import (
+    align_dimensions,
+    layer_similarity,
+    match_rows,
+    neuron_test,
+    pair_layers,
+    unbiased_cka,
+)
 from tests.lineage.audit.made import gaussian
 
 

@@ -3,8 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from etude.lineage.audit.matching import matching_test
-from etude.lineage.audit.neurons import ASSIGNED_ROWS, RowMatch, match_rows, neuron_test
+from etude.lineage.audit.similarity import ASSIGNED_ROWS, RowMatch, match_rows, matching_test, neuron_test
 from tests.lineage.audit.made import gaussian, look_uniform
 
 

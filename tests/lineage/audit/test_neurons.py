@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from etude.lineage.audit.neurons import (
+from etude.lineage.audit.pvalues import fisher
+from etude.lineage.audit.similarity import (
     ASSIGNED_ROWS,
     ROUTER,
     SAMPLED_ROWS,
@@ -15,7 +16,6 @@ from etude.lineage.audit.neurons import (
     neuron_test,
     unit_rows,
 )
-from etude.lineage.audit.pvalues import fisher
 from tests.lineage.audit.made import gaussian, look_uniform
 
 

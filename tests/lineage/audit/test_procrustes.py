@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from scipy.stats import norm, ortho_group
 
-from etude.lineage.audit.layers import align_dimensions
-from etude.lineage.audit.matching import matching_test
-from etude.lineage.audit.neurons import match_rows, neuron_test
-from etude.lineage.audit.procrustes import (
+from etude.lineage.audit.similarity import (
     TESTED_DIMENSIONS,
+    align_dimensions,
     embedding_test,
     log10_trace_tail,
+    match_rows,
+    matching_test,
+    neuron_test,
     order_test,
     rotate_back,
     rotation,

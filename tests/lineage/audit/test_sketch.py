@@ -13,8 +13,19 @@ from safetensors.numpy import save_file
 from etude.errors import UserError
 from etude.files import digest_of_files
 from etude.lineage.audit.examine import open_model
-from etude.lineage.audit.library import add_sketch, digest_weights, known_sketches, place_for, shipped
-from etude.lineage.audit.sketch import Facts, Sketch, hashed, make_sketch, middles, project
+from etude.lineage.audit.sketch import (
+    Facts,
+    Sketch,
+    add_sketch,
+    digest_weights,
+    hashed,
+    known_sketches,
+    make_sketch,
+    middles,
+    place_for,
+    project,
+    shipped,
+)
 from etude.lineage.audit.tokens import Tokens, compare_tokens, shared
 from etude.lineage.record import load_lineage
 from etude.models.bases import known_bases, resolve

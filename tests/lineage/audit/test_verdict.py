@@ -5,12 +5,9 @@ from typing import Any
 
 import pytest
 
-from etude.lineage.audit.cka import ATTENTION
-from etude.lineage.audit.matching import MATCHING
-from etude.lineage.audit.neurons import NEURONS, ROUTER
-from etude.lineage.audit.procrustes import EMBEDDING
+from etude.lineage.audit.examine import IDENTITY, Verdict, judge
 from etude.lineage.audit.pvalues import Test
-from etude.lineage.audit.verdict import IDENTITY, Verdict, judge
+from etude.lineage.audit.similarity import ATTENTION, EMBEDDING, MATCHING, NEURONS, ROUTER
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from etude.data.filters.duplicates import without_notice
-from etude.data.ngrams import ngram_runs
+from etude.data.filters.duplicates import ngram_runs, without_notice
 from etude.errors import UserError
 from etude.files import files_below
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from etude.data.ngrams import Hashes
+    from etude.data.filters.duplicates import Hashes
 
 SHOWN = 3  # runs of words listed for one document
 

@@ -17,7 +17,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etude.data.sources.opened import TOO_LARGE, Entry, OpenSource, entry_of, licences_among, local, share_out
+from etude.data.sources.source import TOO_LARGE, Entry, OpenSource, entry_of, licences_among, local, share_out
 from etude.errors import UserError
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.data.document import Drop, Raw
-from etude.data.sources.opened import TOO_LARGE, USUAL_RATIO, DeferredPart, OpenSource, local, printable
+from etude.data.sources.source import TOO_LARGE, USUAL_RATIO, DeferredPart, OpenSource, local, printable
 from etude.errors import UserError, one_line
 from etude.files import digest_of
-from etude.models.hub import fetch_files
+from etude.models.fetch import fetch_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

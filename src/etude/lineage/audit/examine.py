@@ -3,43 +3,139 @@
 A reference is a whole model or a sketch; the suspect is always a whole model. Its rows are carried into the reference's residual
 dimensions (as they are; by matched dimensions where the widths differ; turned back where the copy was rotated) and, for a sketch,
 projected as the sketch was. From there on there is one path. Only one pair of matrices is in memory at a time.
+
+What may be said after the tests, and in which words.
+
+"derived" takes an exact test below 1e-9 and a second, independent kind of test below 1e-6, both after Bonferroni over all
+models compared and all layers looked at. It means a shared initialisation: the tests are symmetric, so they never say who
+is the parent, and two models started from one framework seed share theirs without either knowing of the other. Learning from
+another model's outputs leaves no trace in the weights. Effect sizes, tokenisers and shapes support; they never decide.
+
+An audit for people: one table of tests, the verdict, what it does not mean. Consoles must take text as it is, without markup.
 """
 
 from __future__ import annotations
 
+import math
 import time
 import tracemalloc
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from rich.table import Table
 
-from etude.lineage.audit.cka import attention_effect, unbiased_cka
-from etude.lineage.audit.layers import align_dimensions, layer_similarity, pair_layers
-from etude.lineage.audit.matching import matching_test
-from etude.lineage.audit.neurons import ROUTER, match_rows, neuron_test
-from etude.lineage.audit.procrustes import embedding_test, order_test, rotate_back, rotation
 from etude.lineage.audit.pvalues import Test
 from etude.lineage.audit.shapes import compare_shapes
+from etude.lineage.audit.similarity import (
+    EMBEDDING,
+    NEURONS,
+    ROUTER,
+    align_dimensions,
+    attention_effect,
+    embedding_test,
+    layer_similarity,
+    match_rows,
+    matching_test,
+    neuron_test,
+    order_test,
+    pair_layers,
+    rotate_back,
+    rotation,
+    unbiased_cka,
+)
 from etude.lineage.audit.sketch import KEY_ROWS, Sketch, hashed, middles, part_of, project, thinned
 from etude.lineage.audit.tokens import compare_tokens, read_tokens, shared
-from etude.lineage.audit.verdict import IDENTITY, SECOND, judge
 from etude.lineage.audit.weights import open_weights
+from etude.progress import BYTES, amount
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from etude.lineage.audit.layers import Alignment
-    from etude.lineage.audit.neurons import RowMatch
     from etude.lineage.audit.shapes import Shape, ShapeEvidence
+    from etude.lineage.audit.similarity import Alignment, RowMatch
     from etude.lineage.audit.tokens import TokenEvidence, Tokens
-    from etude.lineage.audit.verdict import Verdict
     from etude.lineage.audit.weights import Matrix, Rows, Weights
     from etude.progress import Reporter
 
     Carry = Callable[[Matrix], Matrix]  # brings rows of the suspect into the reference's residual dimensions
+
+    from rich.console import Console
+
+
+Word = Literal["same", "derived", "related", "none"]
+
+IDENTITY = "identical tensors"  # its effect is the share of the compared tensors that are equal, value for value
+
+EXACT = (NEURONS, ROUTER, EMBEDDING)  # their null follows from how models are trained, not from strangers measured
+FIRST, SECOND = -9.0, -6.0  # log₁₀ of what the exact test and the other one must stay below
+
+SENTENCES: dict[Word, str] = {
+    "same": "the weights compared are the same",
+    "derived": "evidence of shared initialisation: one descends from the other, or both from a common ancestor",
+    "related": "one kind of test points to a shared initialisation and no second one confirms it: look closer",
+    "none": "no evidence of shared initialisation",
+}
+DISGUISED = "; found only after undoing a rotation of the residual stream, which training does not cause"
+
+DIRECTION = "which of the two came first cannot be told from the weights: that takes dates or an earlier checkpoint"
+SAME_SEED = (
+    "two models of one shape started from the same random seed by the same framework also share an initialisation"
+)
+DISTILLED = "a model that learnt from the other's outputs, or from the same data, leaves no trace that these tests see"
+LIMITS: dict[Word, tuple[str, ...]] = {
+    "same": (DIRECTION,),
+    "derived": (DIRECTION, SAME_SEED),
+    "related": (DIRECTION, SAME_SEED, DISTILLED),
+    "none": (
+        DISTILLED,
+        "no evidence is not a proof of independence: very long training or a disguise can hide descent",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One word for programs, one sentence for people, why, and what it does not mean."""
+
+    word: Word
+    sentence: str
+    reasons: tuple[str, ...]
+    limits: tuple[str, ...]
+    log10_p: float  # of the surest test, after Bonferroni
+
+
+def judge(tests: Sequence[Test], tokens: TokenEvidence | None, shapes: ShapeEvidence | None, compared: int) -> Verdict:
+    """Weigh the tests of one pair of models, one of `compared` pairs looked at."""
+    surest: dict[
+        str, tuple[float, Test]
+    ] = {}  # of a test before and after rotating back only one: they are no two kinds
+    for test in tests:
+        if test.log10_p is not None:
+            log10_p = min(0.0, test.log10_p + math.log10(compared * max(1, len(test.layers))))
+            surest[test.name] = min(surest.get(test.name, (1.0, test)), (log10_p, test), key=itemgetter(0))
+    same = any(test.name == IDENTITY and test.effect == 1 for test in tests)
+    word: Word = "same" if same else _word({name: log10_p for name, (log10_p, _) in surest.items()})
+    deciding = [(log10_p, test) for log10_p, test in surest.values() if log10_p < SECOND]
+    disguised = word in {"derived", "related"} and all(test.rotated for _, test in deciding)
+    reasons = [
+        f"{test.name}{', rotated back' * test.rotated}: p < 1e{math.ceil(log10_p)}" for log10_p, test in deciding
+    ]
+    reasons += [evidence.sentence for evidence in (tokens, shapes) if evidence is not None]
+    log10_p = min((log10_p for log10_p, _ in surest.values()), default=0.0)
+    return Verdict(word, SENTENCES[word] + DISGUISED * disguised, tuple(reasons), LIMITS[word], log10_p)
+
+
+def _word(log10_ps: Mapping[str, float]) -> Word:
+    for name in EXACT:
+        others = [log10_p for other, log10_p in log10_ps.items() if other != name]
+        if log10_ps.get(name, 0.0) < FIRST and min(others, default=0.0) < SECOND:
+            return "derived"
+    return "related" if min(log10_ps.values(), default=0.0) < FIRST else "none"
+
 
 LAYERS = 6
 TOKENS = 8192  # whose embeddings are compared at most
@@ -268,3 +364,63 @@ def _blocks(a: Shape, b: Shape) -> list[tuple[str, str]]:
     if a.experts and b.experts:
         return [("", ""), ("expert ", "expert ")]
     return [("", ""), *([("", "expert ")] if b.experts else []), *([("expert ", "")] if a.experts else [])]
+
+
+def show(finding: Finding, console: Console) -> None:
+    """Print one finding."""
+    table = _table(
+        f"{finding.suspect} against {finding.reference} ({finding.against})", "test", "p", "effect", "layers", "note"
+    )
+    for test in finding.tests:
+        name, layers = test.name + " (rotated back)" * test.rotated, ",".join(map(str, test.layers)) or "–"
+        chance = "–" if test.log10_p is None else power(test.log10_p)
+        table.add_row(name, chance, f"{test.effect:.3f}", layers, test.note)
+    console.print(table)
+    evidence = [each.sentence for each in (finding.tokens, finding.shapes) if each is not None]
+    for line in [*evidence, *(f"not compared: {note}" for note in finding.notes)]:
+        console.print(line, soft_wrap=True)
+    console.print(f"{finding.verdict.word}: {finding.verdict.sentence}", style="bold", soft_wrap=True)
+    for line in [*(f"  {limit}" for limit in finding.verdict.limits), effort([finding])]:
+        console.print(line, style="dim", soft_wrap=True)
+
+
+def show_library(findings: Sequence[Finding], console: Console) -> None:
+    """Print how a model stands to every base of the library, then the best match in full."""
+    title = f"{findings[0].suspect} against {len(findings)} known bases, best match first"
+    table = _table(title, "base", "verdict", "p, corrected", "shape", "vocabulary")
+    for finding in findings:
+        verdict, words = finding.verdict, finding.tokens.kind if finding.tokens else "–"
+        table.add_row(finding.reference, verdict.word, power(verdict.log10_p), finding.shapes.kind, words)
+    console.print(table, "")
+    show(findings[0], console)
+    console.print(f"in all {effort(findings)}", style="dim", soft_wrap=True)
+
+
+def show_sketches(sketches: Sequence[Sketch], console: Console) -> None:
+    """Print what is in the library."""
+    table = _table("Sketches of known bases", "name", "weights", "licence", "made", "from")
+    for facts in (sketch.facts for sketch in sketches):
+        table.add_row(facts.name, facts.model_digest[:12], facts.licence or "unknown text", facts.made, facts.source)
+    console.print(table)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(
+            column, justify="right" if column in {"p", "p, corrected", "effect"} else "left", overflow="fold"
+        )
+    return table
+
+
+def power(log10_p: float) -> str:
+    """Return a p-value from its logarithm."""
+    return f"{10**log10_p:.2g}" if log10_p > -4 else f"1e{log10_p:.0f}"
+
+
+def effort(findings: Sequence[Finding]) -> str:
+    """Return what the audit took."""
+    seconds, read = sum(each.seconds for each in findings), sum(each.bytes_read for each in findings)
+    share = f"{amount(read, BYTES)} read of {amount(findings[0].bytes_total, BYTES)}"
+    peak = amount(max(each.peak_bytes for each in findings), BYTES)
+    return f"{seconds:.1f} s; {share}, {1e9 * seconds / max(read, 1):.0f} s/GB; {peak} of memory at most"

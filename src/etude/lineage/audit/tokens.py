@@ -13,7 +13,7 @@ import numpy as np
 
 from etude.errors import UserError, one_line
 from etude.files import digest_of, read_json
-from etude.lineage.audit.storage import DAMAGED, read_headers, weight_files
+from etude.lineage.audit.weights import DAMAGED, read_headers, weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

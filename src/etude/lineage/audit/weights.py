@@ -1,24 +1,383 @@
-"""The matrices of a model by meaning, read one at a time from safetensors or GGUF; the model itself is never loaded."""
+"""The matrices of a model by meaning, read one at a time from safetensors or GGUF; the model itself is never loaded.
+
+Where tensors lie in safetensors and GGUF files, and how their bytes become float32; neither torch nor a model is needed.
+
+A file is mapped for one read and let go again, so that walking through a terabyte takes the memory of one matrix.
+GGUF headers are parsed here because gguf's own reader makes an array of every word: seconds, where this takes a tenth.
+
+Where architectures keep their matrices: which tensor, and which of its rows.
+
+A table of names by part serves all families; which of them a model has says which family it is of. What is fused (query, key
+and value; gate and up) or reordered (GGUF's rotary halves) is a choice of rows, so that reading a part is reading rows.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+import functools
+import json
+import re
+import struct
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from etude.errors import UserError, one_line
 from etude.files import read_json
-from etude.lineage.audit.names import Layout
 from etude.lineage.audit.shapes import Declared, Shape, declared_by_config, declared_by_gguf
-from etude.lineage.audit.storage import DAMAGED, INDEX, decoded, read_headers, weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from etude.lineage.audit.names import Place
-    from etude.lineage.audit.storage import Tensor
+    from etude.lineage.audit.shapes import Declared
+
+# How the bytes of each kind are mapped. GGUF's quantised kinds are not here: they are bytes, and gguf knows their blocks.
+MAPPED = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1",
+    "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "?",
+}  # fmt: skip
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SPLIT_GGUF = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+GGUF_STRING, GGUF_ARRAY = 8, 9
+DAMAGED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, struct.error)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor on the disk, not yet read."""
+
+    file: Path
+    offset: int
+    kind: str  # safetensors' name of the type, or GGUF's of the quantisation
+    shape: tuple[int, ...]
+
+    def mapped(self) -> NDArray[Any]:
+        """Map the tensor as it is stored; the mapping ends with the array."""
+        if self.kind in MAPPED:
+            return np.memmap(self.file, MAPPED[self.kind], "r", self.offset, self.shape)
+        from gguf import GGMLQuantizationType, quant_shape_to_byte_shape
+
+        if self.kind not in GGMLQuantizationType.__members__:
+            raise UserError(f"{self.file}: numbers of type {self.kind} cannot be read; audit the unquantised weights")
+        stored = quant_shape_to_byte_shape(self.shape, GGMLQuantizationType[self.kind])
+        return np.memmap(self.file, "u1", "r", self.offset, stored)
+
+
+def decoded(kind: str, stored: NDArray[Any]) -> NDArray[Any]:
+    """Return stored values of a kind as float32 (integers as they are): exact, except for float64."""
+    if kind == "BF16":
+        return np.left_shift(stored.astype(np.uint32), np.uint32(16)).view(np.float32)
+    if kind.startswith("F8"):
+        return np.take(_small_floats(kind), stored)
+    if kind in MAPPED:
+        return np.asarray(stored, np.float32 if kind.startswith("F") else None)
+    from gguf import GGMLQuantizationType, dequantize
+
+    try:
+        return np.asarray(dequantize(np.ascontiguousarray(stored), GGMLQuantizationType[kind]), np.float32)
+    except NotImplementedError:
+        raise UserError(f"GGUF quantisation {kind} cannot be read; use a file of another one, such as Q8_0") from None
+
+
+@functools.cache
+def _small_floats(kind: str) -> NDArray[np.float32]:
+    """Return the values of all 256 codes of an 8-bit float."""
+    codes = np.arange(256)
+    if kind == "F8_E5M2":  # the upper half of a float16
+        return (codes.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
+    if kind == "F8_E8M0":  # a power of two
+        return np.where(codes == 255, np.nan, np.exp2(codes - 127.0)).astype(np.float32)
+    exponent, fraction = codes >> 3 & 15, (codes & 7) / 8
+    size = np.where(exponent == 0, fraction * 2.0**-6, (1 + fraction) * np.exp2(exponent - 7.0))
+    return np.where(codes & 127 == 127, np.nan, np.where(codes < 128, size, -size)).astype(np.float32)
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Return the files of a model: all shards of a folder, all parts of a split one of which one is named, or one file."""
+    if path.is_dir():
+        return _folder_files(path)
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; give a model folder, a .safetensors or a .gguf")
+    if split := SPLIT_GGUF.fullmatch(path.name):
+        files = sorted(path.parent.glob(f"{split[1]}-*-of-{split[2]}.gguf"))
+        if len(files) != int(split[2]):
+            raise UserError(f"{path} is one of {int(split[2])} parts and {len(files)} are here; fetch the others")
+        return files
+    if path.suffix == ".safetensors" and (path.parent / INDEX).is_file():
+        return _folder_files(path.parent)
+    if path.suffix not in {".safetensors", ".gguf"}:
+        raise UserError(f"{path} is neither a folder nor .safetensors nor .gguf; convert it to safetensors first")
+    return [path]
+
+
+def _folder_files(folder: Path) -> list[Path]:
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(f"{folder} holds an adapter; merge it into its base first")
+    if (index := folder / INDEX).is_file():
+        try:
+            files = [folder / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+        except DAMAGED as error:
+            raise UserError(f"{index} is damaged ({one_line(error)}); fetch it again") from None
+        if outside := [file for file in files if file.parent != folder]:
+            raise UserError(f"{index} names {outside[0]}, which is not a file beside it; put all shards beside it")
+        if (
+            single := folder / SINGLE
+        ).is_file() and single not in files:  # programs differ in which of the two they load
+            raise UserError(f"{single} is not among the shards of {INDEX}; which is the model? remove one of them")
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise UserError(
+                f"{folder}: {len(missing)} of {len(files)} shards are missing, such as {missing[0]}; fetch them"
+            )
+        return files
+    # Other safetensors beside model*.safetensors are drafts, adapters or optimisers.
+    files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder} holds no safetensors; convert the weights first, or name the .gguf file itself")
+    return files
+
+
+def read_headers(files: list[Path]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return all tensors of a model's files by name, and a GGUF's metadata."""
+    tensors: dict[str, Tensor] = {}
+    meta: dict[str, Any] = {}
+    for file in files:
+        kind = file.suffix.removeprefix(".")
+        try:
+            with file.open("rb") as opened:
+                found, said = _gguf(opened, file) if kind == "gguf" else _safetensors(opened, file)
+        except DAMAGED as error:
+            raise UserError(f"{file} is not a whole {kind} file ({one_line(error)}); fetch it again") from None
+        if twice := tensors.keys() & found.keys():
+            name = min(twice)
+            raise UserError(f"{name} is in {tensors[name].file.name} and in {file}; name the file that is the model")
+        tensors, meta = tensors | found, said | meta
+    return tensors, meta
+
+
+def _safetensors(opened: BinaryIO, file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read eight bytes of length and a JSON header; offsets count from there."""
+    (length,) = struct.unpack("<Q", opened.read(8))
+    size = file.stat().st_size
+    header = json.loads(opened.read(min(length, size)))
+    header.pop("__metadata__", None)
+    start = opened.tell()
+    if start + max((entry["data_offsets"][1] for entry in header.values()), default=0) > size:
+        raise ValueError("its end is missing")
+    return {
+        name: Tensor(file, start + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
+        for name, entry in header.items()
+    }, {}
+
+
+def _gguf(opened: BinaryIO, file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read metadata (name, type, value), then tensors (name, sizes from the last, type, offset from the aligned end)."""
+    from gguf import GGMLQuantizationType
+
+    size = file.stat().st_size
+
+    def numbers(form: str) -> tuple[Any, ...]:
+        return struct.unpack(f"<{form}", opened.read(min(struct.calcsize(f"<{form}"), size)))
+
+    def text() -> str:
+        (length,) = numbers("Q")
+        (content,) = numbers(f"{length}s")
+        return str(content, "utf-8")
+
+    def value(kind: int) -> Any:
+        if kind == GGUF_ARRAY:
+            item, count = numbers("IQ")
+            return (
+                list(numbers(f"{count}{GGUF_SCALARS[item]}"))
+                if item in GGUF_SCALARS
+                else [value(item) for _ in range(count)]
+            )
+        return text() if kind == GGUF_STRING else numbers(GGUF_SCALARS[kind])[0]
+
+    magic, _version, tensors, entries = numbers("4sIQQ")
+    if magic != b"GGUF":
+        raise ValueError("it does not begin with GGUF")
+    meta = {text(): value(numbers("I")[0]) for _ in range(entries)}
+    listed = [(text(), numbers(f"{numbers('I')[0]}Q"), *numbers("IQ")) for _ in range(tensors)]
+    alignment = meta.get("general.alignment", 32)
+    start = -(-opened.tell() // alignment) * alignment
+    found = {
+        name: Tensor(file, start + offset, GGMLQuantizationType(kind).name, tuple(reversed(sizes)))
+        for name, sizes, kind, offset in listed
+    }
+    for last in sorted(found.values(), key=lambda tensor: tensor.offset)[-1:]:
+        last.mapped()  # fails where the file ends too soon
+    return found, meta
+
+
+# Llama and its kin; Llama 4; InternLM 2; GPT-2 and StarCoder; Phi-2; OPT; GPT-J; NeoX, Falcon and Bloom; Qwen 1; DeepSeek-V4; GGUF.
+PARTS: dict[str, tuple[str, ...]] = {
+    "up": ("mlp.up_proj", "feed_forward.up_proj", "feed_forward.w3", "mlp.c_fc", "mlp.fc1", "fc1", "mlp.fc_in",
+           "mlp.dense_h_to_4h", "mlp.w1", "ffn_up"),
+    "gate": ("mlp.gate_proj", "feed_forward.gate_proj", "feed_forward.w1", "mlp.w2", "ffn_gate"),
+    "gate_up": ("mlp.gate_up_proj", "feed_forward.gate_up_proj"),
+    "shared up": ("mlp.shared_experts.up_proj", "mlp.shared_expert.up_proj", "feed_forward.shared_expert.up_proj",
+                  "mlp.shared_mlp.up_proj", "ffn.shared_experts.w3", "ffn_up_shexp"),
+    "shared gate": ("mlp.shared_experts.gate_proj", "mlp.shared_expert.gate_proj", "feed_forward.shared_expert.gate_proj",
+                    "mlp.shared_mlp.gate_proj", "ffn.shared_experts.w1", "ffn_gate_shexp"),
+    "shared gate_up": ("shared_mlp.input_linear",),
+    "expert up": ("mlp.experts.{}.up_proj", "feed_forward.experts.{}.up_proj", "block_sparse_moe.experts.{}.w3",
+                  "ffn.experts.{}.w3", "ffn_up.{}"),
+    "expert gate": ("mlp.experts.{}.gate_proj", "feed_forward.experts.{}.gate_proj", "block_sparse_moe.experts.{}.w1",
+                    "ffn.experts.{}.w1", "ffn_gate.{}"),
+    "expert gate_up": (),
+    "experts up": ("ffn_up_exps",),
+    "experts gate": ("ffn_gate_exps",),
+    "experts gate_up": ("mlp.experts.gate_up_proj", "feed_forward.experts.gate_up_proj", "block_sparse_moe.input_linear",
+                        "ffn_gate_up_exps"),
+    "router": ("mlp.gate", "mlp.router", "feed_forward.router", "block_sparse_moe.gate", "block_sparse_moe.router.layer",
+               "mlp.gate.wg", "ffn.gate", "ffn_gate_inp"),
+    "query": ("self_attn.q_a_proj", "self_attn.q_proj", "attn.q_proj", "attn.wq_a", "attn_q_a", "attn_q"),
+    "key": ("self_attn.kv_a_proj_with_mqa", "self_attn.k_proj", "self_attn.kv_proj", "attn.k_proj", "attn.wkv",
+            "attn_kv_a_mqa", "attn_k"),
+    "stacked": ("self_attn.qkv_proj", "attn.c_attn", "attn_qkv"),
+    "grouped": ("attention.query_key_value", "self_attention.query_key_value", "attention.wqkv"),
+}  # fmt: skip
+ENDINGS = (".weight", "", ".weight_packed")
+EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embed", "token_embd")
+OUTPUT = re.compile(r"(?:.*\.)?(?:lm_head|embed_out|output_layer)\.weight|(?:output|head)\.weight")
+STACK = re.compile(r"((?:.*?\.)?(?:layers|h|blk)\.)(\d+)\.(.+)")
+NOT_LANGUAGE = re.compile(r"vision|visual|audio|speech|mtp|encoder\.")
+FUSED_UP = {"phi3", "glm4", "chatglm"}  # GGUF architectures whose ffn_up holds the gate as well
+INTERLEAVED = {"gpt_oss"}  # gate and up alternate, row by row
+# GGUF architectures whose query and key rows llama.cpp's converter reorders: a head's two rotary halves are interleaved.
+ROTARY_PAIRS = {"llama", "smollm3", "granite", "granitemoe", "arcee", "minicpm"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a matrix lies. `rows` are those of the matrix as [units, hidden], whichever way round it is stored."""
+
+    tensor: str
+    rows: NDArray[np.int64]
+    expert: int | None = None
+
+
+class Layout:
+    """Finds the parts of a model among its tensors."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], declared: Declared, where: Path) -> None:
+        self._shapes, self._declared, self._where = shapes, declared, where
+        self._stack, others = _stacks_of(shapes, where)
+        language = (name for name in shapes if not NOT_LANGUAGE.search(name))
+        found = [name for name in language if name.removesuffix(".weight").split(".")[-1] in EMBEDDINGS]
+        if not found:
+            raise UserError(_unknown(shapes, where, "embedding"))
+        self.embedding = min(found, key=len)  # a longer one belongs to a further prediction layer
+        self.unread = [*others, *(name for name in found if name != self.embedding and not STACK.fullmatch(name))]
+        self.vocab, self.hidden = shapes[self.embedding]
+        self._refuse_other_depth()
+        self._refuse_mixed_layers()
+        self.head_dim = declared.head_dim or self.hidden // declared.heads
+        self.latent = any("kv_a_" in name for name in shapes)
+        self.tied = declared.tied or not any(OUTPUT.fullmatch(name) for name in shapes)
+
+    def ffn(self, layer: int, part: str, owner: str = "", expert: int | None = None) -> Place | None:
+        """Find "up" or "gate" of the dense FFN ("") or the "shared ", "expert " or stacked "experts " one; a fused gate is first."""
+        fused = self._find(layer, f"{owner}gate_up", expert)
+        if self._declared.model_type in FUSED_UP and not owner:
+            fused = fused or self._find(layer, "up")
+        apart = self._find(layer, f"{owner}{part}", expert)
+        name = self._only(fused, apart)
+        if name is None:
+            return None
+        rows = np.arange(self._units(name))
+        if fused and self._declared.model_type in INTERLEAVED:
+            rows = rows[part == "up" :: 2]
+        elif fused:
+            rows = np.split(rows, 2)[part == "up"]
+        return Place(name, rows, expert if owner == "experts " else None)
+
+    def router(self, layer: int) -> Place | None:
+        """Find the router."""
+        name = self._find(layer, "router")
+        return Place(name, np.arange(self._units(name))) if name else None
+
+    def attention(self, layer: int, part: str) -> Place | None:
+        """Find "query" or "key"; with latent attention what comes first after the residual stream."""
+        fusions = {fusion: found for fusion in ("stacked", "grouped") if (found := self._find(layer, fusion))}
+        if (name := self._find(layer, part)) and self._only(name, *fusions.values()):
+            rows = np.arange(self._units(name))
+            if name.startswith("blk.") and self._declared.model_type in ROTARY_PAIRS:
+                rows = rows.reshape(-1, self.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+            return Place(name, rows)
+        return next(
+            (Place(fused, self._of_fused(fusion, part, self._units(fused))) for fusion, fused in fusions.items()), None
+        )
+
+    def _of_fused(self, fusion: str, part: str, units: int) -> NDArray[np.int64]:
+        """Pick a part's rows of fused query, key and value: all queries first, or each key after the queries it serves."""
+        heads, dim = self._declared.heads, self.head_dim
+        keys = (units // dim - heads) // 2
+        if fusion == "stacked":
+            return np.arange(heads * dim) if part == "query" else np.arange(heads * dim, (heads + keys) * dim)
+        group = heads // keys
+        served = np.arange(units).reshape(keys, group + 2, dim)
+        return (served[:, :group] if part == "query" else served[:, group]).reshape(-1)
+
+    def _find(self, layer: int, part: str, expert: int | None = None) -> str | None:
+        names = (f"{self._stack}{layer}.{name}{ending}" for name in PARTS[part] for ending in ENDINGS)
+        return self._only(*(full for name in names if (full := name.format(expert)) in self._shapes))
+
+    def _only(self, *found: str | None) -> str | None:
+        """Return the one tensor of a part. A second one may be a decoy: whoever loads the model reads one of the two."""
+        names = sorted({name for name in found if name})
+        if len(names) > 1:
+            raise UserError(f"{self._where}: {names[0]} and {names[1]} cannot both be in use; remove what is not")
+        return names[0] if names else None
+
+    def _refuse_mixed_layers(self) -> None:
+        """Refuse a layer that is dense and has experts as well: which of the two is loaded, its tensors cannot tell."""
+        for layer in range(self._declared.layers):
+            dense = self.ffn(layer, "up")
+            experts = [self.router(layer), self.ffn(layer, "up", "expert ", 0), self.ffn(layer, "up", "experts ", 0)]
+            if dense and not dense.tensor.startswith("blk."):  # GGUF has models with both
+                [self._only(dense.tensor, expert.tensor) for expert in experts if expert]
+
+    def _refuse_other_depth(self) -> None:
+        """Refuse a config that tells of other layers than there are; some models keep a few further prediction layers."""
+        found = (STACK.fullmatch(name) for name in self._shapes)
+        said, there = self._declared.layers, 1 + max(int(name[2]) for name in found if name and name[1] == self._stack)
+        if not 0 < said <= there <= said + 1 + said // 4:
+            raise UserError(f"{self._where}: {said} layers are declared, the weights have {there}; correct the config")
+
+    def _units(self, name: str) -> int:
+        return self._shapes[name][-1 if self.transposed(name) else -2]
+
+    def transposed(self, name: str) -> bool:
+        """Say whether a tensor is stored as [hidden, units] (GPT-2, some experts); a square one is taken as it is."""
+        if len(self._shapes[name]) < 2:
+            raise UserError(f"{self._where}: {name} is not a matrix; fetch the weights again")
+        units, columns = self._shapes[name][-2:]
+        return units == self.hidden != columns and not name.endswith("_packed")
+
+
+def _stacks_of(names: Mapping[str, tuple[int, ...]], where: Path) -> tuple[str, list[str]]:
+    """Return the prefix of the language model's layers, that under which most layers have parts we know, and the other ones."""
+    known = {re.sub(r"\.\{\}", ".0", name) for part in PARTS.values() for name in part}
+    layers: dict[str, set[int]] = defaultdict(set)
+    for name in names:
+        match = STACK.fullmatch(name)
+        if match and not NOT_LANGUAGE.search(match[1]) and re.sub(r"\.weight(_packed)?$", "", match[3]) in known:
+            layers[match[1]].add(int(match[2]))
+    if not layers:
+        raise UserError(_unknown(names, where, "layers"))
+    first, *others = sorted(layers, key=lambda prefix: -len(layers[prefix]))
+    return first, others
+
+
+def _unknown(names: Mapping[str, tuple[int, ...]], where: Path, what: str) -> str:
+    shown = ", ".join(list(names)[:4]) or "nothing"
+    return f"{where}: no {what} known to this audit, which reads decoder language models; its tensors: {shown}, …"
+
 
 Matrix = NDArray[np.float32]
 Rows = NDArray[np.int64]

@@ -8,12 +8,11 @@ from etude.recipe.recipe import DATA, StageEntry
 from etude.run.stages.base import BaseSettings, BaseStage
 from etude.run.stages.bench import BenchStage
 from etude.run.stages.compare import CompareStage
-from etude.run.stages.cpt import CptStage
 from etude.run.stages.data import DataStage
 from etude.run.stages.extend import ExtendStage
 from etude.run.stages.merge import MergeStage
 from etude.run.stages.mtp import MtpStage
-from etude.run.stages.pretrain import PretrainStage
+from etude.run.stages.pretrain import CptStage, PretrainStage
 from etude.run.stages.release import ReleaseStage
 from etude.run.stages.rl import RlStage
 from etude.run.stages.sft import SftStage

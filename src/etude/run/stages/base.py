@@ -48,8 +48,8 @@ class BaseStage:
 
     def run(self, settings: BaseSettings, job: Job) -> Outcome:
         """Fetch and check the base, and link its files."""
-        from etude.models.checkpoint import weight_files
         from etude.models.fetch import fetch, model_files
+        from etude.models.load import weight_files
 
         fetched = fetch(resolve(settings.base), job.work.cache, job.work.reporter)
         weight_files(fetched.folder)

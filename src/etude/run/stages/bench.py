@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from etude.bench.agent.run import TRACES, BenchSettings, run_benchmark
+from etude.bench.agents import TRACES, BenchSettings, run_benchmark
 from etude.errors import UserError
 from etude.files import read_json, sha256_file, write_json
 from etude.lineage import environment
 from etude.lineage.record import DataUse, Parent
 from etude.lineage.tree import find_model
-from etude.models.bases import resolve
-from etude.models.locate import is_run, locate
+from etude.models.bases import is_run, locate, resolve
 from etude.run.stage import Job, Outcome
 from etude.tasks.manifest import find_manifest, load_set, picked, read_rows
 
@@ -26,10 +25,10 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from etude.bench.agent.contestant import Contestant
-    from etude.bench.agent.report import Scored
-    from etude.bench.agent.results import Trial
-    from etude.bench.agent.statistics import Estimate
+    from etude.bench.agents import Contestant
+    from etude.bench.statistics import Estimate
+    from etude.bench.trials import Trial
+    from etude.report.benchmark import Scored
 
     Numbers = dict[str, float | int | str | None]
 
@@ -84,9 +83,9 @@ class BenchStage:
 
     def run(self, settings: BenchStageSettings, job: Job) -> Outcome:
         """Make the trials that are missing, and write the report."""
-        from etude.bench.agent.report import Scored, write_report
-        from etude.bench.agent.results import read_results
+        from etude.bench.trials import read_results
         from etude.models.load import choose_device
+        from etude.report.benchmark import Scored, write_report
 
         assert job.parent is not None
         work, record, folder = job.work, job.parent.record, job.work.folder
@@ -114,8 +113,7 @@ class BenchStage:
 
 def _identity(word: str) -> Any:
     """Return what decides what a model does, without loading it."""
-    from etude.bench.agent.contestant import BUILT_IN
-    from etude.bench.agent.entrants import weights_mark
+    from etude.bench.agents import BUILT_IN, weights_mark
 
     if word in BUILT_IN:
         return word
@@ -125,7 +123,7 @@ def _identity(word: str) -> Any:
 
 def _folders(settings: BenchStageSettings, job: Job) -> dict[str, Path]:
     """Return the weights of all models by what the report calls them: the stage that made one, or the recipe's word."""
-    from etude.bench.agent.contestant import BUILT_IN
+    from etude.bench.agents import BUILT_IN
 
     assert job.parent is not None
     own = job.parent.record.stage
@@ -137,8 +135,7 @@ def _folders(settings: BenchStageSettings, job: Job) -> dict[str, Path]:
 
 def _contestants(settings: BenchStageSettings, folders: Mapping[str, Path], job: Job) -> list[Contestant]:
     from etude.agent.policies import in_folder
-    from etude.bench.agent.contestant import BUILT_IN
-    from etude.bench.agent.entrants import entrant
+    from etude.bench.agents import BUILT_IN, entrant
 
     memory = int(settings.engine_memory * 1e9) or None
     models = [

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from etude.bench.compare import Candidate, CandidateResult, CompareConfig, check_fits, measure
-from etude.bench.report import markdown, ranked, table, verdict
+from etude.bench.base_comparison import Candidate, CandidateResult, CompareConfig, check_fits, measure
 from etude.bench.state_tracking import make_chains
 from etude.data.codebase import Codebase, git_revision, read_codebase
 from etude.errors import UserError
@@ -17,12 +16,13 @@ from etude.files import digest_of, read_json, whole_file, write_json, write_text
 from etude.lineage import environment
 from etude.lineage.record import LINEAGE_FILE, DataUse, Parent, load_lineage
 from etude.models.bases import known_bases, resolve
+from etude.report.bases import markdown, ranked, table, verdict
 from etude.run.stage import Job, Outcome
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from etude.data.edits import EditChain
+    from etude.data.codebase import EditChain
 
 RESULTS = "results.json"  # the same on every run
 SPEED = "speed.json"  # not
@@ -113,8 +113,8 @@ def load_results(folder: Path) -> list[CandidateResult]:
 def _candidates(settings: CompareConfig, job: Job, device: Any) -> tuple[list[Candidate], list[Parent]]:
     """Return the candidates, checked, with their places in the family tree: the recipe's own model first."""
     from etude.files import digest_of_files
-    from etude.models.checkpoint import digest_files, weight_files
     from etude.models.fetch import fetch
+    from etude.models.load import digest_files, weight_files
 
     candidates: list[Candidate] = []
     parents: list[Parent] = []
@@ -169,7 +169,7 @@ def _unique(name: str, taken: list[str]) -> str:
 
 
 def _write(results: list[CandidateResult], code: Codebase, total_files: int, folder: Path) -> None:
-    from etude.bench.plot import draw
+    from etude.report.bases import draw
 
     write_json(folder / RESULTS, [result.quality() for result in results])
     write_json(folder / SPEED, {result.name: result.speed for result in results})

@@ -62,7 +62,7 @@ class DataStage:
     def run(self, settings: DataSettings, job: Job) -> Outcome:
         """Build the corpus and its report."""
         from etude.data.build import Build
-        from etude.data.report import write_report
+        from etude.report.corpus import write_report
 
         manifest = Build(settings, job.work, _seed(settings, job.seed), job.parent.folder if job.parent else None).run()
         write_report(job.work.folder, job.work.folder)
@@ -82,7 +82,7 @@ class DataStage:
 
     def show(self, folder: Path, console: Console) -> None:
         """Print what came in and what stayed."""
-        from etude.data.report import show_report
+        from etude.report.corpus import show_report
 
         show_report(folder, console, folder)
 

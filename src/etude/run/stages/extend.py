@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from etude.data.loader import Corpus
     from etude.progress import Task
-    from etude.training.long import Retrieval
-    from etude.training.world import World
+    from etude.training.distributed import World
+    from etude.training.long_context import Retrieval
     from etude.work import Work
 
 BASE = "base.json"  # what was measured of the parent
@@ -94,7 +94,7 @@ def measured(
     import torch
 
     from etude.models.load import choose_device, load_model, load_tokeniser
-    from etude.training.long import make_retrieval, score_retrieval
+    from etude.training.long_context import make_retrieval, score_retrieval
 
     device = choose_device(settings.device)
     model = load_model(model_folder, device)
@@ -128,7 +128,7 @@ def _positions(model: Any, corpus: Corpus, settings: ExtendSettings, device: Any
 
     from etude.training.attention import isolate
     from etude.training.batch import rows_of
-    from etude.training.long import bucket_bounds, by_position
+    from etude.training.long_context import bucket_bounds, by_position
     from etude.training.measure import bytes_per_token, heldout_domains
     from etude.training.objectives.next_token import NextToken
 

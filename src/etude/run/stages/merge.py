@@ -13,8 +13,8 @@ from etude.lineage import environment
 from etude.lineage.record import LINEAGE_FILE, Parent, load_lineage, load_record
 from etude.lineage.tree import find_model
 from etude.models.bases import resolve
-from etude.models.checkpoint import INDEX, digest_files
-from etude.models.merge_settings import MergeSettings
+from etude.models.load import INDEX, digest_files
+from etude.models.merge import MergeSettings
 from etude.run.folder import MODEL
 from etude.run.stage import Job, Outcome
 from etude.run.stages.training import carry_heads, copy_side_files
@@ -140,7 +140,7 @@ def _source(word: str, job: Job, before: list[Source]) -> Source:
 
 def _place_the_rest(source: Path, model: Path, job: Job) -> None:
     """Copy what is not weights from the model before this stage."""
-    from etude.models.mtp import keep_apart
+    from etude.models.mtp_heads import keep_apart
 
     for file in [source / "config.json", *source.glob(INDEX)]:
         shutil.copyfile(file, model / file.name)

@@ -13,7 +13,7 @@ from etude.training.settings import OptimiserSettings, TrainSettings
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from etude.training.world import World
+    from etude.training.distributed import World
     from etude.work import Work
 
 
@@ -51,7 +51,7 @@ class MtpStage(TrainingStage):
         import torch
 
         from etude.models.load import load_model, saved_dtype
-        from etude.models.mtp import MtpHeads, heads_shape, load_heads
+        from etude.models.mtp_heads import MtpHeads, heads_shape, load_heads
         from etude.training.objectives.mtp import MultiToken
 
         settings: MtpSettings = training.settings
@@ -72,9 +72,9 @@ class MtpStage(TrainingStage):
 
 def _worth(training: Training, saved: Path) -> dict[str, Any]:
     """Decode held-out texts with the saved heads and without; return the figures and what to say of them."""
-    from etude.inference.speed import measure_guessing
+    from etude.inference.local import measure_guessing
     from etude.models.load import choose_device, load_model
-    from etude.models.mtp import load_heads
+    from etude.models.mtp_heads import load_heads
 
     settings: MtpSettings = training.settings
     corpus = open_corpus(training, saved)

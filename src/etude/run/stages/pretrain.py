@@ -1,6 +1,8 @@
 """The `pretrain` stage: a model from random weights, with the tokeniser of the corpus.
 
 Early mixing, the domain seen from the start at a small share, is `shares`.
+
+The `cpt` stage: go on pretraining on the domain mix, with replay against forgetting, and measure both.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from etude.errors import UserError
 from etude.files import sha256_file
 from etude.run.folder import MODEL
 from etude.run.stages.training import Training, TrainingStage, trained_on_corpus
-from etude.training.schedule import ScheduleSettings
-from etude.training.settings import OptimiserSettings, TrainSettings
+from etude.training.optimiser import ScheduleSettings
+from etude.training.settings import LoraSettings, OptimiserSettings, TrainSettings
 
 if TYPE_CHECKING:
     from etude.run.stage import Job, Outcome
-    from etude.training.world import World
+    from etude.training.distributed import World
     from etude.work import Work
 
 
@@ -120,3 +122,34 @@ def _config(shape: ShapeSettings, vocabulary: int, separator: int) -> Any:
         eos_token_id=separator,
         pad_token_id=separator,
     )
+
+
+class CptSettings(TrainSettings):
+    """Continued pretraining."""
+
+    optimiser: OptimiserSettings = OptimiserSettings(lr=3e-4)
+    lora: LoraSettings | None = Field(
+        default=None, description="train small matrices only; leave out to train all weights"
+    )
+
+
+class CptStage(TrainingStage):
+    """Trains on the corpus."""
+
+    kind = "cpt"
+    settings = CptSettings
+
+    def train(self, training: Training, world: World, work: Work | None) -> None:
+        """Train on this rank."""
+        import torch
+
+        from etude.models.load import load_model, saved_dtype
+        from etude.models.shape import model_shape
+
+        assert training.parent is not None
+        shape = model_shape(training.parent)
+        model = load_model(training.parent, torch.device("cpu"), torch.float32)
+        trained_on_corpus(
+            training, world, work, model,
+            context=shape.context, lora=training.settings.lora, dtype=saved_dtype(training.parent),
+        )  # fmt: skip

@@ -48,7 +48,7 @@ class ReleaseStage:
 
     def check(self, settings: ReleaseSettings) -> None:
         """Refuse files that are not there, or not what they should be: stages before this one may take days."""
-        from etude.lineage.product import load_product
+        from etude.lineage.duties import load_product
         from etude.lineage.signing import public_pem
 
         for field in ("product", "licence", "key"):
@@ -75,7 +75,7 @@ class ReleaseStage:
 
     def run(self, settings: ReleaseSettings, job: Job) -> Outcome:
         """Make the release, unless that was done before the session was interrupted, and verify it."""
-        from etude.lineage.audit.library import FOLDER, known_sketches
+        from etude.lineage.audit.sketch import FOLDER, known_sketches
         from etude.lineage.release import RefusedError, make_release
         from etude.lineage.verify import verify_release
         from etude.models.bases import ancestors
@@ -119,9 +119,9 @@ def _path(word: str) -> Path | None:
 
 
 def _order(settings: ReleaseSettings, job: Job) -> Order:
-    from etude.lineage.product import load_product
+    from etude.lineage.duties import load_product
+    from etude.lineage.facts import base_names
     from etude.lineage.release import Order
-    from etude.lineage.release_facts import base_names
     from etude.lineage.signing import default_key
 
     assert job.parent is not None
@@ -162,8 +162,7 @@ def _told(found: Verification) -> dict[str, float | int | str | None]:
 
 def _duties(out: Path) -> dict[str, int]:
     """Return how many duties of licences fire, and how many nobody can tell; those that fire are met, else it were refused."""
-    from etude.lineage.duties import evaluate, licence_uses
-    from etude.lineage.product import load_product, released
+    from etude.lineage.duties import evaluate, licence_uses, load_product, released
     from etude.lineage.release import AUDIT, PRODUCT
 
     given = load_product(out / PRODUCT) if (out / PRODUCT).exists() else None

@@ -13,7 +13,7 @@ from etude.errors import UserError
 from etude.files import fsync_tree, read_json, sha256_file, write_json
 from etude.lineage import environment
 from etude.lineage.record import DataUse, Parent
-from etude.models.checkpoint import weight_files
+from etude.models.load import weight_files
 from etude.rl.settings import RlSettings
 from etude.run.folder import MODEL
 from etude.run.stage import Job, Outcome
@@ -80,7 +80,7 @@ class RlStage:
 
     def show(self, folder: Path, console: Console) -> None:
         """Print what came of it."""
-        from etude.rl.report import PAGE, steps_of, verdict
+        from etude.report.rl import PAGE, steps_of, verdict
 
         for line in [*verdict(steps_of(folder)), *read_json(folder / RESULTS)["notes"], f"report: {folder / PAGE}"]:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -95,16 +95,16 @@ def _is_trained(folder: Path) -> bool:
 
 def _trained(found: TaskSet, settings: RlSettings, job: Job) -> None:
     from etude.models.load import choose_device
-    from etude.rl.conductor import conduct
-    from etude.rl.task_arena import TaskArena
+    from etude.rl.environment import TaskArena
+    from etude.rl.orchestrator import conduct
 
     assert job.parent is not None
     parent, work, model = job.parent.folder, job.work, job.work.folder / MODEL
     arena = TaskArena(found, settings, work.cache)
     asyncio.run(conduct(arena, parent.absolute(), settings, work, job.seed, before=lambda: _tasks_work(found)))
     # Imported here, as they take seconds, and others can begin before them.
-    from etude.models.mtp import keep_apart
-    from etude.rl.report import write_report
+    from etude.models.mtp_heads import keep_apart
+    from etude.report.rl import write_report
 
     copy_side_files(parent, model)
     heads = carry_heads(parent, model)
@@ -132,8 +132,8 @@ async def _tasks_work(found: TaskSet) -> None:
 
 def _summary(folder: Path) -> dict[str, float | int]:
     """Return what the record tells: rewards and tasks solved at the beginning and at the end, and how much was done."""
-    from etude.rl.course import ends
-    from etude.rl.report import steps_of
+    from etude.report.rl import steps_of
+    from etude.rl.view import ends
 
     rows = steps_of(folder)
     both = {name: ends(rows, name) or (0.0, 0.0) for name in ("reward", "solved")}

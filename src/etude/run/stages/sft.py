@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 
 from etude.data.codebase import git_revision, read_codebase
-from etude.data.filters.spdx import canonical
+from etude.data.filters.licence import canonical
 from etude.errors import UserError
 from etude.files import sha256_file
 from etude.lineage.record import DataUse
@@ -20,13 +20,12 @@ from etude.tasks.manifest import picked, read_rows
 from etude.training.settings import JointMtpSettings, LoraSettings, OptimiserSettings, TrainSettings
 
 if TYPE_CHECKING:
-    from etude.data.chat.conversations import Conversation
-    from etude.data.chat.template import ChatTemplate
+    from etude.data.chat import ChatTemplate, Conversation
     from etude.data.loader import Corpus, Loader
     from etude.run.stage import Job, Outcome
+    from etude.training.distributed import World
     from etude.training.measure import Bits, Nats
     from etude.training.session import Evaluate, Session
-    from etude.training.world import World
     from etude.work import Work
 
 CONTEXT = 2048  # longest default row
@@ -93,7 +92,7 @@ class SftStage(TrainingStage):
 
     def check(self, settings: SftSettings) -> None:
         """Refuse files that are not there, or not what they should be: stages before this one may take days."""
-        from etude.data.chat.conversations import read_conversations
+        from etude.data.chat import read_conversations
 
         tasks = {"demos.tasks": [settings.demos.tasks] if settings.demos else []}
         for field, names in {"conversations": settings.conversations, "traces": settings.traces, **tasks}.items():
@@ -135,7 +134,7 @@ class SftStage(TrainingStage):
     def run(self, settings: SftSettings, job: Job) -> Outcome:
         """Make the demonstrations that are missing, and train: on those of this stage as on any other traces."""
         if settings.demos:
-            from etude.data.chat.template import choose_template
+            from etude.data.chat import choose_template
             from etude.models.load import load_tokeniser
 
             assert job.parent is not None
@@ -149,7 +148,7 @@ class SftStage(TrainingStage):
         """Train on this rank."""
         import torch
 
-        from etude.data.chat.template import choose_template
+        from etude.data.chat import choose_template
         from etude.models.load import load_model, load_tokeniser, saved_dtype
         from etude.models.shape import model_shape
 
@@ -213,10 +212,8 @@ def _stated(settings: SftSettings, size: int) -> dict[str, int]:
 
 def _packed(settings: SftSettings, template: ChatTemplate, length: int, seed: int) -> tuple[Corpus, list[str]]:
     """Return the conversations in rows, and what became of them, in words."""
-    from etude.data.chat.conversations import read_conversations, split
-    from etude.data.chat.from_code import conversations_from_code
-    from etude.data.chat.rows import pack_chat
-    from etude.data.heldout import choose_heldout
+    from etude.data.chat import conversations_from_code, pack_chat, read_conversations, split
+    from etude.data.deduplicate import choose_heldout
 
     every: list[Conversation] = [
         each for name in settings.conversations for each in read_conversations(Path(name).expanduser())
@@ -248,7 +245,7 @@ def _packed(settings: SftSettings, template: ChatTemplate, length: int, seed: in
 
 def _untrained(settings: SftSettings, model: Any, tokeniser: Any, chats: Corpus, seed: int) -> list[str]:
     """Tell apart the special tokens in the conversations that the base never learnt; say which, or that it was not done."""
-    from etude.models.untrained import tell_apart
+    from etude.models.load import tell_apart
 
     places = [series[index] for series in chats.splits["train"].values() for index in range(len(series))]
     in_use = {token for _, shard, index in places for token in shard.row(index).tokens.tolist()}

@@ -15,7 +15,7 @@ from etude.errors import Interrupted, UserError
 from etude.files import fsync_tree, link_or_copy, read_json
 from etude.lineage import environment
 from etude.lineage.record import Parent, load_record
-from etude.models.checkpoint import INDEX, weight_files
+from etude.models.load import INDEX, weight_files
 from etude.run.folder import MODEL
 from etude.run.stage import Job, Outcome
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from etude.data.loader import Corpus, Loader
     from etude.lineage.record import DataUse
+    from etude.training.distributed import World
     from etude.training.objectives import Objective
     from etude.training.session import Session
     from etude.training.settings import JointMtpSettings, LoraSettings, TrainSettings
-    from etude.training.world import World
     from etude.work import Work
 
 WITHOUT_EFFECT = {"micro", "checkpoint_every", "keep", "loader_workers"}  # on the result
@@ -77,9 +77,9 @@ class TrainingStage:
     def run(self, settings: Any, job: Job) -> Outcome:
         """Call the other ranks, if there are any, and train."""
         from etude.data.manifest import check_shards
-        from etude.training.report import RESULTS
+        from etude.report.training import RESULTS
+        from etude.training.distributed import join
         from etude.training.session import CHECKPOINTS
-        from etude.training.world import join
 
         world, folder = join(), job.work.folder.absolute()
         parent = job.parent.folder.absolute() if job.parent else None
@@ -115,14 +115,14 @@ class TrainingStage:
 
     def show(self, folder: Path, console: Console) -> None:
         """Print the table of before and after."""
-        from etude.training.report import show_report
+        from etude.report.training import show_report
 
         show_report(folder, console)
 
 
 def _is_trained(folder: Path) -> bool:
     """Return whether a training came to its end here: its results are written last, and its model is whole."""
-    from etude.training.report import RESULTS
+    from etude.report.training import RESULTS
 
     with contextlib.suppress(UserError):
         return (folder / RESULTS).exists() and bool(weight_files(folder / MODEL))
@@ -143,7 +143,7 @@ def _parents(job: Job, *, taught: bool) -> list[Parent]:
 def join_trainings() -> None:
     """Take part in the trainings that rank 0 announces, until it says that there are no more, or the user that we stop."""
     from etude.run.stages import STAGES
-    from etude.training.world import join
+    from etude.training.distributed import join
 
     world = join()
     with contextlib.suppress(Interrupted):
@@ -156,7 +156,7 @@ def join_trainings() -> None:
 def dismiss_ranks() -> None:
     """Tell the other ranks, if there are any, that there is nothing more to train."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from etude.training.world import join
+        from etude.training.distributed import join
 
         join().tell(None)
 
@@ -275,7 +275,7 @@ def joint_objective(training: Training, model: Any) -> Callable[[Any], Objective
     """Return what trains the parent's MTP heads along with a model, now its own, if the settings wish for it."""
     from functools import partial
 
-    from etude.models.mtp import load_heads
+    from etude.models.mtp_heads import load_heads
     from etude.training.objectives.mtp import MultiToken
 
     joint: JointMtpSettings | None = training.settings.mtp
@@ -309,9 +309,9 @@ def finish(
     session.export(model)
     if session.work is None:
         return
-    from etude.models.mtp import keep_apart
+    from etude.models.mtp_heads import keep_apart
+    from etude.report.training import write_report
     from etude.training.measure import table
-    from etude.training.report import write_report
 
     assert training.parent is not None
     copy_side_files(training.parent, model)
@@ -366,7 +366,7 @@ def place_weights(source: Path, target: Path) -> None:
 
 def carry_heads(source: Path, target: Path) -> bool:
     """Copy MTP heads that a child does not have of its own; return whether there were any."""
-    from etude.models.mtp import FILE
+    from etude.models.mtp_heads import FILE
 
     if not (source / FILE).is_file() or (target / FILE).exists():
         return False

@@ -1,21 +1,205 @@
-"""A repository's own fixes: commits that change source and tests together, undone. The commit's tree is the pristine one."""
+"""A repository's own fixes: commits that change source and tests together, undone. The commit's tree is the pristine one.
+
+What people changed between two releases: the newer one's tests, the older one's source.
+
+The pristine tree is the newer release; broken is its source as it was. A file that differs in layout, comments, docstrings or the
+version only stays as it is in the newer release: such a difference is no task. A large release is offered in pieces, each file
+and each run of changed lines alone; which of them any test notices is for validation to find out.
+"""
 
 from __future__ import annotations
 
+import ast
+import difflib
 import re
+from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError
 from etude.lineage.environment import git, git_says
-from etude.tasks.generators.parsed import LARGEST_FILE, is_test_path, solution_spans
-from etude.tasks.generators.version import MOST_LINES, changed_line_count, edits_between
-from etude.tasks.task import Candidate
+from etude.tasks.generators.parsed import (
+    LARGEST_FILE,
+    Parsed,
+    is_test_path,
+    parse,
+    paths_below,
+    read_text,
+    shape,
+    solution_spans,
+)
+from etude.tasks.task import Candidate, Edit
 
 if TYPE_CHECKING:
-    from collections import Counter
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
+
+MOST_LINES = 600  # of a solution
+MOST_LOST = 5  # public names that the newer release no longer has: more is another library
+NEAR = 8  # unchanged lines between two runs that belong together
+CHANGELOG = re.compile(
+    r"(change(s|log)|history|news|releases?|release[-_]notes|whatsnew).*?(\.(md|rst|txt))?", re.IGNORECASE
+)
+LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)|`([^`<]*) ?<[^>]*>`_+")
+REFERENCE = re.compile(
+    r"\((?:issue|pr|gh)[^)]*\)|\([^()]*[#@][^()]*\)|^\d+: |\bthanks\b.*|https?://\S+"
+    r"|(?:\b(?:by|via|fix(?:es)?|closes|see|in|PR|pull|issue) )*[#@!]\w[\w/-]*",
+    re.IGNORECASE,
+)
+MARKS = re.compile(r":\w+:`|`+|\*\*|\(\)")
+VERSION_NAME = re.compile(r"^(__)?version(_info|_tuple|__)*$", re.IGNORECASE)
+
+
+def _texts(tree: Path, places: Sequence[str], left_out: Counter[str]) -> dict[str, str]:
+    texts = {path: read_text(tree / path) for path in paths_below(tree, places)}
+    left_out["file is long or not plain UTF-8"] += sum(text is None for text in texts.values())
+    return {path: text for path, text in texts.items() if text is not None}
+
+
+class _Meaning(ast.NodeTransformer):
+    """Drops docstrings and values of version names."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        return (
+            None
+            if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+            else self.generic_visit(node)
+        )
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
+        names = [
+            target.id for target in ast.walk(node) if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store)
+        ]
+        return None if any(map(VERSION_NAME.match, names)) else self.generic_visit(node)
+
+
+def same_meaning(path: str, one: str, other: str) -> bool:
+    """Whether two texts of a file do the same but for docstrings and the version."""
+    if one == other or not path.endswith(".py"):
+        return one == other
+    return shape(_Meaning().visit(parse(one))) == shape(_Meaning().visit(parse(other)))
+
+
+def _with_version_of(text: str, newer: str) -> str:
+    """Return the older text with the newer version written in it, so that tests of the version do not count."""
+    line = re.compile(r"""^[ \t]*(?:__)?version\w*[^=\n]*=[ \t]*(["'(].*)$""", re.IGNORECASE | re.MULTILINE)
+    found = [match.group(1) for match in line.finditer(newer)]
+    values = iter(found if len(line.findall(text)) == len(found) else [])
+    return line.sub(lambda match: match.group(0).replace(match.group(1), next(values, match.group(1))), text)
+
+
+def edits_between(older: Mapping[str, str], newer: Mapping[str, str]) -> tuple[Edit, ...]:
+    """Return the files that changed in meaning, tests left out. SyntaxError if one is not Python."""
+    edits = []
+    for path in sorted({*older, *newer}):
+        broken, fixed = older.get(path), newer.get(path)
+        if is_test_path(path) or broken == fixed:
+            continue
+        if broken is not None and fixed is not None:
+            if same_meaning(path, broken, fixed):
+                continue
+            broken = _with_version_of(broken, fixed) if path.endswith(".py") else broken
+        edits.append(Edit(path, broken, fixed))
+    return tuple(edits)
+
+
+def changed_line_count(edits: Sequence[Edit]) -> int:
+    """Return how many lines of the solved tree the solution holds, or of the broken one where it only removes."""
+    pairs = [((edit.broken or "").splitlines(), (edit.fixed or "").splitlines()) for edit in edits]
+    return sum(max((Counter(new) - Counter(old)).total(), (Counter(old) - Counter(new)).total()) for old, new in pairs)
+
+
+def public_names(texts: Mapping[str, str]) -> set[str]:
+    """Return the names that a package offers."""
+    files = [Parsed(path, text) for path, text in texts.items() if path.endswith(".py") and not is_test_path(path)]
+    return {
+        name
+        for file in files
+        for name, _ in file.definitions
+        if not any(part.startswith("_") for part in name.split("."))
+    }
+
+
+def changelog_lines(older: Path, newer: Path) -> list[str]:
+    """Return the entries that the newer release's change log has and the older one's has not, as plain sentences."""
+    lines: dict[str, None] = {}
+    for path in sorted(
+        p for p in newer.rglob("*") if p.is_file() and CHANGELOG.fullmatch(p.name) and p.suffix != ".py"
+    ):
+        before = older / path.relative_to(newer)
+        old = set(_entries(read_text(before) or "")) if before.is_file() else set()
+        lines |= dict.fromkeys(entry for entry in _entries(read_text(path) or "") if entry not in old)
+    return list(lines)
+
+
+def _entries(text: str) -> Iterator[str]:
+    for found in re.finditer(r"^[ \t]*[-*+•][ \t]+(.+(?:\n(?![ \t]*[-*+•][ \t])[ \t]+\S.*)*)", text, re.MULTILINE):
+        entry = LINK.sub(r"\1\2", " ".join(found.group(1).split()))
+        entry = " ".join(MARKS.sub("", REFERENCE.sub("", entry)).split()).strip(" .;:,-")
+        if 12 <= len(entry) <= 300 and " " in entry:
+            yield entry
+
+
+def candidate_between(older: Path, newer: Path, sources: Sequence[str], left_out: Counter[str]) -> Candidate | None:
+    """Return all of a release's changes as one candidate, of any size; None, and a counted reason, if they make no task."""
+    before, after = _texts(older, sources, left_out), _texts(newer, sources, left_out)
+    try:
+        edits = edits_between(before, after)
+        lost = public_names(before) - public_names(after)
+        spans = solution_spans(edits)
+    except (SyntaxError, RecursionError):
+        left_out["release is not Python of this version"] += 1
+        return None
+    if not edits or len(lost) > MOST_LOST:
+        left_out["release changes no meaning" if not edits else "release drops public names"] += 1
+        return None
+    return Candidate(
+        "version", ("release",), edits, spans, {"changelog": changelog_lines(older, newer), **_about(edits)}
+    )
+
+
+def _about(edits: Sequence[Edit]) -> dict[str, Any]:
+    names = [span.name for span in solution_spans(edits) if span.name]
+    return {"name": names[0] if names else "", "names": list(dict.fromkeys(names)), "path": edits[0].path}
+
+
+def pieces(candidate: Candidate) -> Iterator[Candidate]:
+    """Yield the parts of a release or commit that are small enough: the whole, each file, each run of changed lines."""
+    edits = [edit for edit in candidate.edits if edit.path.endswith(".py")]
+    groups = [("release", candidate.edits)]
+    groups += [("file", (edit,)) for edit in edits] if len(candidate.edits) > 1 else []
+    for edit in edits:
+        hunks = list(_hunks(edit))
+        groups += [("hunk", (hunk,)) for hunk in hunks] if len(hunks) > 1 else []
+    for kind, group in groups:
+        if changed_line_count(group) <= MOST_LINES:
+            about = _about(group)
+            if kind != "release":
+                about["changelog"] = _matching(candidate.about.get("changelog", []), about["names"])
+            yield Candidate(candidate.generator, (kind,), group, solution_spans(group), {**candidate.about, **about})
+
+
+def _hunks(edit: Edit) -> Iterator[Edit]:
+    """Yield a file with one run of changes undone, all others as in the newer release, where that parses and differs in meaning."""
+    if edit.broken is None or edit.fixed is None:
+        return
+    old, new = edit.broken.splitlines(keepends=True), edit.fixed.splitlines(keepends=True)
+    for group in difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(NEAR // 2):
+        inner = [code for code in group if code[0] != "equal"]
+        (_, i1, _, j1, _), (_, _, i2, _, j2) = inner[0], inner[-1]
+        broken = "".join([*new[:j1], *old[i1:i2], *new[j2:]])
+        try:
+            if not same_meaning(edit.path, broken, edit.fixed):
+                yield Edit(edit.path, broken, edit.fixed)
+        except (SyntaxError, RecursionError):
+            continue
+
+
+def _matching(entries: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the change-log entries that speak of some definitions."""
+    words = {word for name in names for word in [name.split(".")[-1].lower()] if len(word) > 3}
+    return [entry for entry in entries if any(word in entry.lower() for word in words)]
+
 
 MOST_COMMITS = 2000  # looked at, from HEAD backwards
 MOST_FILES = 40  # changed by one commit
@@ -59,7 +243,7 @@ def _text(repository: Path, commit: str, path: str) -> str | None:
     return done.stdout.decode()
 
 
-def _texts(repository: Path, commit: str, paths: Sequence[str]) -> dict[str, str]:
+def _commit_texts(repository: Path, commit: str, paths: Sequence[str]) -> dict[str, str]:
     return {path: text for path in paths if (text := _text(repository, commit, path)) is not None}
 
 
@@ -81,7 +265,9 @@ def reversal(repository: Path, commit: Commit, sources: Sequence[str], left_out:
     reason = _refusal(commit, paths)
     if reason is None:
         try:
-            edits = edits_between(_texts(repository, commit.parent, paths), _texts(repository, commit.name, paths))
+            edits = edits_between(
+                _commit_texts(repository, commit.parent, paths), _commit_texts(repository, commit.name, paths)
+            )
             spans = solution_spans(edits)
             reason = None if edits else "commit changes no meaning"
         except ValueError:

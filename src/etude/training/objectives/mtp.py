@@ -30,7 +30,7 @@ from etude.training.objectives import Loss
 from etude.training.objectives.next_token import NextToken, last_hidden
 
 if TYPE_CHECKING:
-    from etude.models.mtp import MtpHeads
+    from etude.models.mtp_heads import MtpHeads
     from etude.training.batch import Rows
     from etude.training.settings import JointMtpSettings
 

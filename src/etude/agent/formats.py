@@ -1,0 +1,419 @@
+"""How a policy talks: the base's own template where it teaches calls, else calls as raw text.
+
+`native`: the template is shown a probe with a tool, a call and an answer; the style whose reader reads what the template wrote is the
+base's own. `plain`: the system text explains calls, and answers are messages of the user. Without a template there is a fixed layout.
+
+Sampled text taken apart: thinking, calls, and what is said besides. What comes first decides: a call in thinking is none.
+
+Calls as JSON: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Qwen's templates and sprout's teach them.
+
+Calls as tags, values as raw text: `<function=…><parameter=…>`, as Qwen3-Coder's template teaches them.
+
+A newline behind an opening and before a closing tag is the tag's. A value ends at a `</parameter>` that another parameter or the
+end of the function follows, so it may spell one itself.
+
+Calls as raw text, for models that were taught none: nothing is escaped, so code is written as it is.
+
+    @edit
+    path: src/a.py
+    old<<END
+    any text
+    END
+    new<<END
+    …
+    END
+    @end
+
+A value without a newline stands behind `name: `, exactly as it is; any other between `name<<MARK` and the line `MARK`, the first of
+END, END1, END2 … that is no line of the value. So writing and reading are inverses for every string. A line such as `@property`
+in quoted code is no call: arguments or `@end` must follow.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from etude.agent.calls import Call, ToolSpec, Turn
+from etude.agent.chat_tokens import PROBE, Talk
+from etude.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from etude.agent.calls import Format
+
+THINK, THOUGHT = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A call in a text, or what is wrong with it in one line."""
+
+    start: int
+    end: int
+    made: Call | str
+
+
+class Style(Protocol):
+    """How calls are written: one a file."""
+
+    name: str
+
+    def find(self, text: str, start: int) -> Found | None:
+        """Return the first call at `start` or behind it."""
+        ...
+
+    def render(self, call: Call) -> str:
+        """Return a call as it is to be written."""
+        ...
+
+
+def read_turn(text: str, style: Style, tokens_up_to: Callable[[int], int], *, in_thinking: bool) -> Turn:
+    """Take a turn apart. `tokens_up_to`: how many tokens lie wholly before a place; one across a border counts behind it."""
+    parts: dict[str, list[str]] = {"thinking": [], "said": []}
+    calls, malformed, tokens, counted = [], [], Counter(thinking=0, calls=0, said=0), 0
+    for start, end, what in sections(text, style, in_thinking=in_thinking):
+        before, counted = counted, tokens_up_to(end)
+        if isinstance(what, str):
+            parts[what].append(text[start:end])
+        elif isinstance(what.made, Call):
+            calls.append(what.made)
+        else:
+            malformed.append(what.made)
+        tokens[what if isinstance(what, str) else "calls"] += counted - before
+    thoughts = [part.removeprefix(THINK).removesuffix(THOUGHT).strip() for part in parts["thinking"]]
+    return Turn("\n".join(thoughts), "".join(parts["said"]).strip(), tuple(calls), tuple(malformed), tokens)
+
+
+def sections(text: str, style: Style, *, in_thinking: bool) -> Iterator[tuple[int, int, str | Found]]:
+    """Yield where each section begins and ends, and what it is; together they are the text."""
+    at, found = 0, style.find(text, 0)
+    while at < len(text):
+        if found and found.start < at:
+            found = style.find(text, at)
+        think = at if in_thinking else text.find(THINK, at)
+        what: str | Found = "said"
+        start = end = len(text)
+        if think >= 0 and (found is None or think <= found.start):
+            closed = text.find(THOUGHT, think)
+            start, what = think, "thinking"
+            end = closed + len(THOUGHT) if closed >= 0 else len(text)
+        elif found:
+            start, end, what = found.start, found.end, found
+        if start > at:
+            yield at, start, "said"
+        if end > start:
+            yield start, end, what
+        at, in_thinking = end, False
+
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_SPACE, _CLOSING = re.compile(r"\s*"), re.compile(rf"\s*{CLOSE}")
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
+class JsonCalls:
+    """The value is read first and its end after it: a string in it may well spell the closing mark."""
+
+    name = "json"
+
+    def find(self, text: str, start: int) -> Found | None:
+        """Return the first call."""
+        begin = text.find(OPEN, start)
+        if begin < 0:
+            return None
+        try:
+            value, end = _DECODER.raw_decode(text, _SPACE.match(text, begin + len(OPEN)).end())  # type: ignore[union-attr]
+            closing = _CLOSING.match(text, end)
+            if closing is None:
+                return Found(begin, behind_fault(text, begin), f"a call has no {CLOSE} behind its JSON")
+            return Found(begin, closing.end(), _call(value))
+        except RecursionError:
+            fault = "a call is nested too deeply"
+        except ValueError as error:
+            fault = f"a call is not JSON: {str(error)[:80]}"
+        return Found(begin, behind_fault(text, begin), fault)
+
+    def render(self, call: Call) -> str:
+        """Return a call as JSON."""
+        written = json.dumps({"name": call.name, "arguments": dict(call.arguments)}, ensure_ascii=False)
+        return f"{OPEN}\n{written}\n{CLOSE}"
+
+
+def behind_fault(text: str, begin: int) -> int:
+    """Return where reading goes on after a call that cannot be read: behind its closing mark, or at the next call."""
+    closed, opened = text.find(CLOSE, begin), text.find(OPEN, begin + len(OPEN))
+    ends = [closed + len(CLOSE)] * (closed >= 0) + [opened] * (opened >= 0)
+    return min(ends, default=len(text))
+
+
+def _call(value: Any) -> Call | str:
+    if not (isinstance(value, dict) and value.keys() <= {"name", "arguments"} and isinstance(value.get("name"), str)):
+        return 'a call is not {"name": …, "arguments": {…}}'
+    arguments = value.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return f"the arguments of {value['name'][:40]!r} are not an object"
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return f"a call of {value['name'][:40]!r} holds half a character (a lone surrogate)"
+    return Call(value["name"], arguments)
+
+
+_CALL = re.compile(rf"{OPEN}\s*<function=([^<>\s]+)>(.*?)</function>\s*{CLOSE}", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\s]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL)
+
+
+class TagCalls:
+    """All values are text."""
+
+    name = "tags"
+
+    def find(self, text: str, start: int) -> Found | None:
+        """Return the first call."""
+        begin = text.find(OPEN, start)
+        if begin < 0:
+            return None
+        call = _CALL.match(text, begin)
+        if call is None:
+            return Found(begin, behind_fault(text, begin), f"a call is not <function=…>…</function> up to {CLOSE}")
+        name, body = call.groups()
+        arguments, at = {}, 0
+        while parameter := _PARAMETER.match(body, at):
+            arguments[parameter[1]], at = parameter[2], parameter.end()
+        if body[at:].strip():
+            return Found(begin, call.end(), f"a call of {name[:40]!r} holds more than <parameter=…>…</parameter>")
+        return Found(begin, call.end(), Call(name, arguments))
+
+    def render(self, call: Call) -> str:
+        """Return a call as tags."""
+        values = {
+            name: value if isinstance(value, str) else json.dumps(value) for name, value in call.arguments.items()
+        }
+        body = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+        return f"{OPEN}\n<function={call.name}>\n{body}</function>\n{CLOSE}"
+
+
+_NAME = r"[A-Za-z_][A-Za-z0-9_-]*"
+_HEAD = re.compile(rf"^@({_NAME})[ \t\r]*$", re.MULTILINE)
+_ARGUMENT = re.compile(rf"({_NAME})(?::[ ]?([^\n]*)|<<([A-Za-z0-9_]+))(?:\n|\Z)")
+_END = re.compile(r"@end[ \t\r]*(?:\n|\Z)")
+HOW = """To use a tool, write a call like this, on lines of its own; several calls may follow each other:
+
+@tool
+name: a value that fits on one line
+other<<END
+a value
+of several lines
+END
+@end
+
+If a line of the value is END, write END1 (or END2 …) instead, both times. Nothing is escaped. Tools:"""
+
+
+class PlainCalls:
+    """All values are text."""
+
+    name = "plain"
+
+    def find(self, text: str, start: int) -> Found | None:
+        """Return the first call."""
+        for head in _HEAD.finditer(text, start):
+            if head[1] != "end" and (found := _read(text, head)):
+                return found
+        return None
+
+    def render(self, call: Call) -> str:
+        """Return a call as text."""
+        return "\n".join(
+            [f"@{call.name}", *(_written(name, str(value)) for name, value in call.arguments.items()), "@end"]
+        )
+
+    def explain(self, tools: Sequence[ToolSpec]) -> str:
+        """Return how calls are written, and what there is to call."""
+        lines = [HOW]
+        for tool in tools:
+            lines.append(f"@{tool.name}: {tool.about}")
+            for each in tool.parameters:
+                kind = ["a number"] * (each.kind is int) + ["optional"] * (not each.required)
+                lines.append(f"  {each.name}{' (' * bool(kind)}{', '.join(kind)}{')' * bool(kind)}: {each.about}")
+        return "\n".join(lines) if tools else ""
+
+
+def _written(name: str, value: str) -> str:
+    if "\n" not in value:
+        return f"{name}: {value}"
+    lines = set(value.split("\n"))
+    mark = next(mark for number in itertools.count() if (mark := f"END{number or ''}") not in lines)
+    return f"{name}<<{mark}\n{value}\n{mark}"
+
+
+def _read(text: str, head: re.Match[str]) -> Found | None:
+    """Return the call that a line `@name` begins, if it does begin one."""
+    arguments: dict[str, str] = {}
+    begun = at = head.end() + 1
+    fault = ""
+    while not fault:
+        if end := _END.match(text, at):
+            return Found(head.start(), end.end(), Call(head[1], arguments))
+        if not (argument := _ARGUMENT.match(text, at)):
+            line = text[at:].partition("\n")[0]
+            fault = f"a call of {head[1][:40]!r} has no " + (f"argument {line[:60]!r}" if line else "@end")
+            break
+        name, value, mark = argument.groups()
+        at = argument.end()
+        if mark:
+            closing = re.compile(rf"^{mark}$", re.MULTILINE).search(text, at)
+            if closing is None:
+                fault = f"the value of {name[:40]!r} has no line {mark[:40]} behind it"
+                break
+            value, at = text[at : max(at, closing.start() - 1)], closing.end() + 1
+        if name in arguments:
+            fault = f"a call of {head[1][:40]!r} gives {name[:40]!r} twice"
+        arguments[name] = value
+    after = _HEAD.search(text, at)
+    ends = after is not None and after[1] == "end"
+    if at == begun < len(text) and not ends:
+        return None
+    return Found(head.start(), len(text) if after is None else after.end() if ends else after.start(), fault)
+
+
+WINDOW = 16
+WISHES = ("auto", "native", "plain")
+
+
+class Layout(Protocol):
+    """What lays messages out as tokens: a `Talk` over a tokeniser, or bytes for an endpoint."""
+
+    own_layout: bool
+    opens_thinking: bool
+    end_token: int
+    stop_tokens: frozenset[int]
+
+    def opening(self, system: str, tools: Sequence[dict[str, Any]], task: str) -> list[int]:
+        """Return the tokens up to the first turn."""
+        ...
+
+    def after(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        """Return the tokens between the end token of a turn and the next turn."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of an untrusted text that follows others."""
+        ...
+
+    def tokens(self, text: str) -> list[int]:
+        """Return the tokens of a trusted text that follows others."""
+        ...
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return tokens as text."""
+        ...
+
+
+class ChatFormat:
+    """A layout and a style of calls. Implements `Format`."""
+
+    def __init__(self, talk: Layout, style: Style) -> None:
+        self.talk, self.style = talk, style
+        self.name = f"{style.name}-layout" if talk.own_layout else style.name
+        self.stop_tokens = talk.stop_tokens
+
+    def opening(self, system: str, tools: Sequence[ToolSpec], task: str) -> list[int]:
+        """Return the tokens up to where the policy's first turn begins."""
+        explained = self.style.explain(tools) if isinstance(self.style, PlainCalls) else ""
+        shown = [] if explained else [_schema(tool) for tool in tools]
+        return self.talk.opening("\n\n".join(part for part in (system, explained) if part), shown, task)
+
+    def following(self, last: Sequence[int], messages: Sequence[tuple[str, str]]) -> list[int]:
+        """Return the tokens after a turn up to the next one; a turn that was cut off is ended first."""
+        ended = bool(last) and last[-1] in self.stop_tokens
+        return [*([] if ended else [self.talk.end_token]), *self.talk.after(messages)]
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text in an assistant's turn; special tokens spelt in it stay text."""
+        return self.talk.encode(text)
+
+    def close_thinking(self, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens that end the thinking a turn is in the midst of."""
+        text = self.text(tokens)
+        *_, (_, _, last) = [(0, 0, ""), *sections(text, self.style, in_thinking=self.talk.opens_thinking)]
+        open_still = self.talk.opens_thinking if not text else last == "thinking" and not text.endswith(THOUGHT)
+        return self.talk.tokens(f"\n{THOUGHT}\n\n") if open_still else []
+
+    def read(self, tokens: Sequence[int]) -> Turn:
+        """Take a sampled turn apart; its end token counts as said."""
+        body = list(tokens[:-1] if tokens and tokens[-1] in self.stop_tokens else tokens)
+        ends = self._ends(body)
+        turn = read_turn(
+            self.text(body), self.style, lambda at: bisect.bisect_right(ends, at), in_thinking=self.talk.opens_thinking
+        )
+        rest = len(tokens) - sum(turn.tokens.values())
+        return Turn(
+            turn.thinking, turn.said, turn.calls, turn.malformed, {**turn.tokens, "said": turn.tokens["said"] + rest}
+        )
+
+    def _ends(self, body: list[int]) -> list[int]:
+        """Return where in the text each token ends, read in windows of some tokens: a whole prefix each time would take minutes."""
+        ends: list[int] = []
+        start = base = skip = 0  # a window is read behind the token before it, as some tokenisers drop a first space
+        for count in range(1, len(body) + 1):
+            window = self.text(body[max(0, start - 1) : count])
+            ends.append(base + len(window) - skip)
+            if count - start >= WINDOW and not window.endswith("\ufffd"):  # no character is cut
+                start, base, skip = count, ends[-1], len(self.text(body[count - 1 : count]))
+        return ends
+
+    def write(self, *calls: Call, said: str = "", thinking: str = "") -> str:
+        """Return a turn's text without its end."""
+        opening = "" if self.talk.opens_thinking else THINK
+        thought = [f"{opening}\n{thinking}\n{THOUGHT}\n"] if thinking or not opening else []
+        return "\n".join([*thought, *([said] if said else []), *map(self.style.render, calls)])
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return tokens as text."""
+        return self.talk.text(tokens)
+
+
+def choose_format(tokeniser: Any, wish: str = "auto") -> Format:
+    """Return how a model talks: "native", "plain", or "auto", which is native where the template teaches calls."""
+    if wish not in WISHES:
+        raise UserError(f"format {wish!r} is not known{nearest(wish, WISHES)}")
+    if wish != "plain" and tokeniser.chat_template:
+        try:
+            return _native(tokeniser)
+        except UserError as error:
+            if wish == "native":
+                raise UserError(f'{error}; use format = "plain" or "auto"') from None
+    elif wish == "native":
+        raise UserError('format = "native", but the tokeniser has no chat template; use format = "plain" or "auto"')
+    return ChatFormat(Talk(tokeniser), PlainCalls())
+
+
+def _native(tokeniser: Any) -> ChatFormat:
+    talk = Talk(tokeniser, answers_as="tool")
+    shown = talk.probe()
+    for style in (JsonCalls(), TagCalls()):
+        if (found := style.find(shown, 0)) and found.made == PROBE:
+            return ChatFormat(talk, style)
+    raise UserError("the chat template shows calls neither as JSON nor as tags between <tool_call> and </tool_call>")
+
+
+def _schema(tool: ToolSpec) -> dict[str, Any]:
+    kinds = {str: "string", int: "integer"}
+    properties = {each.name: {"type": kinds[each.kind], "description": each.about} for each in tool.parameters}
+    required = [each.name for each in tool.parameters if each.required]
+    schema = {"type": "object", "properties": properties, "required": required}
+    return {"type": "function", "function": {"name": tool.name, "description": tool.about, "parameters": schema}}

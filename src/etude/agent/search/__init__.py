@@ -1,1 +1,0 @@
-"""Semantic search in a source tree: chunks of code, ranked by words and by a sentence embedder."""

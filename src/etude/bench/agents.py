@@ -1,0 +1,279 @@
+"""Running a benchmark: every model at every task k times, each attempt in a sandbox of its own and kept as soon as it ends.
+
+Where the machinery fails nothing is known of the model. Such an attempt is not written down but made once more after all others,
+when whatever was wrong may be over; if it fails again it is kept as invalid. Many failures in a row end the benchmark instead:
+a server that is down would spoil the rest.
+
+Who is measured: models, and two scripts that measure the benchmark itself.
+
+Models as contestants: played by a policy that is loaded when its turn comes, and told from others of their name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from etude.agent.calls import Format
+from etude.agent.endpoint import BYTES, message_format
+from etude.agent.harness import VERSION, Harness, HarnessSettings
+from etude.agent.policies import ScriptedPolicy
+from etude.agent.tools import ToolSettings
+from etude.agent.trace import Trace, append_trace
+from etude.bench.axes import effort, set_statistics, vector
+from etude.bench.trials import Header, Trial, TrialLog, trial_key
+from etude.errors import UserError, one_line
+from etude.files import digest_of, files_below
+from etude.inference.policy import Policy, PolicyInfo
+from etude.lineage.record import LINEAGE_FILE
+from etude.parallel import cores
+from etude.rewards.quality import measure
+from etude.sandbox.probe import strongest
+from etude.tasks.attempt import judge, searcher_for, work_on
+from etude.tasks.demos import solution_calls
+from etude.tasks.prompts import asked
+from etude.tasks.score import Scores, one_a_core, score
+from etude.tasks.task import Style, Task
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+
+    from etude.agent.policies import Found
+    from etude.agent.search import Searcher
+    from etude.agent.tools import Toolset
+    from etude.progress import Reporter
+    from etude.progress import Task as Progress
+    from etude.tasks.manifest import TaskSet
+    from etude.tasks.score import Scorer
+
+TRACES = "traces.jsonl"
+GIVE_UP = 10  # invalid attempts in a row
+INTEGRITY = {
+    "policy": 2,  # raise it when any of these comes to mean something else
+    "network": "none",
+    "history": "none",
+    "hidden tests": "at least half of the failing test functions are not in the tree the agent sees",
+    "scoring": "changes to code only, all tests restored, in a fresh sandbox; passes are tried again with spoilt tests; a change to a "
+    "task is scored once for all who make it, and no change is a fail",
+}
+
+
+class BenchSettings(BaseModel):
+    """How a benchmark is run."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    harness: HarnessSettings = HarnessSettings()
+    tools: ToolSettings = ToolSettings()
+    style: Style = Field(default="terse", description="of the requests, where a task has one of this style")
+    k: int = Field(default=5, ge=1, description="attempts of a model at a task")
+    limit: int = Field(default=0, ge=0, description="tasks tried; a larger number includes a smaller one's; 0: all")
+    concurrency: int = Field(default=0, ge=0, description="attempts at once; 0: two a core")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt at one task."""
+
+    model: str
+    task: Task
+    number: int
+    style: Style
+    prompt: str
+
+    @property
+    def key(self) -> str:
+        """Return what tells it from all others; its seed is made of it, and so the same in every run."""
+        return trial_key(self.model, self.task.id, self.number)
+
+    def trial(self, **found: Any) -> Trial:
+        """Return what is written down of it."""
+        task = self.task
+        return Trial(model=self.model, task=task.id, package=task.package, category=task.category, generator=task.candidate.generator,
+                     style=self.style, number=self.number, **found)  # fmt: skip
+
+
+async def run_benchmark(
+    found: TaskSet, contestants: Sequence[Contestant], settings: BenchSettings, folder: Path, cache: Path, reporter: Reporter,
+    scorer: Scorer = score,
+) -> None:  # fmt: skip
+    """Make all attempts that the folder does not hold yet, one contestant after another."""
+    measure([])  # says now, not after the first attempt, that ruff is missing
+    asks = {task.id: asked(task, settings.style) for task in found.tasks}
+    if others := sum(style != settings.style for style, _ in asks.values()):
+        reporter.say(f"{others} tasks have no {settings.style} request: asked in another style, see the report")
+    sampling = settings.model_dump(mode="json", include={"harness", "tools", "style"})
+    about = set_statistics(found.tasks, {name: prompt for name, (_, prompt) in asks.items()})
+    integrity = {**INTEGRITY, "sandbox": await strongest()}
+    header = Header(integrity=integrity, harness=VERSION, tasks=found.digest, sampling=sampling, about=about)
+    tasks = sorted(found.tasks, key=lambda task: digest_of(task.id))[: settings.limit or None]
+    numbered = [(task, number) for number in range(1, settings.k + 1) for task in tasks]
+    searcher = searcher_for(settings.tools, cache)
+    total = len(numbered) * len(contestants)
+    tested = one_a_core(scorer)
+    scores = Scores(tested)
+    with TrialLog(folder, header) as log, reporter.task(f"benchmark {found.name}", total, "trials") as progress:
+        for each in contestants:
+            attempts = [Attempt(each.name, task, number, *asks[task.id]) for task, number in numbered]
+            own = tested if each.probe else scores.of
+            await Benchmark(found, each, settings, folder, log, searcher, reporter, progress, own).run(attempts)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One contestant at all tasks."""
+
+    found: TaskSet
+    contestant: Contestant
+    settings: BenchSettings
+    folder: Path
+    log: TrialLog
+    searcher: Searcher | None
+    reporter: Reporter
+    progress: Progress
+    score: Scorer
+
+    async def run(self, attempts: Sequence[Attempt]) -> None:
+        """Make the attempts that are not in the log, those that were invalid once more at the end."""
+        left = [attempt for attempt in attempts if attempt.key not in self.log]
+        self.progress.skip(len(attempts) - len(left))
+        if left:
+            async with self.contestant.open() as player:
+                again = await self._round(player, left, last=False)
+                await self._round(player, again, last=True)
+
+    async def _round(self, player: Player, attempts: Sequence[Attempt], *, last: bool) -> list[Attempt]:
+        """Make attempts, several at once; return those that were invalid, unless it is the last round."""
+        again: list[Attempt] = []
+        waiting, in_a_row = iter(attempts), 0
+
+        async def work() -> None:
+            nonlocal in_a_row
+            for attempt in waiting:
+                trial, trace = await self._made(player, attempt)
+                in_a_row = in_a_row + 1 if trial.outcome == "invalid" else 0
+                if trial.outcome == "invalid" and not last:
+                    again.append(attempt)
+                    self.reporter.say(f"{trial.model} at {trial.task}: invalid, to be tried again: {trial.why}")
+                    if in_a_row >= GIVE_UP:
+                        told = f"the last {GIVE_UP} trials of {trial.model} were invalid: {trial.why}"
+                        raise UserError(f"{told}; put that right and run the same command to go on")
+                    continue
+                if trace:  # a kill between these two leaves a trace that will be there twice
+                    append_trace(self.folder / TRACES, trace)
+                self.log.add(trial)
+                self.progress.advance()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(self.settings.concurrency or 2 * cores(), len(attempts))):
+                    group.create_task(work())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # most often the wish to stop, which several may hear
+        return again
+
+    async def _made(self, player: Player, attempt: Attempt) -> tuple[Trial, Trace | None]:
+        """Make one attempt. Whatever is raised is no doing of the model's: what it gets wrong comes as answers."""
+        try:
+            return await self._scored(player, attempt)
+        except Exception as error:  # noqa: BLE001 - as above
+            why = one_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {one_line(error)}"
+            return attempt.trial(outcome="invalid", why=why), None
+
+    async def _scored(self, player: Player, attempt: Attempt) -> tuple[Trial, Trace]:
+        """Let the contestant work, and look at what it did along all four axes."""
+        task, codebase, (policy, talk) = attempt.task, self.found.codebase(attempt.task), player(attempt.task)
+        trace = Trace(f"{attempt.model}:{task.id}:{attempt.number}", attempt.prompt)
+        bounded, seed = self.contestant.bounded(self.settings.harness), int(digest_of(attempt.key)[:12], 16)
+
+        def begin(tools: Toolset) -> Harness:
+            return Harness(policy, talk, tools, bounded, trace, seed=seed)
+
+        left = await work_on(task, codebase, trace, self.settings.tools, self.searcher, begin)
+        scored = await self.score(task, codebase, left.entries)
+        judged = await judge(task, codebase, trace, left, attempt.style, scored)
+        expected = {"fail_to_pass": len(task.fail_to_pass), "pass_to_pass": len(task.pass_to_pass)}
+        shares = {name: float(getattr(scored, name)) for name in expected}
+        passed = {name: round(share * expected[name]) for name, share in shares.items()}
+        trace.rewards = {"pass": float(scored.outcome == "pass"), **shares}
+        quality = vector(judged.quality) if judged.quality else {}
+        trial = attempt.trial(outcome=scored.outcome, how=scored.how, passed=passed, expected=expected, **effort(trace),
+                              quality=quality, interaction=vector(judged.interaction), trace=f"{TRACES}#{trace.id}")  # fmt: skip
+        return trial, trace
+
+
+Player = Callable[[Task], tuple[Policy, Format]]  # who plays a task, and how they talk
+UNBOUNDED, CONTEXT = 1 << 12, 1 << 30
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A model to be opened when its turn comes: two may not fit into memory at once."""
+
+    name: str
+    open: Callable[[], AbstractAsyncContextManager[Player]]
+    bounds: int = 1  # times those of the harness that count tokens
+    probe: bool = False  # measures the benchmark itself: its work is tested every time, also where the result is known
+
+    def bounded(self, own: HarnessSettings) -> HarnessSettings:
+        """Return the harness's settings in this contestant's tokens."""
+        own_bounds = {name: getattr(own, name) for name in ("tokens", "turn_tokens", "thinking_tokens")}
+        summary = {name: getattr(own.summary, name) for name in ("trigger", "trigger_to", "tokens")}
+        times = [{name: n and n * self.bounds for name, n in each.items()} for each in (own_bounds, summary)]
+        return own.model_copy(update={**times[0], "summary": own.summary.model_copy(update=times[1])})
+
+
+def scripted(name: str, turns: Callable[[Task, Format], list[str]], *, probe: bool = False) -> Contestant:
+    """Return a contestant that says the same at every attempt."""
+    talk = message_format()
+
+    def play(task: Task) -> tuple[Policy, Format]:
+        policy = ScriptedPolicy(turns(task, talk), talk.encode, talk.text, talk.talk.end_token, context=CONTEXT)
+        policy.info = PolicyInfo(name, CONTEXT, policy.info.vocabulary)
+        return policy, talk
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Player]:
+        yield play
+
+    return Contestant(name, opened, UNBOUNDED, probe)
+
+
+BUILT_IN = {
+    "oracle": scripted(
+        "oracle", lambda task, talk: [talk.write(*solution_calls(task)), "The reference is in place."], probe=True
+    ),
+    "noop": scripted("noop", lambda _task, _talk: [], probe=True),
+}
+
+
+def entrant(found: Found, name: str = "") -> Contestant:
+    """Return a model as a contestant; without a name given, one from a folder is called NAME@DIGEST."""
+    marked = f"{found.name}@{weights_mark(found.folder)}" if found.folder and not name else found.name
+    return Contestant(name or marked, partial(_playing, found), 1 if found.folder else BYTES)
+
+
+@asynccontextmanager
+async def _playing(found: Found) -> AsyncIterator[Player]:
+    policy, talk = await found.open()
+    try:
+        yield lambda _task: (policy, talk)
+    finally:
+        await policy.close()
+
+
+def weights_mark(folder: Path) -> str:
+    """Return what tells a model from others of its name: trials of one must not pass for the other's.
+
+    It is made of its record, which has the weights' digests, and of its files' sizes: reading all weights would take minutes.
+    """
+    record = folder / LINEAGE_FILE
+    sizes = [[path.name, path.stat().st_size] for path in files_below(folder)]
+    return digest_of([record.read_text(encoding="utf-8") if record.is_file() else "", sizes])[:6]

@@ -1,0 +1,298 @@
+"""From bytes to text: UTF-8 unless the file itself says otherwise, line ends as LF, nothing else changed.
+
+Encodings are never guessed: a wrong guess gives fluent nonsense. Unicode is not normalised either (no NFC): in code the
+code points are the meaning. A test of normalisation, or a pattern over combining marks, would no longer do what it says.
+
+What a file is written in: by its name first (library `identify`), by its first lines where the name can mean two things.
+
+Kept as code: programs, markup and style sheets, build files and configuration that people write (TOML, YAML, INI,
+Dockerfile, Makefile). Kept as prose: Markdown, reStructuredText, plain text, TeX and the like. HTML counts as code: as
+prose it is mostly tags. Left out: data (JSON, CSV, XML, notebooks, translations, keys) and everything not known by name.
+
+What nobody wrote here: vendored copies, generated and minified files, lock files.
+
+By path, and by what a file says of itself in its heading. Words about generating elsewhere in a file mean
+nothing: code generators, their templates and their tests are hand-written. Very long lines are `quality`'s affair.
+
+Is a text worth training on? Counts only, the cheapest first, each with its own limit in `[data.filters]`.
+
+The filters of the corpus, each a small function or class that returns why a document is dropped, or None.
+
+Their order is cheap and certain first, so that the dear ones see little, and no step reads what an earlier one dropped:
+
+1. `decode`: bytes become text, or the file is no text at all.
+2. `language`: code or prose? Data files, images and the like leave here; the later steps know what they look at.
+3. `generated`: what no person wrote here (vendored, generated, minified, lock files), by path and by its own heading.
+4. `quality`: too short, too long lines, too repetitive: counts over the whole text.
+5. `licence`: who may use it, file by file; after the counts, because a classifier may have to read licence texts.
+6. `private`: secrets and personal data are replaced, not dropped; in batches, because the detector is a program to start.
+   Before duplicates, so that two copies that differ in a scrubbed address only count as copies.
+7. `contamination`, against the tasks, and 8. `duplicates`, across all sources: both need to see final texts.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import re
+import string
+import zlib
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from identify import identify
+
+from etude.data.document import PROSE, UNKNOWN, Document, Raw
+
+if TYPE_CHECKING:
+    from etude.data.settings import FilterSettings
+
+FEW = 8  # control characters that may stray into a text, or one in a thousand; more are a terminal recording or a binary format
+CONTROLS = bytes(sorted({*range(32), 127} - set(b"\t\n\f")))
+BOMS = {  # UTF-32 first: its little-endian mark begins with that of UTF-16
+    codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF8: "utf-8",
+    codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
+}  # fmt: skip
+# PEP 263, Emacs, Vim, XML: in the first two lines.
+DECLARED = re.compile(rb"(?:[^\n]*\n)?[^\n]*?coding[:=][ \t]*[\"']?([-\w.]+)")
+# Character sets only. Python also knows codecs that are programs in disguise (unicode_escape, punycode).
+CHARACTER_SETS = re.compile(r"iso8859|cp\d|koi8|mac|euc|shift_jis|iso2022|gb|big5|ascii")
+
+
+class _Unreadable(Exception):  # noqa: N818 - a reason to drop, nobody's error
+    """The content is no text; the argument says why."""
+
+
+def decode(raw: Raw) -> Document | str:
+    """Return the document, or the reason to drop it."""
+    try:
+        text = _normalised(raw.content if isinstance(raw.content, str) else _decoded(raw.content))
+    except _Unreadable as reason:
+        return str(reason)
+    licence, evidence = (raw.licence, "metadata") if raw.licence else (UNKNOWN, "")
+    return Document(raw.repository, raw.path, text, kind=raw.kind, licence=licence, evidence=evidence)
+
+
+def _decoded(content: bytes) -> str:
+    marked = next((name for mark, name in BOMS.items() if content.startswith(mark)), None)
+    if b"\0" in content and marked is None:
+        raise _Unreadable("binary")
+    try:
+        return content.decode(marked or "utf-8")
+    except UnicodeDecodeError:
+        declared = DECLARED.match(content[:1000])
+    try:
+        encoding = codecs.lookup(declared[1].decode()).name if declared else ""
+        if CHARACTER_SETS.match(encoding):
+            return content.decode(encoding)
+    except (LookupError, UnicodeDecodeError):
+        pass
+    raise _Unreadable("not UTF-8")
+
+
+def _normalised(text: str) -> str:
+    if "\0" in text:
+        raise _Unreadable("binary")
+    if "\r" in text:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+    text = text.removeprefix("\ufeff")
+    if not text or text.isspace():
+        raise _Unreadable("empty")
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        raise _Unreadable("lone surrogates") from None
+    if len(encoded) - len(encoded.translate(None, CONTROLS)) > max(FEW, len(encoded) // 1000):
+        raise _Unreadable("control characters")
+    return text
+
+
+# fmt: off
+DATA = frozenset({
+    "avro-schema", "cson", "csv", "dbc", "dotenv", "icalendar", "image", "json", "json5", "lazarus-form", "mailmap", "manifest",
+    "map", "pem", "plist", "pofile", "sln", "swiftdeps", "tsv", "vdx", "wkt", "xcodebuild", "xml",
+})
+MORE = {  # suffixes that `identify` does not know, or calls just "text"
+    "ac": "autoconf", "adb": "ada", "ads": "ada", "am": "makefile", "awk": "awk", "cfg": "ini", "cl": "opencl", "conf": "ini",
+    "d": "d", "el": "emacs-lisp", "f": "fortran", "f77": "fortran", "for": "fortran", "frag": "glsl", "glsl": "glsl", "hx": "haxe",
+    "lisp": "lisp", "mojo": "mojo", "org": "org", "pod": "pod", "raku": "raku", "rkt": "racket", "rmd": "quarto", "tcl": "tcl",
+    "texi": "texinfo", "vert": "glsl", "wgsl": "wgsl",
+}
+# Of several tags the one that names the language; else the first of the alphabet.
+BROAD = ("python", "ruby", "shell", "javascript", "groovy", "scala", "clojure", "pascal", "c#", "f#", "c", "c++", "html", "erlang",
+         "yaml", "toml", "ini")
+OBJECTIVE_C = r"^\s*(?:@(?:interface|implementation|protocol|import|end|class)\b|#\s*import\b)"
+AMBIGUOUS = {suffix: [(re.compile(pattern, re.M), told) for pattern, told in cases] for suffix, cases in {
+    "fs": [(r"\bgl_FragColor\b|^\s*(?:varying|uniform|precision)\s", "glsl")],
+    "h": [(OBJECTIVE_C, "objective-c"),
+          (r"^\s*(?:template\s*<|namespace\b|class\s+\w+[^;]*$|using\s|(?:public|private)\s*:)|\bstd::", "c++")],
+    "m": [(OBJECTIVE_C + r"|^\s*#\s*include\b", "objective-c"), (r"^\s*(?:function\b|%|end\b|classdef\b)", "matlab")],
+    "md": [(r"\A\s*;;|^\(define_(?:insn|expand|mode)\b", "gcc-machine-description")],
+    "pl": [(r"^\s*(?:use|package|my|sub)\s+[\w:$@%(]|\A#!.*perl", "perl"), (r"^\s*:-|^[a-z]\w*(?:\(.*\))?\s*(?::-|\.$)", "prolog")],
+    "ts": [(r"\A\s*<(?:\?xml|!DOCTYPE TS)", "xml")],
+    "v": [(r"^\s*(?:Require|Theorem|Lemma|Proof|Definition|Inductive)\b", "coq")],
+}.items()}
+# fmt: on
+
+
+def language(document: Document) -> str | None:
+    """Set the document's language; return why it is dropped, or None."""
+    if document.kind != "file":
+        document.language = document.language or ("diff" if document.kind == "commit" else "plain-text")
+        return None
+    name = document.path.rpartition("/")[2]
+    document.language = _by_name(name) or _by_shebang(document.text)
+    for pattern, told in AMBIGUOUS.get(name.rpartition(".")[2], ()):
+        if pattern.search(document.text, 0, 8192):
+            document.language = told
+            break
+    if document.language in DATA:
+        return "data file"
+    return None if document.language else "not text or code"
+
+
+def is_code(language: str) -> bool:
+    """Say whether it is code, configuration included."""
+    return bool(language) and language not in PROSE | DATA
+
+
+def is_text(language: str) -> bool:
+    """Say whether it is prose."""
+    return language in PROSE
+
+
+@lru_cache(maxsize=10_000)
+def _by_name(name: str) -> str:
+    name = name.removesuffix(".in")  # config.h.in is filled in by a build, and reads like config.h
+    told = _named(identify.tags_from_filename(name)) or MORE.get(name.rpartition(".")[2].lower(), "")
+    return told or ("plain-text" if re.fullmatch(r"[A-Z][A-Z_-]{2,}", name) else "")  # TODO, HISTORY, THANKS
+
+
+def _by_shebang(text: str) -> str:
+    command = identify.parse_shebang(io.BytesIO(text[:200].encode())) if text.startswith("#!") else ()
+    return _named(identify.tags_from_interpreter(command[0])) if command else ""
+
+
+def _named(tags: set[str]) -> str:
+    """Choose the language among the tags of a file; nothing for binary files."""
+    tags = set() if "binary" in tags else tags - {"text"}
+    tags -= {"plain-text"} if len(tags) > 1 else set()  # README.md is Markdown
+    return min(tags & DATA, default="") or next((tag for tag in BROAD if tag in tags), min(tags, default=""))
+
+
+HEAD = 4096  # characters; no heading worth reading is longer
+_QUOTES = [('[ru]?"""', '"""'), ("[ru]?'''", "'''")]
+_BLOCKS = [*_QUOTES, (r"/\*", r"\*/"), ("<!--", "-->"), (r"\{-", "-}"), (r"\(\*", r"\*\)")]
+_BLOCK = "|".join(rf"{opening}(?s:.*?)(?:{closing}|\Z)" for opening, closing in _BLOCKS)
+_LINE = r"""\.\.[^\n]*(?:\n[ \t]+[^\n]*)*|(?:\#|//|--|;|%|"|'|<\?|<!|@?rem\b|dnl\b|@echo\b)[^\n]*"""
+_HEADING = re.compile(rf"(?:\s+|{_BLOCK}|{_LINE})*+", re.IGNORECASE)
+_SIGN = re.compile(
+    r"^[ \t]*(?:#+:?|//+!?|/?\*+|--+|;+|%+|<!--|\{-|\(\*|\.\.|rem\b|dnl\b|[ru]?\"{3}|[ru]?'{3})[ \t]?", re.I | re.M
+)
+
+
+def heading(text: str) -> str:
+    """Return the comments and the docstring before the first line of code, without comment signs.
+
+    What a file says about itself (who licenses it, what generated it) stands there. The same words further down are what
+    it says about other files: the template of a code generator, a licence checker's patterns, a test's example.
+    """
+    found = _HEADING.match(text, 0, HEAD)
+    return _SIGN.sub("", found.group()) if found else ""
+
+
+# `build`, `dist` and `external` are names of packages too, so they count at the top of a repository only; `dist` also over web files.
+PATHS = [(reason, re.compile(rf"(?:^|/)(?:{pattern})", re.IGNORECASE)) for reason, pattern in [
+    ("lock file", r"(?:package-lock\.json|npm-shrinkwrap\.json|(?:pnpm|conda)-lock\.ya?ml|pylock(?:\.[\w-]+)?\.toml|go(?:\.work)?\.sum"
+                  r"|packages\.lock\.json|\.terraform\.lock\.hcl|[\w.-]+\.lock(?:b|file)?)$"),
+    ("vendored", r"(?:_?vendor(?:ed|ized)?|third[_-]?party|3rd[_-]?party|node_modules|site-packages|externals|bower_components"
+                 r"|jspm_packages|Godeps|Pods)/|(?<![^/]/)c?extern(?:al)?/"),
+    ("minified", r"[^/]+[.-](?:min|bundle|chunk|pack)\.(?:m?js|css)$|[^/]+\.(?:js|css)\.map$"),
+    ("generated", r"(?:__pycache__|_build|\.?venv|\.tox|\.nox|\.eggs|\.git|[^/]+\.(?:egg|dist)-info)/|PKG-INFO$|parsetab\.py$"
+                  r"|[^/]+(?:_pb2(?:_grpc)?\.pyi?|\.pb(?:\.gw)?\.(?:go|cc|h)|_pb\.(?:d\.ts|js|ts)|[._]generated\.[\w.]+|\.designer\.cs)$"
+                  r"|dist/(?:[^/]+/)*[^/]+\.(?:m?js|css|map|html)$|(?<![^/]/)(?:build|dist)/"),
+]]  # fmt: skip
+_SENTENCE = r"(?:^\W*(?-i:(?=[A-Z@]))|(?:\A|[.!:*=-]\s*\n|\n[ \t]*\n)\W*)"  # a new one, not "… files\ngenerated by …"
+_THIS_FILE = r"this\s+(?:[\w-]+\s+){0,2}?(?:file|module|script|header|document|code|package)\s+(?:is|was|has\s+been)\s+"
+_MARKER = re.compile(
+    rf"""{_SENTENCE}(?:
+        @generated\b
+      | (?:{_THIS_FILE}|(?:file|[\w/-]+\.\w+)\s+)?(?:auto(?:matically)?[-\s]?)?generated\s+(?:automatically\s+|file\s+)?
+        (?:by|from|with|using)\b
+      | (?:{_THIS_FILE})?auto(?:matically)?[-\s]?generated(?:\s+(?:file|code|on|at|via|and|during)\b|\s*[.!:;,(*-]|\W*$)
+    )
+    | (?-i:DO\s+NOT\s+(?:EDIT|MODIFY))(?:\s+(?:THIS|THE)\s+FILE\b|\s+(?:manually|by\s+hand|directly)\b|\W*$|\s*[-.!;:(])
+    | \bdo\s+not\s+(?:edit|modify|change)\s+(?:this\s+(?:file|code)\s+|it\s+)?(?:manually|by\s+hand|directly)\b""",
+    re.IGNORECASE | re.MULTILINE | re.VERBOSE,
+)
+_SOURCE_MAP = re.compile(r"^\s*(?://|/\*)[#@] sourceMappingURL=", re.MULTILINE)
+
+
+def generated(document: Document) -> str | None:
+    """Return why the document is dropped, or None."""
+    if document.kind == "file":
+        for reason, pattern in PATHS:
+            if pattern.search(document.path):
+                return reason
+    head = document.text[:HEAD].lower()
+    if ("generated" in head or "do not" in head) and _MARKER.search(heading(document.text)):
+        return "generated"
+    script = document.language in {"javascript", "css"}
+    return "generated" if script and _SOURCE_MAP.search(document.text, max(0, len(document.text) - 500)) else None
+
+
+ALPHANUMERIC = (string.ascii_letters + string.digits).encode()
+NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
+FEWEST_LINES = 20  # below, a share of repeated lines says nothing
+
+
+class Quality:
+    """Drops documents that are too short, too long, too wide, too bare of words or too repetitive."""
+
+    def __init__(self, settings: FilterSettings) -> None:
+        self.limits = settings
+
+    def __call__(self, document: Document) -> str | None:
+        """Return why the document is dropped, or None."""
+        text, limits = document.text, self.limits
+        if len(text) < limits.min_chars:
+            return "too short"
+        if len(text) > limits.max_bytes:
+            return "too long"
+        # A paragraph of prose may well be one line.
+        if document.language not in PROSE and len(text) / (text.count("\n") + 1) > limits.max_mean_line:
+            return "long lines on average"
+        lines = text.split("\n")
+        if len(text) > limits.max_line and len(max(lines, key=len)) > limits.max_line:
+            return "a very long line"
+        enough = limits.min_alphanumeric * len(text)
+        # Half a text mostly has enough for all.
+        if alphanumeric(text[: len(text) // 2]) < enough and alphanumeric(text) < enough:
+            return "few letters and digits"
+        if len(lines) > FEWEST_LINES and repeated_share(lines) > limits.max_repeated_lines:
+            return "repeated lines"
+        return "repetitive" if compresses(text, limits.max_compression) else None
+
+
+def alphanumeric(text: str) -> int:
+    """Count letters and digits of any script."""
+    plain = text.encode("ascii", "ignore")
+    found = len(plain) - len(plain.translate(None, ALPHANUMERIC))
+    return found + sum(map(str.isalnum, "".join(NOT_ASCII.findall(text)))) if len(plain) < len(text) else found
+
+
+def repeated_share(lines: list[str]) -> float:
+    """Return the share of lines that occurred before, among those that are not blank; indentation counts."""
+    written = [line for line in lines if line and not line.isspace()]
+    return (len(written) - len(set(written))) / max(1, len(written))
+
+
+def compresses(text: str, ratio: float) -> bool:
+    """Say whether zlib (level 1, the fastest) makes the text more than `ratio` times smaller.
+
+    Compressing a part gives about as many bytes as that part adds to the whole. If they are too many already, the answer
+    is no, and for ordinary text it is found in the first third.
+    """
+    content = text.encode()
+    enough = len(content) / ratio
+    return all(len(zlib.compress(part, 1)) < enough for part in (content[: len(content) // 3], content))

@@ -1,0 +1,278 @@
+"""A model that runs on our cache: passes over the new tokens of many requests, and its heads' guesses.
+
+Any causal language model of transformers whose attention goes through transformers' registry can be run. Whether it gives the same
+logits as by itself is tried on a few tokens before it is used: layers with another kind of memory, capped scores or sinks would not.
+
+Shapes: N tokens of a pass, D width of the model, V vocabulary.
+
+Which experts each token went to, read off a model of several experts while it runs.
+
+transformers hands the choice to a layer's experts as their second argument; that is where it is read. A trainer that replays the
+choice computes the gradient of the model that sampled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from etude.errors import UserError, one_line
+from etude.inference.attention import NAME, passing, probing
+from etude.inference.kv_cache import Cache, plan
+from etude.inference.lean import Lean, fits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from etude.inference.kv_cache import LayerShape, Plan
+
+
+class Routers:
+    """The layers of a model that choose experts."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        decoder = model.get_decoder()
+        self._found: list[torch.Tensor] | None = None
+        self.layers = [part for name, part in decoder.named_modules() if name.rpartition(".")[2] == "experts"]
+        for layer in self.layers:
+            layer.register_forward_pre_hook(self._note)
+
+    def _note(self, _: Any, given: tuple[Any, ...]) -> None:
+        if self._found is not None:
+            self._found.append(given[1].reshape(-1, given[1].shape[-1]).to(torch.int16))
+
+    @contextlib.contextmanager
+    def recording(self, *, wanted: bool) -> Iterator[Routes]:
+        """Run a pass inside this; what was chosen is there afterwards."""
+        routes = Routes([])
+        self._found = routes.layers if wanted else None
+        try:
+            yield routes
+        finally:
+            self._found = None
+
+
+class Routes:
+    """What a pass chose: for each layer [N tokens, experts a token]."""
+
+    def __init__(self, layers: list[torch.Tensor]) -> None:
+        self.layers = layers
+
+    def split(self, counts: Sequence[int]) -> list[torch.Tensor | None]:
+        """Return [tokens, layers, experts a token] for each request of a pass, on the CPU; None if nothing was recorded."""
+        if not self.layers:
+            return [None] * len(counts)
+        return list(torch.stack(self.layers, 1).cpu().split(list(counts)))
+
+
+TRIED = 12  # tokens
+
+
+class Staged(dict[str, torch.Tensor]):
+    """New weights that were checked and lie on the model's device: all that is left is to copy them over the old ones."""
+
+
+class Runner:
+    """A model, and its cache once that is allotted."""
+
+    def __init__(self, model: Any, heads: Any | None, *, compiled: bool) -> None:
+        self.model, self.heads = model.eval(), heads
+        self.device, self.dtype = model.device, model.dtype
+        self.vocabulary = model.get_input_embeddings().weight.shape[0]
+        self.routers = Routers(model)
+        self.cache: Cache
+        self.lean: Lean | None = None
+        self.compiled = compiled
+        self._hidden: list[torch.Tensor] = []
+        model.get_decoder().register_forward_hook(
+            functools.partial(_keep, self._hidden)
+        )  # not us: a model outlives its cache
+        if model.config.get_text_config()._attn_implementation == NAME:  # noqa: SLF001 - it ran on another cache before
+            model.set_attn_implementation("sdpa")
+        with _trying(model):
+            self._own = _own_logits(model, self._tried())
+            model.set_attn_implementation(NAME)
+            self.layers = self._probe()
+        if not self.layers:
+            raise UserError(f"{type(model).__name__} has no attention that our engine could run on its cache")
+
+    def bytes_of_position(self) -> int:
+        """Return the bytes that one position takes in the cache, over all layers."""
+        return sum(layer.bytes(self.dtype) for layer in self.layers)
+
+    def allot(self, pages: int, size: int, positions: int | None = None) -> None:
+        """Make a cache of so many pages of so many positions, for texts up to `positions` long (default: as fit), and try it."""
+        self.cache = Cache(self.layers, pages, size, self.device, self.dtype)
+        if fits(self.model):
+            self.lean = Lean(self.model, self.heads, self.layers, positions or pages * size, compiled=self.compiled)
+            with contextlib.suppress(UserError):
+                self._compare(self._own)
+                return
+            self.lean = None
+        with _trying(self.model):
+            self._compare(self._own)
+        if self.compiled:
+            for layer in _layers(self.model):
+                layer.compile(dynamic=True)
+
+    def _tried(self) -> torch.Tensor:
+        return (torch.arange(TRIED, device=self.device) * 7 + 1)[None] % self.vocabulary
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def _probe(self) -> list[LayerShape]:
+        ids = self._tried()
+        with probing() as found:
+            self.model(ids, position_ids=torch.arange(TRIED, device=self.device)[None], use_cache=False)
+            hidden = self._hidden[0]
+            for depth in range(self.heads.depth if self.heads else 0):
+                hidden = self._guess_step(depth, hidden, ids, torch.arange(TRIED, device=self.device)[None])
+        if odd := found.windows - {layer.window for layer in found.layers}:
+            raise UserError(
+                f"{type(self.model).__name__} looks back {min(odd)} positions by its mask only, which our engine does not make"
+            )
+        self._trunk = len(found.layers) - (self.heads.depth if self.heads else 0)
+        return found.layers
+
+    def _compare(self, own: torch.Tensor) -> None:
+        """Compare with what the model says by itself: a pass over some tokens, then one token after the other."""
+        ids = self._tried()[0]
+        pages = list(range(1, 2 + (TRIED - 1) // self.cache.size))
+        steps = [(0, TRIED // 2), *((index, 1) for index in range(TRIED // 2, TRIED))]
+        ours = []
+        for first, count in steps:
+            here = plan([(pages, first, count)], self.cache.size, self.device)
+            ours.append(self.run(ids[first : first + count], here)[0])
+        differences = (torch.cat(ours).float() - own.float()).abs().amax(-1) / own.float().abs().max()
+        # In bf16 a few tokens may be far off however it is computed: of SmolLM2's second by a quarter, on transformers' own code.
+        exact = self.dtype == torch.float32
+        difference = differences.max() if exact else differences.quantile(0.75)
+        if not difference < (1e-3 if exact else 0.05):
+            raise UserError(
+                f"{type(self.model).__name__} says something else on our cache than by itself (by {float(difference):.1%});"
+                " its attention does more than ours, so our engine cannot run it"
+            )
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def run(
+        self, tokens_N: torch.Tensor, where: Plan, wanted: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits of the wanted tokens (default: all), and the hidden state of all."""
+        if self.lean:
+            hidden = self.hidden(tokens_N, where)
+            return self.head(hidden if wanted is None else hidden[wanted]), hidden
+        with passing(self.cache, where):
+            output = self.model(
+                input_ids=tokens_N[None], position_ids=where.position_N[None], use_cache=False,
+                logits_to_keep=0 if wanted is None else wanted,
+            )  # fmt: skip
+        return output.logits[0], self._hidden[0][0]
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def hidden(self, tokens_N: torch.Tensor, where: Plan) -> torch.Tensor:
+        """Return the hidden states alone, of a lean model."""
+        assert self.lean is not None
+        with passing(self.cache, where):
+            return self.lean.trunk(tokens_N, where.position_N)
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def stage(self, weights: Mapping[str, torch.Tensor]) -> Staged:
+        """Check new weights and bring them to the device. In any thread, while the model runs: nothing of it is touched."""
+        if self.device.type != "cuda":
+            self._check(weights)
+            return Staged(weights)
+        stream = torch.cuda.Stream(self.device)  # or the model's next step would wait for the copies
+        with torch.cuda.stream(stream):
+            staged = Staged({name: new.to(self.device, non_blocking=True) for name, new in weights.items()})
+            self._check(staged)
+        stream.synchronize()
+        return staged
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def replace(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy new weights over the old ones, in place, so that graphs stay good: all of them, or none if one does not fit."""
+        if not isinstance(weights, Staged):
+            self._check(weights)
+        own = self._weights()
+        for name, new in weights.items():
+            own[name].copy_(new, non_blocking=True)
+            if new.is_cuda:
+                new.record_stream(torch.cuda.current_stream(self.device))  # its memory is not to be had before that
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        own: dict[str, torch.Tensor] = self.model.state_dict()  # parameters, and what a router is balanced with
+        if self.heads:
+            own |= {f"mtp.{name}": value for name, value in self.heads.state_dict().items()}
+        return own
+
+    def _check(self, weights: Mapping[str, torch.Tensor]) -> None:
+        own = self._weights()
+        for name, new in weights.items():
+            if name not in own:
+                raise UserError(f"new weights have {name}, which this model does not; they are of another model")
+            if new.shape != own[name].shape:
+                shapes = f"{tuple(new.shape)} instead of {tuple(own[name].shape)}"
+                raise UserError(f"new weights are of another shape: {name} is {shapes}; nothing was changed")
+            if not torch.isfinite(new).all():
+                raise UserError(
+                    f"new weights are damaged: {name} holds values that are not finite; nothing was changed"
+                )
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def guess(self, depth: int, hidden_ND: torch.Tensor, next_N: torch.Tensor, where: Plan) -> torch.Tensor:
+        """Return the hidden state of a head, from that of the depth before."""
+        with passing(self.cache, where, self._trunk + depth):
+            if self.lean:
+                return self.lean.guess(depth, hidden_ND, next_N, where.position_N)
+            return self._guess_step(depth, hidden_ND[None], next_N[None], where.position_N[None])[0]
+
+    def _guess_step(self, depth: int, hidden: Any, following: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        assert self.heads is not None
+        model = self.model
+        return self.heads.step(
+            depth, hidden, following, position, embed=model.get_input_embeddings(), rotary=model.get_decoder().rotary_emb,
+            attention_mask=None,
+        )  # fmt: skip
+
+    def wipe(self, pages: Sequence[int]) -> None:
+        """Make some pages as they were at first."""
+        for each in (*self.cache.keys, *self.cache.values):
+            each[list(pages)] = 0
+
+    def send(self, values: Sequence[float] | Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return values as a tensor on the device, without waiting for it."""
+        made = torch.tensor(values)
+        return made.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else made
+
+    def head(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """Return the logits of hidden states; in float32, for bf16 numbers of their size lie 0.06 to 0.125 apart."""
+        head = self.model.get_output_embeddings()
+        if hidden_ND.is_cuda and hidden_ND.dtype != torch.float32 and getattr(head, "bias", None) is None:
+            return torch.mm(hidden_ND, head.weight.T, out_dtype=torch.float32)
+        return head(hidden_ND)
+
+
+def _keep(kept: list[torch.Tensor], _: Any, __: Any, output: Any) -> None:
+    kept[:] = [output.last_hidden_state]
+
+
+@contextlib.contextmanager
+def _trying(model: Any) -> Iterator[None]:
+    """Say in one line that a model is not for us, whatever its own code says."""
+    try:
+        yield
+    except (AssertionError, AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
+        raise UserError(
+            f"{type(model).__name__} cannot be run by our engine: it is not of the usual shape ({one_line(error)})"
+        ) from error
+
+
+def _layers(model: Any) -> Any:
+    return next(part for part in model.get_decoder().children() if isinstance(part, torch.nn.ModuleList))
+
+
+@torch.inference_mode()  # type: ignore[untyped-decorator]
+def _own_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return model(ids, use_cache=False).logits[0]

@@ -1,0 +1,255 @@
+"""φ_U: do the neurons of two models stand in the same order? (Zhu, Ahmed, Kuditipudi, Liang: Independence tests, 2025.)
+
+A feed-forward layer computes the same whatever the order of its units, and so does every step of its training; its units
+start out exchangeable. If two models were initialised independently, the pairing π of their most similar units is therefore
+uniform over all permutations, *whatever* data they saw, and Spearman's correlation of π with the identity has an exact
+p-value. A model trained on from another keeps the order. Permuting the units on purpose blinds the test: see matching.py.
+
+Do gate rows and up rows of two models pair off alike? This finds a copy whose units were shuffled.
+
+Unit i of a gated feed-forward layer owns row i of the gate and row i of the up-projection. Pair the gate rows of two models,
+and the up rows apart from them: of unrelated models the two pairings have nothing to do with each other; of a copy they agree,
+in whatever order its units stand. The null is not exact, since features both models learnt could tie the pairings together:
+it is calibrated by measurement (benchmarks/audit.py). Given this test's result φ_U is still uniform under its own null
+(shuffling the units changes the one and not the other), which is what makes the two independent witnesses.
+
+Do the residual dimensions of two models mean the same? The rotation that best maps one embedding to the other tells.
+
+With Q = UVᵀ of the singular value decomposition of E_AᵀE_B over shared tokens, E_A·Q comes nearest to E_B (MDIR, 2025).
+Training is equivariant to permuting the residual dimensions (AdamW and Muon, RMSNorm and LayerNorm; not with sinusoidal
+positions added to the words), so of independently initialised models Q with its columns permuted is as likely as Q:
+Σ Q[i, π(i)] has a known mean and variance over π and a normal limit (Hoeffding), and the trace is its value for the identity.
+A descendant's trace is near the number of dimensions. A deliberately rotated copy has a trace near 0, but Q undoes the rotation,
+and the other tests then find it.
+
+How much of the attention is left? Unbiased linear CKA of query and key weights: a size, never a proof.
+
+The residual dimensions are the samples (columns of the weights), what a dimension does to the heads is its description, and
+the similarity of two such descriptions does not change when the rows are rotated. The unbiased estimator (Song et al. 2012) is
+about 0 for unrelated matrices of any shape, where the plain one grows with the number of rows. (AWM, 2025.)
+
+Which layer, and which residual dimension, of B goes with which of A when one model was pruned or grown.
+
+Both are chosen by what the neuron tests do not look at: dimensions by the embedding, layers by the attention. The choice then
+says nothing about the order of the feed-forward units, and the p-values of those tests stay exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from etude.lineage.audit.pvalues import LN10, Test, fisher, log10_normal_tail, spearman
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    Pairing = tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.floating]]
+
+    from numpy.typing import NDArray
+
+
+NEURONS = "aligned neurons"
+ROUTER = "router experts"
+
+ASSIGNED_ROWS = 4096  # an assignment of 4,096 unrelated rows takes 9 seconds; it grows with the third power
+SAMPLED_ROWS = 2048
+BLOCK = 256  # sampled rows compared at a time
+
+
+@dataclass(frozen=True)
+class RowMatch:
+    """Which row of B each row of A resembles most: indices only, so that layers can be matched one after another."""
+
+    rows: NDArray[np.intp]  # of A
+    partners: NDArray[np.intp]  # of B
+    cosine: float  # mean over the pairs
+    sampled: bool = False  # too many rows to assign: some rows of A chose their best of all rows of B
+
+
+def match_rows(a: NDArray[np.float32], b: NDArray[np.float32], *, seed: int = 0) -> RowMatch:
+    """Pair rows of A [h, d] with rows of B [k, d] so that the summed cosine is largest; h and k may differ (pruned)."""
+    chance = np.random.default_rng(seed)
+    # Rows of zeros (padding) resemble nothing, and equal ones each other: in the order of their indices if not shuffled.
+    rows_a, rows_b = np.flatnonzero(a.any(axis=1)), chance.permutation(np.flatnonzero(b.any(axis=1)))
+    sampled = max(len(rows_a), len(rows_b)) > ASSIGNED_ROWS
+    if sampled:
+        rows_a = chance.choice(rows_a, min(SAMPLED_ROWS, len(rows_a)), replace=False)
+    a, b = unit_rows(a[rows_a]), unit_rows(b[rows_b])
+    chosen, partners, cosines = _best(a, b) if sampled else assign(a @ b.T)
+    cosine = float(cosines.mean()) if len(cosines) else 0.0
+    return RowMatch(rows_a[chosen], rows_b[partners], cosine, sampled)
+
+
+def assign(similarity: NDArray[np.floating]) -> Pairing:
+    """Return rows, columns and values of the one-to-one pairing with the largest sum."""
+    from scipy.optimize import linear_sum_assignment
+
+    rows, columns = linear_sum_assignment(similarity, maximize=True)
+    return rows, columns, similarity[rows, columns]
+
+
+def _best(a: NDArray[np.float32], b: NDArray[np.float32]) -> Pairing:
+    """Let every row choose for itself. Exchangeable rows choose exchangeable partners: the permutation null holds."""
+    columns = np.concatenate([(a[start : start + BLOCK] @ b.T).argmax(axis=1) for start in range(0, len(a), BLOCK)])
+    return np.arange(len(a)), columns, np.einsum("ij,ij->i", a, b[columns])
+
+
+def unit_rows(matrix: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the matrix with rows of length 1; a row of zeros stays."""
+    length = np.linalg.norm(matrix, axis=1, keepdims=True)
+    return np.asarray(matrix / np.where(length > 0, length, 1), np.float32)
+
+
+def neuron_test(matches: Sequence[tuple[int, RowMatch]], *, name: str = NEURONS) -> Test:
+    """Test matched layers for the order of their units; a layer may come several times, once for each of its experts."""
+    scored = [(layer, *spearman(match.rows, match.partners)) for layer, match in matches]
+    cosine = math.fsum(match.cosine for _, match in matches) / max(1, len(matches))
+    return combined(name, scored, f"mean cosine {cosine:.3f}", [match for _, match in matches])
+
+
+def combined(name: str, scored: Iterable[tuple[int, float, float]], note: str, matches: Iterable[RowMatch]) -> Test:
+    """Join (layer, ρ, log₁₀ p) to one test: layers are independent (Fisher), experts copied from one FFN are not (Bonferroni)."""
+    by_layer: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for layer, rho, log10_p in scored:
+        by_layer[layer].append((log10_p, rho))
+    best = [(min(0.0, min(tried)[0] + math.log10(len(tried))), min(tried)[1]) for tried in by_layer.values()]
+    effect = math.fsum(rho for _, rho in best) / max(1, len(best))
+    sampled = max((len(match.rows) for match in matches if match.sampled), default=0)
+    note += f"; best partners of {sampled:,} sampled rows a layer" if sampled else ""
+    return Test(name, fisher([log10_p for log10_p, _ in best]), effect, tuple(sorted(by_layer)), note)
+
+
+MATCHING = "gate/up matching"
+
+
+def matching_test(matches: Sequence[tuple[int, RowMatch, RowMatch]]) -> Test:
+    """Test (layer, match of the up rows, match of the gate rows), both matches made with the same seed."""
+    scored, alike, units = [], 0, 0
+    for layer, up, gate in matches:
+        _, in_up, in_gate = np.intersect1d(up.rows, gate.rows, return_indices=True)  # a wider A leaves some rows alone
+        by_up, by_gate = up.partners[in_up], gate.partners[in_gate]
+        scored.append((layer, *spearman(by_up, by_gate)))
+        alike, units = alike + int((by_up == by_gate).sum()), units + len(by_up)
+    return combined(
+        MATCHING, scored, f"{alike / max(1, units):.1%} of units paired alike", [up for _, up, _ in matches]
+    )
+
+
+EMBEDDING = "embedding basis"
+
+TESTED_DIMENSIONS = 1024  # decomposing 1,024 dimensions takes a second, 8,192 many minutes; p can still reach 1e-2639
+
+
+def rotation(a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return Q [d, e] for embeddings of the same tokens, A [n, d] and B [n, e]; Q has no full rank if n is too small."""
+    from scipy.linalg import svd
+
+    product = a.T.astype(np.float64) @ b.astype(np.float64)
+    left, values, right = svd(product, full_matrices=False)
+    # What no token spans the library would fill in, and not at random.
+    known = values > values[0] * max(product.shape) * np.finfo(np.float64).eps
+    return np.asarray(left[:, known] @ right[known])
+
+
+def rotate_back(rows_b: NDArray[np.float32], turn: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Return rows of B [n, e] in the residual basis of A [n, d]."""
+    return np.asarray(rows_b @ turn.T.astype(np.float32))
+
+
+def embedding_test(a: NDArray[np.float32], b: NDArray[np.float32], *, seed: int = 0) -> Test:
+    """Test the embeddings of shared tokens, A [n, d] and B [n, d], for a common basis."""
+    note, width = f"{len(a):,} shared tokens", a.shape[1]
+    if width > TESTED_DIMENSIONS:
+        chosen = np.random.default_rng(seed).choice(width, TESTED_DIMENSIONS, replace=False)
+        a, b, note = a[:, chosen], b[:, chosen], f"{note}, {TESTED_DIMENSIONS:,} sampled dimensions"
+    turn = rotation(a, b)
+    rank = float((turn**2).sum())
+    return Test(EMBEDDING, log10_trace_tail(turn), float(np.trace(turn)) / max(rank, 1.0), note=note)
+
+
+def log10_trace_tail(turn: NDArray[np.float64]) -> float:
+    """Return log₁₀ P(Σ Q[i, π(i)] > tr Q) over permutations π, by its normal limit, and not below 1/d!."""
+    width = len(turn)
+    centred = turn - turn.mean(axis=0) - turn.mean(axis=1, keepdims=True) + turn.mean()
+    deviation = math.sqrt(float((centred**2).sum()) / max(1, width - 1))
+    if deviation == 0:
+        return 0.0
+    return max(log10_normal_tail(float(np.trace(centred)) / deviation), -math.lgamma(width + 1) / LN10)
+
+
+def order_test(aligned: Alignment) -> Test:
+    """Test dimensions matched between models of different width: whoever prunes dimensions keeps the order of the rest."""
+    rho, log10_p = spearman(aligned.a, aligned.b)
+    return Test(EMBEDDING, log10_p, rho, note=f"order of {len(aligned.a):,} matched dimensions: the widths differ")
+
+
+ATTENTION = "query/key similarity"
+
+
+def unbiased_cka(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
+    """Return the similarity of A [p, d] and B [q, d], columns aligned; 0 where one of them has nothing to compare."""
+    own = hsic(a, a) * hsic(b, b)
+    return hsic(a, b) / math.sqrt(own) if own > 0 else 0.0
+
+
+def hsic(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
+    """Return d(d−3) times HSIC₁ of the Gram matrices K = AᵀA and L = BᵀB without their diagonals, neither ever formed."""
+    count = a.shape[1]
+    if count < 4:
+        return 0.0
+    inner = np.square(a @ b.T, dtype=np.float64).sum()
+    (diagonal_a, sums_a), (diagonal_b, sums_b) = _gram(a), _gram(b)
+    both = sums_a.sum() * sums_b.sum() / ((count - 1) * (count - 2))
+    return float(inner - diagonal_a @ diagonal_b + both - 2 * (sums_a @ sums_b) / (count - 2))
+
+
+def _gram(matrix: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the diagonal of MᵀM and the sums of its rows without it."""
+    diagonal = np.square(matrix, dtype=np.float64).sum(axis=0)
+    return diagonal, matrix.T @ matrix.sum(axis=1, dtype=np.float64) - diagonal
+
+
+def attention_effect(similarities: Sequence[tuple[int, float]]) -> Test:
+    """Join (layer, unbiased CKA of a query or key pair) to their mean."""
+    effect = math.fsum(value for _, value in similarities) / max(1, len(similarities))
+    return Test(ATTENTION, None, effect, tuple(sorted({layer for layer, _ in similarities})), "a size, not a proof")
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Matched residual dimensions: column a[i] of A goes with sign[i] times column b[i] of B."""
+
+    a: NDArray[np.intp]
+    b: NDArray[np.intp]
+    sign: NDArray[np.float32]
+
+
+def align_dimensions(a: NDArray[np.float32], b: NDArray[np.float32], *, seed: int = 0) -> Alignment:
+    """Pair the columns of two embeddings of the same tokens, A [n, d] and B [n, e], by cosine (AWM's assignment)."""
+    columns = np.random.default_rng(seed).permutation(b.shape[1])  # ties must not fall into the order of the indices
+    cosines = unit_rows(a.T) @ unit_rows(b.T[columns]).T
+    rows, chosen, _ = assign(np.abs(cosines))
+    return Alignment(rows, columns[chosen], np.where(cosines[rows, chosen] < 0, -1, 1).astype(np.float32))
+
+
+def layer_similarity(a: Sequence[NDArray[np.float32]], b: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
+    """Return the unbiased CKA of every layer of A with every layer of B, [len(a), len(b)], columns aligned.
+
+    One matrix a layer (its keys, or some hundred rows of them) is enough to tell layers apart.
+    """
+    own_a, own_b = (np.sqrt([max(hsic(layer, layer), 1e-30) for layer in model]) for model in (a, b))
+    cross = np.array([[hsic(one, other) for other in b] for one in a])
+    return np.asarray(cross / own_a[:, None] / own_b)
+
+
+def pair_layers(similarity: NDArray[np.float64]) -> list[tuple[int, int]]:
+    """Return the pairs (layer of A, layer of B) of the one-to-one choice with the largest sum, the most similar first."""
+    rows, columns, values = assign(similarity)
+    return [(int(rows[i]), int(columns[i])) for i in np.argsort(-values, kind="stable")]

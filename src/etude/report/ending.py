@@ -1,0 +1,373 @@
+"""How a run ends on the terminal: what each stage changed and by how much, RL's reward, the family tree, what to try next.
+
+All of it is read from what the stages wrote down. What a stage did not measure is said not to be measured, and a change counts
+as better or worse only where its 95 % interval says so.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import pairwise
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.table import Column, Table
+from rich.text import Text
+
+from etude.agent.tools import ToolSettings
+from etude.bench.trials import read_results
+from etude.files import read_json
+from etude.lineage.compute import compute_shares, percent
+from etude.lineage.record import load_record
+from etude.models.bases import ancestors
+from etude.report.rl import steps_of
+from etude.rl.view import percent as share
+from etude.rl.view import smooth
+from etude.run.stages.release import RELEASE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from rich.console import RenderableType
+
+    from etude.lineage.record import Lineage, Record
+
+MOST = 5  # measures of a stage before the rest is left to its report
+RESULTS = "results.json"
+WIDE, HIGH = 60, 6  # characters of a curve
+BESIDE, NARROW = 110, 44  # columns from which on the tree stands beside a curve, which is so wide then
+BLOCKS = " ▁▂▃▄▅▆▇█"
+PLAIN = str.maketrans({**dict.fromkeys("▁▂▃▄", "."), **dict.fromkeys("▅▆▇█", "#"), **dict.fromkeys("┤│", "|"), "└": "`",
+                       "─": "-", "–": "-", "→": "->", "±": "+-", "×": "x", "…": "."})  # fmt: skip
+STYLES = {"better": "green", "faster": "green", "worse": "red", "slower": "red"}
+DID = {
+    "data": "built a corpus", "pretrain": "learnt from nothing", "cpt": "learnt a domain",
+    "extend": "longer context", "mtp": "guesses ahead", "sft": "learnt to answer", "rl": "learnt by trying",
+    "merge": "merged models", "compare": "compared models", "bench": "tried tasks", "release": "signed release",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A finished stage: its record, its results.json (None: it has none), RL's steps, a benchmark's valid trials of its own model."""
+
+    record: Record
+    results: Any = None
+    rewards: Sequence[tuple[int, float, float]] = field(default=())  # step, reward, episodes
+    trials: Sequence[tuple[str, str, float]] = field(default=())  # package, task, solved
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One line of what changed."""
+
+    what: str
+    value: str
+    change: str = ""
+    verdict: str = ""
+
+
+def verdict(change: float, margin: float | None, *, lower_is_better: bool = False) -> str:
+    """Return what may be said of a change; without an interval only its direction."""
+    if margin is None:
+        return "level" if not change else "higher" if change > 0 else "lower"
+    if abs(change) <= margin:
+        return "unclear"
+    return "better" if (change < 0) == lower_is_better else "worse"
+
+
+def measures(stage: Ended, before: Sequence[Ended] = ()) -> list[Measure]:
+    """Return what a stage measured; `before`: the stages before it, for what is measured more than once."""
+    record, found = stage.record, stage.record.summary
+    match record.kind:
+        case "base":
+            return [Measure("", "")]
+        case "data":
+            return [Measure("held out", f"{count(found['heldout_tokens'])} tokens")]
+        case "rl":
+            return [_first_to_last("reward", record), _first_to_last("solved", record)]
+        case "bench":
+            return list(_bench(stage, [each for each in before if each.record.kind == "bench"]))
+        case "compare":
+            return [Measure("best", str(found["best"]), f"{found['bits_per_byte']:.3f} bits/byte")]
+        case "release":
+            passed, _, left = str(found["verified"]).partition(" checks")
+            return [Measure("audit: from", str(found["base"])), Measure("checks", passed, left.removeprefix(", "))]
+    lines = list(_trained(stage.results)) if isinstance(stage.results, dict) else []
+    lines[MOST:] = [Measure(f"{len(lines) - MOST} more", "in its report")] if len(lines) > MOST else []
+    return lines or [Measure("not measured", "none held out" if stage.results else "")]
+
+
+def _first_to_last(name: str, record: Record) -> Measure:
+    first, last = (float(record.summary[f"{name}_{end}"] or 0) for end in ("first", "last"))
+    if name == "solved":
+        return _points(name, first, last)
+    return Measure(name, f"{first:.3f} → {last:.3f}", f"{last - first:+.3f}", verdict(last - first, None))
+
+
+def _points(what: str, before: float, after: float) -> Measure:
+    """Return the change of a share whose interval is not known."""
+    change = after - before
+    return Measure(what, f"{share(before)} → {share(after)}", f"{100 * change:+.3g} points", verdict(change, None))
+
+
+def _trained(results: dict[str, Any]) -> Iterator[Measure]:
+    """Yield what a training measured: bits per byte by domain, retrieval, what guesses ahead are worth."""
+    for row in results.get("domains", []):
+        margin = "" if row["margin"] is None else f" ±{row['margin']:.3f}"
+        said = verdict(row["change"], row["margin"], lower_is_better=True)
+        yield Measure(row["domain"], f"{row['before']:.3f} → {row['after']:.3f}", f"{row['change']:+.3f}{margin}", said)
+    for length, after in results.get("long", {}).get("child", {}).get("retrieval", {}).items():
+        first = results["long"]["parent"]["retrieval"][length]
+        yield _rate(
+            f"found at {count(int(length))}", after["exact"], after["interval"], first["exact"], first["interval"]
+        )
+    if results.get("domains"):
+        return  # heads that are trained along are told of in the report
+    for row in results.get("acceptance", []):
+        if row["depth"] == 1:
+            yield _points(f"guess, {row['domain']}", row["before"], row["after"])
+    if speed := results.get("speed"):
+        gain = speed["guessing"] / speed["plain"]
+        said = "faster" if gain > 1 else "slower"
+        yield Measure("tokens/step", f"1 → {speed['tokens_a_round']:.2f}", f"{gain:.2f}× speed", said)
+
+
+def _rate(
+    what: str, value: float, interval: Sequence[float], old: float | None = None, old_interval: Sequence[float] = (0, 1)
+) -> Measure:
+    """Return a rate with its interval; against an older one, if there is one: a change only where intervals lie apart."""
+    span = f"({100 * interval[0]:.0f}–{100 * interval[1]:.0f}%)"
+    if old is None:
+        return Measure(what, share(value), span)
+    apart = interval[0] > old_interval[1] or interval[1] < old_interval[0]
+    said = verdict(value - old, 0.0) if apart else "unclear"
+    return Measure(what, f"{share(old)} → {share(value)}", f"{100 * (value - old):+.0f} {span}", said)
+
+
+def _bench(stage: Ended, earlier: Sequence[Ended]) -> Iterator[Measure]:
+    """Yield solve rate and valid calls, against the last benchmark before it that asked the same: its tasks, in pairs."""
+    from etude.bench.statistics import estimate
+
+    found, asked = stage.record.summary, _asked(stage.record)
+    if found.get("solved") is None:
+        yield Measure("not measured", "no valid trial")
+        return
+    solved, low, high, calls = (
+        float(found[key] or 0) for key in ("solved", "solved_low", "solved_high", "valid_calls")
+    )
+    old = next((each for each in reversed(earlier) if _asked(each.record) == asked and each.trials), None)
+    gain = estimate(stage.trials, against=old.trials) if old else None
+    if old is None or gain is None:
+        yield from (_rate("solved", solved, (low, high)), Measure("valid calls", share(calls)))
+    else:
+        said = "unclear" if gain.low <= 0 <= gain.high else verdict(gain.value, 0.0)
+        change = f"{100 * gain.value:+.0f} [{100 * gain.low:.0f}, {100 * gain.high:.0f}]"
+        before, called = (float(old.record.summary[key] or 0) for key in ("solved", "valid_calls"))
+        yield Measure("solved", f"{share(before)} → {share(solved)}", change, said)
+        yield _points("valid calls", called, calls)
+    if found.get("invalid"):
+        yield Measure("left out", f"{found['invalid']} invalid")
+    for key, value in found.items():
+        if key.startswith("solved/") and value is not None:
+            yield Measure(key.removeprefix("solved/"), f"{share(float(value))} solved")
+
+
+def _asked(record: Record) -> tuple[list[str], dict[str, Any]]:
+    """Return the tasks and the settings that decide what a benchmark measures."""
+    without = {"tasks", "against", "concurrency", "device"}
+    return [use.digest for use in record.data], {k: v for k, v in record.recipe.stage.items() if k not in without}
+
+
+def count(amount: Any) -> str:
+    """Return a number of tokens in few characters."""
+    sizes = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+    return next((f"{amount / size:.3g}{letter}" for size, letter in sizes if amount >= size), f"{amount:,}")
+
+
+def took(record: Record) -> str:
+    """Return how long a stage worked, in a short line of its own; with interruptions, as far as its device did."""
+    if record.kind == "base":
+        return ""  # fetching it is not what a run is about
+    began, ended = map(datetime.fromisoformat, (record.started, record.finished))
+    seconds = (ended - began).total_seconds() if record.sessions == 1 else record.compute.device_seconds or 0.0
+    if seconds < 100:
+        return f"\n{seconds:.0f} s"
+    return f"\n{seconds / 60:.0f} min" if seconds < 6000 else f"\n{seconds / 3600:.1f} h"
+
+
+def did(record: Record) -> str:
+    """Return what a stage did and how much of it, a short line each."""
+    if record.kind == "base":
+        return f"from {record.summary['base']}"
+    return "\n".join(part for part in (DID.get(record.kind, record.kind), _amount(record)) if part)
+
+
+def _amount(record: Record) -> str:
+    found = record.summary
+    match record.kind:
+        case "rl":
+            return f"{found['episodes']:,} attempts"
+        case "bench":
+            return f"{found['trials']} attempts"
+        case "merge":
+            return f"{found['method']} of {found['models']}"
+        case "release":
+            return str(found["licences"])
+    return f"{count(found['tokens'])} tokens" if found.get("tokens") else ""
+
+
+def footnote(stages: Sequence[Ended]) -> str:
+    """Return what must be known to read the table, as far as it is in it."""
+    trained = [stage.results for stage in stages if isinstance(stage.results, dict)]
+    domains = list(dict.fromkeys(row["domain"] for results in trained for row in results.get("domains", [])))
+    named = ", ".join(domains[:MOST]) + ", …" * (len(domains) > MOST)
+    kinds = {stage.record.kind for stage in stages}
+    notes = {
+        f"{named}: bits per byte of held-out text, lower is better": bool(domains),
+        "guess: expected share of first guesses that are kept": "mtp" in kinds,
+        "rl: means of the first and the last tenth of the episodes": "rl" in kinds,
+        "± and (low–high), [low, high] of a change: 95 % intervals; unclear: within them; higher, lower, level: none is known": True,
+    }
+    return ". ".join(note for note, there in notes.items() if there) + "."
+
+
+def curve(values: Sequence[float], first: int, last: int, wide: int = WIDE, high: int = HIGH) -> list[str]:
+    """Draw values as columns from the least to the greatest; below them, the numbers of the first and the last."""
+    size = len(values)
+    columns = wide // size * size or wide  # each value as wide as the others, or several in a column
+    starts = [at * size // columns for at in range(columns + 1)]
+    means = [fmean(values[a : max(a + 1, b)]) for a, b in pairwise(starts)]
+    low, top, steps = min(means), max(means), len(BLOCKS) - 1
+    scale = (high * steps - 1) / (top - low) if top > low else 0.0
+    levels = [1 + round((mean - low) * scale) for mean in means]
+    labels = [f"{top:.3f}" if top > low else "", *[""] * (high - 2), f"{low:.3f}"]
+    room = max(map(len, labels))
+    lines = []
+    for row, label in enumerate(labels):
+        floor = steps * (high - 1 - row)
+        drawn = "".join(BLOCKS[min(max(level - floor, 0), steps)] for level in levels)
+        lines.append(f"{label:>{room}} {'┤' if label else '│'}{drawn}".rstrip())
+    ends = f"{first}{last:>{columns - len(str(first))}}" if last != first else str(first)
+    return [*lines, f"{'':>{room}} └{'─' * columns}", f"{'':>{room}}  {ends}"]
+
+
+def tree(lineage: Lineage) -> list[str]:
+    """Draw the tree, the oldest ancestor first; what else went into a model stands behind it."""
+    record, lines = lineage.records[lineage.head], list[str]()
+    while True:
+        above = next((edge for edge in record.parents if edge.role == "weights" and edge.record), None)
+        also = [
+            f"{edge.name} ({edge.role})" for edge in record.parents if edge is not above and edge.role != "compared"
+        ]
+        lines.append(" + ".join([_person(record), *also]))
+        if above is None or above.record is None:
+            break
+        record = lineage.records[above.record]
+    return [f"{'   ' * (depth - 1)}{'└─ ' * (depth > 0)}{line}" for depth, line in enumerate(reversed(lines))]
+
+
+def _person(record: Record) -> str:
+    if record.origin:
+        licences = sorted({each.licence or "unknown licence" for each in record.licences}) or ["no licence file"]
+        return f"{record.origin.name} (base), {', '.join(licences)}"
+    made = [f"{count(record.compute.tokens)} tokens"] if record.compute.tokens else []
+    named = [use.name for use in record.data]
+    read = [", ".join(named[:2]) + ", …" * (len(named) > 2)] if named else []
+    return ": ".join([record.stage, *[" from ".join(made + read)][: len(made + read)]])
+
+
+def own_share(lineage: Lineage) -> str:
+    """Return how much compute is the makers' own."""
+    found = compute_shares(lineage, ancestors())
+    own = found.shares[0].own_share if found.bases else None
+    part = "" if own is None else f"at most {percent(own.high)}" if own.unknown else percent(own.value)
+    return f"own compute {found.own.value:.1e} FLOP" + f", {part} of all in it" * bool(part)
+
+
+def next_steps(run: Path, stages: Sequence[Ended]) -> list[tuple[str, str]]:
+    """Return three things to try, each with its command, that fit what the run has made."""
+    kinds = {stage.record.kind: stage.record for stage in stages}
+    made = next(stage.record for stage in reversed(stages) if stage.record.weights)
+    where = shlex.quote(str(run / made.stage))
+    found = [("talk to it: an endpoint like OpenAI's, on port 8000", f"etude serve {where}")]
+    if learnt := kinds.get("rl") or kinds.get("sft"):
+        tools = _tools(learnt.recipe.stage)
+        option = f" --tools {','.join(tools)}" if tools and tools != ToolSettings().tools else ""
+        found = [("let it work on a copy of this folder; nothing changes before your yes",
+                  f'etude agent "the tests fail; find out why" --model {where}{option}')]  # fmt: skip
+    if released := kinds.get("release"):
+        folder = shlex.quote(str(run / released.stage / RELEASE))
+        found.append(("check the release as those who receive it would", f"etude verify {folder}"))
+    if kinds.keys() & {"rl", "bench"}:
+        words = "teach it your repository: say in tasks.toml where it is (docs/your-own-agent.md)"
+        found.append((words, "etude tasks make tasks.toml"))
+    base = next((stage.record.origin.name for stage in stages if stage.record.origin), "sprout")
+    return [
+        *found,
+        ("see where it comes from, and that its weights are those recorded", f"etude lineage show {where} --verify"),
+        ("hold it against its base on your own code", f"etude compare {shlex.quote(base)} {where}/model --on ."),
+    ][:3]
+
+
+def _tools(settings: dict[str, Any]) -> list[str] | None:
+    """Return the tools that a stage's model has learnt to use."""
+    found: list[str] | None = (settings.get("tools") or settings.get("demos") or {}).get("tools")
+    return found
+
+
+def screen(stages: Sequence[Ended], lineage: Lineage, *, wide: int, plain: bool = False) -> RenderableType:
+    """Return table, curve and tree for a terminal of so many columns; `plain`: one that can show no more than ASCII."""
+
+    def say(text: str, style: str = "") -> Text:
+        return Text(text.translate(PLAIN) if plain else text, style)
+
+    trained = [stage for stage in stages if stage.rewards]
+    beside = len(trained) == 1 and wide >= BESIDE
+    room = NARROW if beside else min(WIDE, wide - 10)
+    below = [say("\n".join(_reward(stage, room))) for stage in trained]
+    below.append(say("\n".join([f"family tree: {own_share(lineage)}", *tree(lineage)])))
+    parts: list[RenderableType] = [each for part in below for each in (Text(), part)]
+    if beside:
+        grid = Table.grid(Column(min_width=room + 8), Column(no_wrap=True, overflow="crop"), padding=(0, 4, 0, 0))
+        grid.add_row(*below)
+        parts = [Text(), grid]
+    return Group(_table(stages, say), say(footnote(stages), "dim"), *parts)
+
+
+def _table(stages: Sequence[Ended], say: Callable[..., Text]) -> Table:
+    table = Table("stage", "what it did", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("measured", "before → after", "change", ""):
+        table.add_column(say(heading), no_wrap=True, overflow="crop")
+    for at, stage in enumerate(stages):
+        found = measures(stage, stages[:at])
+        cells = [say("\n".join(getattr(each, name) for each in found)) for name in ("what", "value", "change")]
+        said = Text("\n").join(say(each.verdict, STYLES.get(each.verdict, "dim")) for each in found)
+        name = Text.assemble(say(stage.record.stage, "bold"), say(took(stage.record), "dim"))
+        table.add_row(name, say(did(stage.record)), *cells, said)
+    return table
+
+
+def _reward(stage: Ended, wide: int) -> list[str]:
+    rewards, name = [reward for _, reward, _ in stage.rewards], stage.record.stage
+    if min(rewards) == max(rewards):
+        return [f"reward of {name}: {rewards[0]:.3f} at every step there was ({len(rewards)}), so there is no curve"]
+    reach = len(rewards) // 20
+    means = smooth([(reward, episodes) for _, reward, episodes in stage.rewards], reach)
+    title = f"reward of {name} by step" + f", moving mean of {2 * reach + 1} steps" * (reach > 0)
+    return [title, *curve(means, stage.rewards[0][0], stage.rewards[-1][0], wide)]
+
+
+def read_ended(folder: Path) -> Ended:
+    """Read what a finished stage wrote."""
+    record, results = load_record(folder), folder / RESULTS
+    steps = steps_of(folder) if record.kind == "rl" else []
+    rewards = [(row["step"], row["reward"], row["episodes"]) for row in steps if "reward" in row]
+    trials = read_results(folder).trials if record.kind == "bench" else ()
+    valid = [each for each in trials if each.model == record.parents[0].name and each.outcome != "invalid"]
+    own = [(each.package, each.task, float(each.outcome == "pass")) for each in valid]
+    return Ended(record, read_json(results) if results.is_file() else None, rewards, own)

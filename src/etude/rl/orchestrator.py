@@ -1,0 +1,444 @@
+"""The orchestrator: lets episodes be played, puts them into groups and groups into batches, and tells how it goes.
+
+It decides nothing itself. What to do next is State's to say, and State is what the ledger adds up to; so a restart reads the ledger
+and goes on. The order of writing makes a kill harmless: an episode's trace is there before the ledger names it, a step's row before
+the ledger says it is trained, and a batch that the ledger names is put again, the same, if its file is not there.
+
+Engine and trainer as the orchestrator has them: in processes of their own, or in this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from etude.agent.formats import choose_format
+from etude.agent.trace import from_json, to_json
+from etude.errors import UserError
+from etude.files import digest_of, whole_file
+from etude.inference.weight_sync import WeightStore
+from etude.models.load import load_tokeniser
+from etude.models.shape import model_shape
+from etude.rewards.reward import reweighted, weights
+from etude.rl.engine import Follower, open_policy
+from etude.rl.environment import Infrastructure
+from etude.rl.exchange import Batch, Exchange, TrainedEpisode, TrainedGroup, episode_file
+from etude.rl.ledger import Event, Failed, Finished, Ledger, Trained, Weighted
+from etude.rl.link import Link
+from etude.rl.metrics import Meter, behaviours, keep_samples
+from etude.rl.monitor import Monitor
+from etude.rl.processes import JOB, LEDGER, WISH, Child, RlJob, load_job
+from etude.rl.state import State
+from etude.rl.view import View
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+    from typing import Any
+
+    from etude.inference.policy import Completion, Policy, PolicyInfo, Sampling, Token
+    from etude.rl.link import Swap
+    from etude.rl.settings import RlSettings
+    from etude.rl.trainer import Trainer
+
+    Say = Callable[[str], None]
+    Doing = Callable[[], Coroutine[Any, Any, None]]
+    from collections.abc import Awaitable, Callable
+
+    from etude.agent.calls import Format
+    from etude.lineage.compute import ComputeShape
+    from etude.rl.environment import Arena, Played
+    from etude.work import Work
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The other two parts of a run."""
+
+    policy: Policy
+    engine: Doing  # keeps the engine at work until cancelled
+    trainer: Doing  # keeps the trainer at work until it was told to stop and the model is saved
+    ready: Callable[[], Coroutine[Any, Any, PolicyInfo]]  # waits until the engine answers
+    version: Callable[[], int]  # of the weights that are sampled from now
+    swaps: Callable[[], list[Swap]]  # of these weights, since this was asked last
+    sampled: Callable[
+        [], None
+    ]  # hears that an episode was played: an engine that died before that has come back to life
+    trained: Callable[[], None]  # the same of a step and the trainer
+
+
+class Seat:
+    """The policy as one episode has it: the meter hears when it waits for tokens, and when for tools and tests."""
+
+    def __init__(self, policy: Policy, meter: Meter) -> None:
+        self.policy, self.meter = policy, meter
+        self.elsewhere = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self.elsewhere.enter_context(self.meter.busy("scoring"))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.elsewhere.close()
+
+    @property
+    def info(self) -> PolicyInfo:
+        """Return what a caller may want to know beforehand."""
+        return self.policy.info
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None,
+        on_tokens: Callable[[list[Token]], None] | None = None,
+    ) -> Completion:  # fmt: skip
+        """Return a completion; see Policy."""
+        self.elsewhere.close()
+        try:
+            with self.meter.busy("sampling"):
+                return await self.policy.generate(prompt, sampling, session=session, on_tokens=on_tokens)
+        finally:
+            self.elsewhere.enter_context(self.meter.busy("scoring"))
+
+    async def close(self) -> None:
+        """Leave the policy open: others play on."""
+
+
+def _apart(job: RlJob, say: Say) -> Parts:
+    """Return parts that are started again when they die."""
+    path = str(job.save())
+
+    def child(module: str) -> Child:
+        return Child(module, [sys.executable, "-m", f"etude.rl.{module}", path], job.folder / f"{module}.log", say)
+
+    engine, trainer = child("engine"), child("learner")
+    link = Link(job.socket, on_hung=engine.kill)
+
+    at_work, heard = (engine.run, trainer.run), (engine.progressed, trainer.progressed)
+    return Parts(link, *at_work, link.ready, lambda: link.version, link.swaps, *heard)
+
+
+async def _together(job: RlJob, say: Say) -> Parts:
+    """Return parts that are threads of this process, for tests and for looking at one thing at a time."""
+    from etude.rl.trainer import Trainer
+
+    trainer = await asyncio.to_thread(Trainer, job.model, job.settings, job.trainer, say=say)
+    policy = await asyncio.to_thread(open_policy, job, say)
+    follower, swaps = Follower(policy, _store(job), say), list["Swap"]()
+
+    async def ready() -> PolicyInfo:
+        return policy.info
+
+    def taken() -> list[Swap]:
+        found = swaps.copy()
+        swaps.clear()
+        return found
+
+    doing = partial(follower.run, swaps.append), partial(_learn, job, trainer)
+    return Parts(policy, *doing, ready, lambda: follower.version, taken, *[lambda: None] * 2)
+
+
+async def _learn(job: RlJob, trainer: Trainer) -> None:
+    from etude.rl.learner import run_learner
+
+    leave = threading.Event()
+    given = job, trainer, Exchange(job.exchange), _store(job), leave
+    thread = asyncio.create_task(asyncio.to_thread(run_learner, *given))
+    try:
+        await asyncio.shield(thread)
+    finally:
+        leave.set()
+        await asyncio.wait([thread])  # a thread cannot be cancelled
+
+
+def _store(job: RlJob) -> WeightStore:
+    return WeightStore(job.weights, job.settings.anchor_every)
+
+
+@contextlib.asynccontextmanager
+async def open_parts(model: Path, folder: Path, settings: RlSettings, seed: int, say: Say) -> AsyncIterator[Parts]:
+    """Open both parts of a run where its settings want them."""
+    if (left := folder / JOB).exists():  # by a session that was killed
+        shutil.rmtree(load_job(left).socket.parent, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="etude-rl-") as short:  # names of sockets must be
+        job = RlJob(model.absolute(), folder.absolute(), Path(short) / "engine", settings, seed)
+        parts = _apart(job, say) if settings.processes else await _together(job, say)
+        try:
+            yield parts
+        finally:
+            await parts.policy.close()
+
+
+POLL = 0.05  # seconds between looks at what the trainer has done
+TRIES = 3  # of an episode whose machinery fails; then its group goes without it
+REST = "rest"  # key of what was sampled and came too late for any step: it was spent
+GIVE_UP = 20  # episodes in a row that failed so, of whatever cause: more would be spent in vain
+
+
+async def conduct(
+    arena: Arena, model: Path, settings: RlSettings, work: Work, seed: int, before: Callable[[], Awaitable[None]] | None = None
+) -> None:  # fmt: skip
+    """Train the model of a folder, or go on with that, until its child lies in `work.folder / "model"`.
+
+    `before`: what must be found to hold before the first episode; it is found out while the model is loaded.
+    """
+    if not arena.items:
+        raise UserError("there is no task to play; make some with `etude tasks make`")
+    tokeniser, shape = load_tokeniser(model), model_shape(model)
+    opening = open_parts(model, work.folder, settings, seed, work.reporter.say)
+    try:
+        async with opening as parts, asyncio.TaskGroup() as group:
+            trainer, engine = group.create_task(parts.trainer()), group.create_task(parts.engine())
+            loading = group.create_task(parts.ready())
+            if before:
+                await before()
+            if (known := (await loading).vocabulary) < len(tokeniser):
+                apart = f"the policy knows {known} tokens, its tokeniser {len(tokeniser)}"
+                raise UserError(f"{model}: {apart}; take a model whose files belong together")
+            with View(work.reporter, settings.steps, list(work.metrics.rows("train/"))) as view:
+                talk = choose_format(tokeniser)
+                conductor = Conductor(arena, parts, talk, settings, work, seed, shape.compute, view)
+                await conductor.run(group)
+            await trainer
+            conductor.count_again()
+            engine.cancel()
+    except ExceptionGroup as errors:
+        raise _first(errors) from None
+
+
+def _first(errors: ExceptionGroup) -> Exception:
+    """Return what a user can put right, if it is among what was raised."""
+    every: list[Exception] = [_first(each) if isinstance(each, ExceptionGroup) else each for each in errors.exceptions]
+    return next((each for each in every if isinstance(each, UserError)), every[0])
+
+
+@dataclass
+class Conductor:
+    """One session of one run."""
+
+    arena: Arena
+    parts: Parts
+    talk: Format
+    settings: RlSettings
+    work: Work
+    seed: int
+    shape: ComputeShape
+    view: View
+    meter: Meter = field(default_factory=Meter)
+    monitor: Monitor = field(default_factory=Monitor)
+    playing: dict[tuple[int, int], asyncio.Task[None]] = field(default_factory=dict)
+    failed_in_a_row: int = 0
+
+    def __post_init__(self) -> None:
+        """Go on from where the ledger ends."""
+        self.folder = self.work.folder
+        self.state = State(self.arena.items, self.settings, self.seed)
+        self.exchange, self.ledger = Exchange(self.folder / "exchange"), Ledger(self.folder / LEDGER)
+        self.news = asyncio.Event()
+        self.wish = ""
+        self._recall()
+        for step in range(self.state.trained + 1, self.state.batched + 1):
+            self._put_batch(step)
+
+    def _recall(self) -> None:
+        events, torn = self.ledger.read()
+        if torn:
+            self.work.reporter.say(f"rl: dropped {torn} bytes after the last whole line of {LEDGER}")
+        for event in events:
+            self._apply(event)
+        for row in self.work.metrics.rows("train/"):
+            self.monitor.add(row["step"], behaviours(row))
+        trained = max((place for place, event in enumerate(events) if isinstance(event, Trained)), default=-1)
+        for event in events[trained + 1 :]:  # what they cost is in no row yet
+            if isinstance(event, Finished):
+                path = self.folder / episode_file(event.group, event.episode)
+                self.meter.sampled(from_json(path.read_bytes(), str(path)), self.shape, event.seconds)
+        self.meter.resumed()
+        if not events:
+            self._record(Weighted(weights(self.settings.rewards), step=1))
+
+    async def run(self, group: asyncio.TaskGroup) -> None:
+        """Train all steps, or as many as there are tasks for; then tell the trainer that there is no more."""
+        while self.state.trained < self.settings.steps and not self.state.exhausted:
+            self.work.reporter.check_stop()
+            self._read_wish()
+            self._read_reports()
+            self._sort_groups()
+            if self._may_begin():
+                self._begin(group)
+            self.view.pulse(self._queues())
+            await self._wait()
+        for task in self.playing.values():
+            task.cancel()
+        await asyncio.gather(*self.playing.values(), return_exceptions=True)
+        if REST not in self.work.metrics:
+            self.work.metrics.put(REST, **self.meter.unwritten())
+        if self.state.trained < self.settings.steps:
+            self._say_early_end()
+        self.exchange.stop()
+
+    def _say_early_end(self) -> None:
+        done, wanted, counts = self.state.trained, self.settings.steps, self.state.counts
+        why = f"of {counts['opened']} groups {counts['flat']} were flat (rewards alike), {counts['void']} void (too few episodes)"
+        if not done:
+            raise UserError(
+                f"nothing could be learnt from these tasks: {why}; take easier or harder ones, or larger groups"
+            )
+        self.work.reporter.say(
+            f"rl: no task is left after {done} of {wanted} steps; {why}; more tasks or epochs would give more"
+        )
+
+    def _may_begin(self) -> bool:
+        """Return whether what begins now is as new as State takes it to be; it matters where nothing may come too late."""
+        patient = self.settings.mode == "sync" or self.settings.late == "wait"
+        return not patient or self.parts.version() >= self.state.version
+
+    async def _wait(self) -> None:
+        """Wait for an episode to end, but not longer than the trainer may be left unheard."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(POLL):
+                await self.news.wait()
+        self.news.clear()
+        await asyncio.sleep(0)  # whoever ended with an error has cancelled us by then
+
+    def _record(self, event: Event) -> None:
+        self.ledger.append(event)
+        self._apply(event)
+
+    def _apply(self, event: Event) -> None:
+        """Take note of an event, new or read from the ledger: both must leave the same behind."""
+        self.state.apply(event)
+        self.meter.hear(event)
+
+    def _queues(self) -> dict[str, int]:
+        return {"episodes": len(self.playing), **self.state.queues}
+
+    def _read_wish(self) -> None:
+        """Take over the weights of the reward that a user wrote meanwhile."""
+        path = self.folder / WISH
+        if not path.exists() or (text := path.read_text(encoding="utf-8")) == self.wish:
+            return
+        self.wish = text
+        try:
+            wanted = reweighted(self.state.weights, json.loads(text))
+        except (UserError, ValueError, AttributeError) as error:
+            self.work.reporter.say(f"rl: {path} is passed over: {error}", style="yellow")
+            return
+        if wanted != self.state.weights:
+            self._record(Weighted(wanted, step=self.state.batched + 1))
+            self.work.reporter.say(f"rl: weights of the reward from step {self.state.batched + 1} on: {wanted}")
+
+    def _read_reports(self) -> None:
+        while report := self.exchange.report(self.state.trained + 1):
+            for swap in self.parts.swaps():
+                self.meter.swapped(asdict(swap))
+            self.meter.trained(report)
+            self._write_row(report.step)
+            self._record(Trained(report.step, report.version))
+            self.parts.trained()
+            self.count_again()
+
+    def count_again(self) -> None:
+        """Count what a killed trainer did once more: it was spent."""
+        seen: Counter[int] = Counter()
+        for report in self.exchange.spent_again():
+            seen[report.step] += 1
+            key = f"again/{report.step:08d}-{seen[report.step]:03d}"
+            if key not in self.work.metrics:
+                self.work.metrics.put(key, **{name: report.metrics[name] for name in ("tokens", "flops")})
+
+    def _write_row(self, step: int) -> None:
+        """Write what is known of a step, unless a kill came between that and the ledger."""
+        key = f"train/{step:08d}"
+        if key in self.work.metrics:
+            return
+        groups = [self.state.group(number) for number in self.state.groups_of(step)]
+        keep_samples(
+            self.folder, step, [(group.finished[e], reward) for group in groups for e, reward in group.rewards.items()]
+        )
+        row: dict[str, Any] = self.meter.row(step, self._queues())
+        if flags := self.monitor.add(step, behaviours(row)):
+            row["flags"] = {flag.behaviour: str(flag) for flag in flags}
+        self.view.step(self.work.metrics.put(key, **row))
+
+    def _sort_groups(self) -> None:
+        """Close groups that are complete, drop those too old, give the trainer what it can take."""
+        for closed in self.state.closing():
+            self._record(closed)
+        for stale in self.state.stale():
+            self._record(stale)
+        while batch := self.state.batch():
+            self._record(batch)
+            self._put_batch(batch.step)
+
+    def _put_batch(self, step: int) -> None:
+        groups = [self.state.group(number) for number in self.state.groups_of(step)]
+        chosen = [
+            TrainedGroup(group.number, group.task, tuple(
+                TrainedEpisode(episode_file(group.number, episode), reward) for episode, reward in group.rewards.items()
+            )) for group in groups
+        ]  # fmt: skip
+        self.exchange.put_batch(Batch(step, tuple(chosen)))
+
+    def _begin(self, group: asyncio.TaskGroup) -> None:
+        """Open groups and begin episodes, as many as may be played at once."""
+        while opened := self.state.next_group():
+            self._record(opened)
+        for place in self.state.wanted():
+            if len(self.playing) < self.settings.at_once and place not in self.playing:
+                self.playing[place] = group.create_task(self._episode(*place))
+
+    async def _episode(self, number: int, episode: int) -> None:
+        """Play one episode and write down what became of it."""
+        tries, path = self.state.attempts(number, episode), self.folder / episode_file(number, episode)
+        memory = path.with_suffix(".part")
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        seed, began = int(digest_of([self.seed, number, episode, tries])[:12], 16), time.monotonic()
+        try:
+            with Seat(self.parts.policy, self.meter) as policy:
+                played = await self.arena.play(
+                    self.state.group(number).task, policy, self.talk, name=f"{number:06d}-{episode:03d}", seed=seed, memory=memory
+                )  # fmt: skip
+            await asyncio.to_thread(_write, path, to_json(played.trace))
+            event = finished(number, episode, played, time.monotonic() - began, self.state.version)
+            self._record(event)
+            self.meter.sampled(played.trace, self.shape, event.seconds)
+            self.parts.sampled()
+            self.failed_in_a_row = 0
+        except Infrastructure as error:
+            self._failed(Failed(number, episode, str(error), final=tries + 1 >= TRIES))
+        finally:
+            del self.playing[number, episode]
+            self.news.set()
+        memory.unlink(missing_ok=True)  # not before the ledger knows what became of it
+
+    def _failed(self, event: Failed) -> None:
+        self._record(event)
+        self.failed_in_a_row += 1
+        if self.failed_in_a_row >= GIVE_UP:
+            told = f"the last {GIVE_UP} episodes were invalid: {event.cause}"
+            raise UserError(f"{told}; put that right and run the same command to go on")
+
+
+def _write(path: Path, line: bytes) -> None:
+    with whole_file(path) as beside:
+        beside.write_bytes(line)
+
+
+def finished(group: int, episode: int, played: Played, seconds: float, version: int) -> Finished:
+    """Return what the ledger says of an episode; `version`: of one that came to no token, as its task was longer than the context."""
+    sampled = [node for node in played.trace.nodes if node.sampled]
+    versions = [each for node in sampled for each in node.versions]
+    return Finished(
+        group, episode, played.outcome, dict(played.trace.rewards), dict(played.behaviour), min(versions, default=version),
+        max(versions, default=version), sampled=len(versions), turns=sum(node.kind == "turn" for node in sampled),
+        seconds=round(seconds, 3),
+    )  # fmt: skip

@@ -1,0 +1,182 @@
+"""Processes that work for this one: started again when they die, and gone when it is gone.
+
+Whatever kills the parent, the system kills its children (PR_SET_PDEATHSIG), before they have done anything they could not do again.
+They are in sessions of their own, so that Ctrl-C reaches the parent alone, which then ends them in order.
+
+What engine and trainer are told when they are started: one file, the same for both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from etude.errors import UserError, storage_error
+from etude.files import read_json, write_json
+from etude.rl.settings import RlSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+DEATHS = 3  # in a row, without any progress between: a fourth start would end like these
+GRACE = 30.0  # seconds between asking a child to end and ending it
+TAIL = 8192  # bytes of a log in which its last lines are looked for
+NOT_OURS = 2  # exit status: what a user can put right; to start again would not
+# A child must be bound to its parent before it begins, and know if the parent has died before that.
+BIND = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent has gone")
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+class Child:
+    """One process, which is replaced when it dies."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], log: Path, say: Callable[[str], None] = lambda _: None, *, grace: float = GRACE
+    ) -> None:  # fmt: skip
+        self.name, self.command, self.log, self.say, self.grace = name, list(command), log, say, grace
+        self.deaths = 0  # in all
+        self._in_a_row = 0
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Return the number of the process, while it runs."""
+        running = self._process is not None and self._process.returncode is None
+        return self._process.pid if self._process and running else None
+
+    def progressed(self) -> None:
+        """Say that it did something useful: deaths before that do not count any more."""
+        self._in_a_row = 0
+
+    def kill(self) -> None:
+        """End the process at once, because it hangs; it is started again."""
+        self._signal(signal.SIGKILL)
+
+    async def run(self) -> None:
+        """See that it runs until it ends by itself with status 0. UserError: to start it again would be in vain."""
+        try:
+            while (status := await self._run_once()) != 0:
+                self.deaths += 1
+                self._in_a_row += 1
+                how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+                if status == NOT_OURS:
+                    raise UserError(f"the {self.name}: {self._last_lines(1)}")
+                if self._in_a_row >= DEATHS:
+                    raise UserError(
+                        f"the {self.name} died {DEATHS} times in a row; the last {how}, after: {self._last_lines(3)}; see {self.log}"
+                    )
+                self.say(f"the {self.name} {how}; starting it again")
+        finally:
+            await self._end()
+
+    async def _run_once(self) -> int:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        bound = [sys.executable, "-I", "-S", "-c", BIND, str(os.getpid()), *self.command]
+        with self.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *bound, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        status = await self._process.wait()
+        self._signal(signal.SIGKILL)  # what it had started itself and left behind
+        return status
+
+    async def _end(self) -> None:
+        """Ask it to end, then end it; also if this is itself cancelled meanwhile."""
+        if self._process is None:
+            return
+        if self.pid is not None:
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError, asyncio.CancelledError):
+                await asyncio.wait_for(self._process.wait(), self.grace)
+        self._signal(signal.SIGKILL)
+        await self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._process:
+                os.killpg(self._process.pid, number)
+
+    def _last_lines(self, count: int) -> str:
+        with self.log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL))
+            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        return " | ".join(lines[-count:])[-600:] or "nothing"
+
+
+def as_child(main: Callable[[], None]) -> None:
+    """Run what a child is for. What a user can put right becomes the last line of the log, and a status that says so."""
+    try:
+        main()
+    except OSError as error:
+        if not (told := storage_error(error)):
+            raise
+        _leave(told)
+    except UserError as error:
+        _leave(error)
+
+
+def _leave(error: UserError) -> None:
+    sys.stderr.write(f"{error}\n")
+    sys.exit(NOT_OURS)
+
+
+JOB = "job.json"
+LEDGER, WISH = "ledger.jsonl", "reward_weights.json"
+PLACES = ("model", "folder", "socket")
+
+
+@dataclass(frozen=True)
+class RlJob:
+    """One run."""
+
+    model: Path  # the folder of the weights at its start: version 0
+    folder: Path  # of the run; absolute
+    socket: Path  # where the engine listens; short, as the system's names of sockets are
+    settings: RlSettings
+    seed: int
+
+    @property
+    def exchange(self) -> Path:
+        """Return the folder of batches and reports."""
+        return self.folder / "exchange"
+
+    @property
+    def weights(self) -> Path:
+        """Return the folder of the WeightStore."""
+        return self.folder / "weights"
+
+    @property
+    def trainer(self) -> Path:
+        """Return the folder of the trainer's checkpoints."""
+        return self.folder / "trainer"
+
+    @property
+    def result(self) -> Path:
+        """Return the folder of the trained model."""
+        return self.folder / "model"
+
+    def save(self) -> Path:
+        """Write it into the run's folder, and return where."""
+        told = {name: str(getattr(self, name)) for name in PLACES}
+        write_json(self.folder / JOB, {**told, "settings": self.settings.model_dump(mode="json"), "seed": self.seed})
+        return self.folder / JOB
+
+
+def load_job(path: Path) -> RlJob:
+    """Read what `save` wrote."""
+    told = read_json(path)
+    places = {name: Path(told[name]) for name in PLACES}
+    return RlJob(**places, settings=RlSettings(**told["settings"]), seed=told["seed"])
