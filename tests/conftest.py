@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import hypothesis
@@ -16,11 +17,27 @@ from tests import tiny
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 # How long an example takes is the machine's affair: a slow disk must not fail a test.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+
+TESTS = Path(__file__).parent
+FOUNDATION = "foundation"  # tests of src/etude/*.py, of the layers and of the pages
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register one mark a layer, so that `pytest -m rl` runs the tests of one."""
+    for layer in [FOUNDATION, *(folder.name for folder in TESTS.iterdir() if (folder / "__init__.py").exists())]:
+        config.addinivalue_line("markers", f"{layer}: the tests in tests/{layer}/ (set from the folder)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test by the layer whose folder it is in."""
+    for item in items:
+        folder = item.path.relative_to(TESTS).parts[0]
+        item.add_marker(FOUNDATION if folder.endswith(".py") else folder)
 
 
 @pytest.hookimpl(optionalhook=True)
