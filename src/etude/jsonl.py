@@ -1,16 +1,22 @@
-"""An append-only log of JSON lines that survives kill −9.
+"""Files of JSON lines that survive kill −9: how they are read and appended to, wherever Etude keeps one.
 
-A line is written by one `write` call and ends with a newline, so after a kill at most the last line is torn. Opening the
-log for appending cuts a torn line off and says so by `torn_bytes`. Each row has a `key`; a row once written is never
-written again. This makes the log both the metrics a person reads and the place a restart continues from.
+A line is written by one `write` call and ends with a newline, so after a kill at most the last line is torn. A reader
+leaves it out; whoever appends next cuts it off first. Ledgers, traces and results of benchmarks are such files, each with
+its own lines; what a whole line must hold is theirs to check.
+
+`MetricsLog` is the one most stages use: each row has a `key`, and a row once written is never written again. This makes it
+both the metrics a person reads and the place a restart continues from.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
 from typing import IO, TYPE_CHECKING, Any, Self
+
+from etude.files import fsync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,13 +25,42 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 
-def _whole_rows(content: bytes) -> tuple[list[Row], int]:
-    """Return the rows before the first torn or foreign line, and how many bytes they take."""
+def read_lines(path: Path, *, missing_ok: bool = False) -> tuple[list[bytes], int]:
+    """Return the whole lines of a file, and the bytes of a torn last line. Another process may be appending meanwhile."""
+    content = b"" if missing_ok and not path.exists() else path.read_bytes()
+    *lines, torn = content.split(b"\n")
+    return lines, len(torn)
+
+
+def append_line(path: Path, line: bytes, *, durable: bool = False) -> int:
+    """Append a line, newline included; return the bytes of a torn line that were cut off. When it raises, nothing was written.
+
+    `durable`: flushed before this returns, so that the line survives a power cut, too.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b", buffering=0) as file:
+        size = end = file.seek(0, os.SEEK_END)
+        file.seek(max(end - 1, 0))
+        if file.read() not in {b"", b"\n"}:
+            size = file.truncate(path.read_bytes().rfind(b"\n") + 1)
+        try:
+            if file.write(line) != len(line):  # the disk was full in the middle of it
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            if durable:
+                os.fsync(file.fileno())
+        except OSError:
+            file.truncate(size)
+            raise
+    if durable and size == 0:
+        fsync_folder(path.parent)
+    return end - size
+
+
+def _believed_rows(lines: list[bytes]) -> tuple[list[Row], int]:
+    """Return the rows before the first line that is none (a power cut can leave those), and how many bytes they take."""
     rows: list[Row] = []
-    good = 0
-    for line in content.splitlines(keepends=True):
-        if not line.endswith(b"\n"):
-            break
+    size = 0
+    for line in lines:
         try:
             row = json.loads(line)
         except ValueError:
@@ -33,13 +68,13 @@ def _whole_rows(content: bytes) -> tuple[list[Row], int]:
         if not isinstance(row, dict):
             break
         rows.append(row)
-        good += len(line)
-    return rows, good
+        size += len(line) + 1
+    return rows, size
 
 
 def read_rows(path: Path, prefix: str = "") -> list[Row]:
     """Return the rows whose keys start with `prefix`, for those who only look: another process may be writing."""
-    rows, _ = _whole_rows(path.read_bytes())
+    rows, _ = _believed_rows(read_lines(path)[0])
     return [row for row in rows if str(row.get("key", "")).startswith(prefix)]
 
 
@@ -48,13 +83,13 @@ class MetricsLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        content = path.read_bytes() if path.exists() else b""
-        rows, good = _whole_rows(content)
-        self.torn_bytes = len(content) - good
+        lines, torn = read_lines(path, missing_ok=True)
+        rows, size = _believed_rows(lines)
+        self.torn_bytes = sum(len(line) + 1 for line in lines) + torn - size
         self._rows: dict[str, Row] = {row["key"]: row for row in rows}
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: IO[bytes] = path.open("ab")
-        self._file.truncate(good)
+        self._file.truncate(size)
 
     def __enter__(self) -> Self:
         return self
@@ -66,7 +101,6 @@ class MetricsLog:
         return key in self._rows
 
     def get(self, key: str) -> Row | None:
-        """Return the row of a key, or None if it has not been written."""
         return self._rows.get(key)
 
     def rows(self, prefix: str = "") -> Iterator[Row]:
@@ -74,7 +108,6 @@ class MetricsLog:
         return (row for key, row in self._rows.items() if key.startswith(prefix))
 
     def total(self, field: str) -> float:
-        """Return the sum of a field over all rows that have it."""
         return float(sum(row.get(field, 0) for row in self._rows.values()))
 
     def put(self, key: str, **values: Any) -> Row:
@@ -87,7 +120,6 @@ class MetricsLog:
         return row
 
     def close(self) -> None:
-        """Flush to the disk and close."""
         if not self._file.closed:
             os.fsync(self._file.fileno())
             self._file.close()

@@ -1,4 +1,4 @@
-"""A made-up run, measured by the real Meter: what views and reports are tested with."""
+"""A made-up run, measured by the real StepMetrics: what views and reports are tested with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from etude.jsonl import MetricsLog
 from etude.rl.exchange import Report
 from etude.rl.ledger import Closed, Failed, Finished, Trained, Weighted
-from etude.rl.metrics import Meter
+from etude.rl.metrics import StepMetrics
 
 WEIGHTS = {"outcome": 1.0, "length": 0.5}
 
@@ -32,14 +32,16 @@ def finished(group: int, episode: int, *, passed: bool, length: float = -0.25, *
 def rows(steps: int) -> list[dict[str, Any]]:
     """Return the rows of a run whose second half solves twice as much; a cause of failure in step 2, a flag in step 3."""
     clock, made = Clock(), []
-    meter = Meter(clock)
+    step_metrics = StepMetrics(clock)
     for step in range(1, steps + 1):
-        meter.hear(Weighted({**WEIGHTS, "length": 0.5 if 2 * step <= steps else 1.0}, step))
+        step_metrics.hear(Weighted({**WEIGHTS, "length": 0.5 if 2 * step <= steps else 1.0}, step))
         for episode in range(4):
-            meter.hear(finished(step, episode, passed=episode < (1 if 2 * step <= steps else 2), calls=step + episode))
+            step_metrics.hear(
+                finished(step, episode, passed=episode < (1 if 2 * step <= steps else 2), calls=step + episode)
+            )
         if step == 2:
-            meter.hear(Failed(step, 4, "sandbox did not start: <b>7</b>", final=True))
-        meter.hear(Closed(step, "flat" if step == 1 else "ready"))
+            step_metrics.hear(Failed(step, 4, "sandbox did not start: <b>7</b>", final=True))
+        step_metrics.hear(Closed(step, "flat" if step == 1 else "ready"))
         clock.now += 2.0
         told = {
             "tokens": 100.0,
@@ -49,13 +51,13 @@ def rows(steps: int) -> list[dict[str, Any]]:
             "staleness_0": 0.75,
             "staleness_1": 0.25,
         }
-        meter.trained(Report(step, step, told))
-        meter.swapped({"bytes": 10.0, "seconds": 0.5, "paused": 0.02})
-        row = meter.row(step, {"ready": 1})
+        step_metrics.trained(Report(step, step, told))
+        step_metrics.swapped({"bytes": 10.0, "seconds": 0.5, "paused": 0.02})
+        row = step_metrics.row(step, {"ready": 1})
         if step == 3:
             row["flags"] = {"calls": "step 3: calls is 4.5, for 3 steps above 4 (usual in this run: 1)"}
         made.append(row)
-        meter.hear(Trained(step, step))
+        step_metrics.hear(Trained(step, step))
     return made
 
 

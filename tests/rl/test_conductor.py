@@ -25,7 +25,7 @@ from etude.inference.policy import Completion, PolicyInfo, Sampling, Token
 from etude.jsonl import MetricsLog, read_rows
 from etude.lineage.compute import ComputeShape, forward_flops
 from etude.progress import Reporter
-from etude.rl.environment import Infrastructure, Item, Played
+from etude.rl.environment import Episode, InfrastructureError, Item
 from etude.rl.exchange import Exchange, Report, episode_file
 from etude.rl.ledger import Batched, Closed, Event, Failed, Finished, Ledger, Trained, Weighted
 from etude.rl.link import Swap
@@ -44,7 +44,7 @@ class Stopped(Exception):  # noqa: N818 - as a user does
 
 
 @dataclass
-class Arena:
+class Environment:
     """Three tokens an episode; the reward is drawn by its seed. `fails`: causes of the machinery, by name and attempt."""
 
     tasks: int = 40
@@ -56,21 +56,21 @@ class Arena:
     def items(self) -> list[Item]:
         return [Item(f"t{number}") for number in range(self.tasks)]
 
-    async def play(self, item: str, policy: Any, talk: Any, *, name: str, seed: int, memory: Path) -> Played:
+    async def run_episode(self, item: str, policy: Any, talk: Any, *, name: str, seed: int, journal: Path) -> Episode:
         self.played[name] += 1
-        memory.write_text("half an episode")
+        journal.write_text("half an episode")
         done = await policy.generate([1, 2], Sampling(max_tokens=3, seed=seed))
         if causes := self.fails.get(name):
-            raise Infrastructure(causes.pop())
+            raise InfrastructureError(causes.pop())
         if self.down:
-            raise Infrastructure("sandbox: none can be opened")
+            raise InfrastructureError("sandbox: none can be opened")
         trace = Trace(name, item)
         trace.nodes = [Node(None, "opening", [1, 2], ""),
                        Node(0, "turn", done.token_ids, "", sampled=True, logprobs=done.logprobs, raw_logprobs=done.logprobs,
                             versions=done.versions)]  # fmt: skip
         drawn = random.Random(seed)
         trace.rewards = {"outcome": drawn.random(), "length": -drawn.random()}
-        return Played(trace, "pass", {"turns": 1.0})
+        return Episode(trace, "pass", {"turns": 1.0})
 
 
 @dataclass
@@ -127,7 +127,7 @@ class Run:
 
     folder: Path
     settings: RlSettings
-    arena: Arena
+    environment: Environment
     said: list[str] = field(default_factory=list)
     slow: int = 0
 
@@ -151,7 +151,7 @@ class Run:
                 raise Stopped
 
         with View(reporter, self.settings.steps) as view:
-            conductor = Conductor(self.arena, parts, None, self.settings, work, 5, SHAPE, view)  # type: ignore[arg-type]
+            conductor = Conductor(self.environment, parts, None, self.settings, work, 5, SHAPE, view)  # type: ignore[arg-type]
             reporter.check_stop = check_stop
             try:
                 async with asyncio.TaskGroup() as group:
@@ -221,7 +221,7 @@ def check_whole(run: Run) -> None:
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_run_trains_every_step_once(tmp_path: Path, mode: str) -> None:
-    run = Run(tmp_path / "run", settings_of(steps=4, mode=mode), Arena())
+    run = Run(tmp_path / "run", settings_of(steps=4, mode=mode), Environment())
     run.session()
     check_whole(run)
     weights = run.of(Weighted)[0].weights
@@ -236,14 +236,14 @@ def test_a_run_trains_every_step_once(tmp_path: Path, mode: str) -> None:
 def test_wherever_sessions_end_the_run_goes_on_and_plays_nothing_twice(
     tmp_path_factory: pytest.TempPathFactory, ends: list[int], mode: str
 ) -> None:
-    run = Run(tmp_path_factory.mktemp("run"), settings_of(steps=3, mode=mode), Arena())
+    run = Run(tmp_path_factory.mktemp("run"), settings_of(steps=3, mode=mode), Environment())
     for ticks in ends:
         known = {(event.group, event.episode) for event in run.of(Finished)}
         before = {path: each for path, each in traces(run.folder).items() if each[2] in known}
-        played = run.arena.played.copy()
+        played = run.environment.played.copy()
         with contextlib.suppress(Stopped):
             run.session(ticks)
-        again = run.arena.played - played
+        again = run.environment.played - played
         assert not [name for name in again if tuple(map(int, name.split("-"))) in known]
         assert before.items() <= traces(run.folder).items()
     run.session()
@@ -251,7 +251,7 @@ def test_wherever_sessions_end_the_run_goes_on_and_plays_nothing_twice(
 
 
 def test_a_batch_that_a_kill_kept_from_the_trainer_is_put_again(tmp_path: Path) -> None:
-    whole = Run(tmp_path / "run", settings_of(steps=2, mode="sync"), Arena())
+    whole = Run(tmp_path / "run", settings_of(steps=2, mode="sync"), Environment())
     whole.session()
     events, exchange = whole.events(), tmp_path / "run" / "exchange"
     batched = next(place for place, event in enumerate(events) if isinstance(event, Batched))
@@ -267,7 +267,7 @@ def test_a_batch_that_a_kill_kept_from_the_trainer_is_put_again(tmp_path: Path) 
 
 
 def test_in_sync_mode_every_token_is_of_the_newest_weights(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", settings_of(steps=4, mode="sync", staleness=0), Arena(), slow=3)
+    run = Run(tmp_path / "run", settings_of(steps=4, mode="sync", staleness=0), Environment(), slow=3)
     run.session()
     check_whole(run)
     step_of = {group: event.step for event in run.of(Batched) for group in event.groups}
@@ -279,7 +279,7 @@ def test_in_sync_mode_every_token_is_of_the_newest_weights(tmp_path: Path) -> No
 
 def test_what_the_machinery_spoils_is_tried_again_then_left_out_and_never_scored(tmp_path: Path) -> None:
     fails = {"000000-000": ["hung: a", "hung: b"], "000001-001": ["sandbox: c"] * 3}
-    run = Run(tmp_path / "run", settings_of(steps=2, group_size=3), Arena(fails=fails))
+    run = Run(tmp_path / "run", settings_of(steps=2, group_size=3), Environment(fails=fails))
     run.session()
     failed = [(event.group, event.episode, event.cause, event.final) for event in run.of(Failed)]
     assert sorted(failed) == sorted([
@@ -289,26 +289,26 @@ def test_what_the_machinery_spoils_is_tried_again_then_left_out_and_never_scored
     closed = {event.group: event for event in run.of(Closed)}
     assert set(closed[0].rewards) == {0, 1, 2}
     assert set(closed[1].rewards) == {0, 2}
-    assert run.arena.played["000000-000"] == run.arena.played["000001-001"] == 3
+    assert run.environment.played["000000-000"] == run.environment.played["000001-001"] == 3
     seeds = Counter(row.get("invalid_hung", 0) for row in run.rows())
     assert sum(count * times for count, times in seeds.items()) == 2
     assert not list(run.folder.glob("episodes/*/*.part"))
 
 
 def test_machinery_that_is_down_stops_the_run_with_its_cause(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", settings_of(steps=2, groups=8, group_size=4), Arena(down=True))
+    run = Run(tmp_path / "run", settings_of(steps=2, groups=8, group_size=4), Environment(down=True))
     with pytest.raises(
         UserError, match="sandbox: none can be opened; put that right and run the same command to go on"
     ):
         run.session()
     assert len(run.of(Failed)) >= GIVE_UP
-    run.arena.down = False
+    run.environment.down = False
     run.session()
     check_whole(run)
 
 
 def test_weights_of_the_reward_change_in_a_running_run(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", settings_of(steps=6, mode="sync"), Arena())
+    run = Run(tmp_path / "run", settings_of(steps=6, mode="sync"), Environment())
 
     def wish(conductor: Conductor) -> None:
         if conductor.state.trained == 2:
@@ -333,7 +333,7 @@ def test_weights_of_the_reward_change_in_a_running_run(tmp_path: Path) -> None:
 
 
 def test_a_run_without_enough_tasks_ends_early_and_says_so(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", settings_of(steps=5, groups=2), Arena(tasks=5))
+    run = Run(tmp_path / "run", settings_of(steps=5, groups=2), Environment(tasks=5))
     run.session()
     assert [event.step for event in run.of(Trained)] == [1, 2]
     assert [line for line in run.said if "no task is left after 2 of 5 steps" in line]
@@ -341,7 +341,7 @@ def test_a_run_without_enough_tasks_ends_early_and_says_so(tmp_path: Path) -> No
 
 
 def test_a_full_disk_stops_the_run_in_a_way_that_can_be_told(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", settings_of(steps=2), Arena())
+    run = Run(tmp_path / "run", settings_of(steps=2), Environment())
     half = run.folder / "episodes" / "000001" / f".000.json.{os.getpid()}.part"
     half.parent.mkdir(parents=True)
     half.symlink_to("/dev/full")

@@ -106,7 +106,7 @@ def test_every_task_can_always_be_drawn(
 
 @given(st.lists(st.tuples(st.sampled_from([ONE, TWO, OTHER]), EPISODES), min_size=1, max_size=30), st.floats(1.01, 9))
 def test_more_turns_and_thinking_never_make_a_task_rarer(episodes: list[tuple[Item, Finished]], factor: float) -> None:
-    """Against tasks of other kin, whose numbers stay as they are."""
+    """Against tasks of other family, whose numbers stay as they are."""
     harder = [
         (item, replace(each, turns=int(each.turns * factor) + 1)) if item is OTHER else (item, each)
         for item, each in episodes

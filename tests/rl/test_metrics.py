@@ -11,7 +11,7 @@ from etude.agent.trace import Node, Trace
 from etude.lineage.compute import Attention, ComputeShape, forward_flops
 from etude.rl.exchange import Report
 from etude.rl.ledger import Batched, Closed, Failed, Opened, Stale, Trained, Weighted
-from etude.rl.metrics import Meter, behaviours, sampling_flops, slug
+from etude.rl.metrics import StepMetrics, behaviours, sampling_flops, slug
 from tests.agent.traces import traces
 from tests.rl.runs import WEIGHTS, Clock, finished
 
@@ -20,29 +20,29 @@ SHAPE = ComputeShape(1000, (Attention(4, 8, 8), Attention(2, 8, 4, window=3)))
 
 def test_a_row_holds_what_happened_since_the_step_before() -> None:
     clock = Clock()
-    meter = Meter(clock)
+    step_metrics = StepMetrics(clock)
     for event in (
         Weighted(WEIGHTS, 1), Opened(0, "a", 0), Opened(1, "b", 0),
         finished(0, 0, passed=True, calls=2.0), finished(0, 1, passed=False, length=-0.75, calls=4.0, lint=1.0),
         Failed(1, 0, "sandbox: 3", final=False), Failed(1, 0, "sandbox: 4", final=True), finished(1, 1, passed=False),
         Closed(0, "ready", {0: 1.0, 1: 0.0}), Closed(1, "void"), Stale(0), Batched(1, (0,)),
     ):  # fmt: skip
-        meter.hear(event)
-    meter.trained(
+        step_metrics.hear(event)
+    step_metrics.trained(
         Report(
             1, 5, {"tokens": 60.0, "flops": 7e9, "seconds": 3.0, "lr": 1.5e-7, "kl": 0.0123456789, "staleness_0": 1.0}
         )
     )
-    meter.swapped({"bytes": 100.0, "seconds": 0.5, "paused": 0.01})
-    meter.swapped({"bytes": 300.0, "seconds": 1.5, "paused": 0.03})
+    step_metrics.swapped({"bytes": 100.0, "seconds": 0.5, "paused": 0.01})
+    step_metrics.swapped({"bytes": 300.0, "seconds": 1.5, "paused": 0.03})
     held = Trace("", "", [Node(None, "opening", [1] * 5, "")], made_by={"sandbox": "bwrap"})
     for trace, seconds in ((held, 3.5), (held, 1.25), (replace(held, made_by={}), 9.0)):
-        meter.sampled(trace, SHAPE, seconds)
+        step_metrics.sampled(trace, SHAPE, seconds)
     sampling = 3 * forward_flops(SHAPE, 5)
-    assert meter.unwritten() == {"flops": 7e9 + sampling, "sampling_flops": sampling, "sandbox_seconds": 4.75}
+    assert step_metrics.unwritten() == {"flops": 7e9 + sampling, "sampling_flops": sampling, "sandbox_seconds": 4.75}
     clock.now += 4.0
-    row = meter.row(1, {"open": 2, "ready": 1})
-    assert row == meter.row(1, {"open": 2, "ready": 1})
+    row = step_metrics.row(1, {"open": 2, "ready": 1})
+    assert row == step_metrics.row(1, {"open": 2, "ready": 1})
     assert row == {
         "step": 1, "tokens": 60, "flops": 7_000_000_000 + sampling, "device_seconds": 4.0,
         "sampling_flops": sampling, "sandbox_seconds": 4.75,
@@ -62,31 +62,31 @@ def test_a_row_holds_what_happened_since_the_step_before() -> None:
 
 def test_trained_begins_a_new_row_and_keeps_what_outlives_steps() -> None:
     clock = Clock()
-    meter = Meter(clock)
-    meter.hear(Weighted(WEIGHTS, 1))
-    meter.hear(finished(0, 0, passed=True))  # its group closes in the next step
-    meter.hear(Trained(1, 1))
+    step_metrics = StepMetrics(clock)
+    step_metrics.hear(Weighted(WEIGHTS, 1))
+    step_metrics.hear(finished(0, 0, passed=True))  # its group closes in the next step
+    step_metrics.hear(Trained(1, 1))
     clock.now += 1.0
-    assert meter.row(2, {}) == {
+    assert step_metrics.row(2, {}) == {
         "step": 2, "tokens": 0, "flops": 0, "device_seconds": 1.0, "sampling_flops": 0, "sandbox_seconds": 0.0, "episodes": 0, "sampled_per_second": 0.0,
         "trained_per_second": 0.0, "idle_sampling": 1.0, "idle_scoring": 1.0, "idle_training": 1.0,
         "weight_outcome": 1.0, "weight_length": 0.5, "swaps": 0,
     }  # fmt: skip
-    meter.hear(finished(0, 1, passed=False))
-    meter.hear(Closed(0, "ready"))
-    assert meter.row(2, {})["best_of_group"] == 1.0
+    step_metrics.hear(finished(0, 1, passed=False))
+    step_metrics.hear(Closed(0, "ready"))
+    assert step_metrics.row(2, {})["best_of_group"] == 1.0
 
 
 def test_episodes_of_an_earlier_session_count_but_not_as_speed() -> None:
     clock = Clock()
-    meter = Meter(clock)
+    step_metrics = StepMetrics(clock)
     for event in (Weighted(WEIGHTS, 1), finished(0, 0, passed=True)):
-        meter.hear(event)
+        step_metrics.hear(event)
     clock.now += 50.0
-    meter.resumed()
+    step_metrics.resumed()
     clock.now += 5.0
-    meter.hear(finished(0, 1, passed=False))
-    row = meter.row(1, {})
+    step_metrics.hear(finished(0, 1, passed=False))
+    row = step_metrics.row(1, {})
     assert (row["episodes"], row["sampled_per_second"], row["device_seconds"]) == (2, 2.0, 5.0)
 
 
@@ -94,24 +94,24 @@ def test_episodes_of_an_earlier_session_count_but_not_as_speed() -> None:
 def test_busy_time_is_that_of_the_union_of_what_overlaps(spans: list[tuple[int, int]], begins: int) -> None:
     """Against counting second by second; `begins` cuts off what an earlier row told."""
     clock, end = Clock(), 40
-    meter = Meter(clock)
+    step_metrics = StepMetrics(clock)
     at = sorted(
         [(start, 1, n) for n, (start, _) in enumerate(spans)]
         + [(start + long, -1, n) for n, (start, long) in enumerate(spans)]
     )
-    bodies = [meter.busy("sampling") for _ in spans]
+    bodies = [step_metrics.busy("sampling") for _ in spans]
     events = [*((when, by, n) for when, by, n in at), (begins, 0, -1)]
     for when, by, n in sorted(events, key=lambda event: event[0]):
         clock.now = 100.0 + when
         if by == 0:
-            meter.hear(Trained(1, 1))
+            step_metrics.hear(Trained(1, 1))
         elif by > 0:
             bodies[n].__enter__()
         else:
             bodies[n].__exit__(None, None, None)
     clock.now = 100.0 + end
     depths = [sum(start <= second < start + long for start, long in spans) for second in range(begins, end)]
-    row = meter.row(2, {})
+    row = step_metrics.row(2, {})
     assert row["idle_sampling"] == pytest.approx(1 - sum(map(bool, depths)) / len(depths), rel=1e-5, abs=1e-5)
     assert row.get("at_once_sampling", 0.0) == pytest.approx(sum(depths) / len(depths), rel=1e-5, abs=1e-5)
 

@@ -220,7 +220,7 @@ def test_draws_follow_the_seed_and_the_curriculum() -> None:
     assert order(1) == order(1)
     assert order(1) != order(2)
     settings = rules(steps=100, concurrency=4000, group_size=40, curriculum={"hard": 3.0, "solved": 0.0, "begin": 0.0})
-    items = [Item(f"{kin}{each}", kin) for each in range(30) for kin in ("easy", "hard")]
+    items = [Item(f"{family}{each}", family) for each in range(30) for family in ("easy", "hard")]
     state = State(items, settings, 3, [Opened(0, "easy0", 0), Opened(1, "hard0", 0)])
     for group, turns in enumerate((1, 30)):
         for episode in range(40):

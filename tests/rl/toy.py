@@ -22,7 +22,7 @@ from etude.inference.policy import Sampling
 from etude.jsonl import MetricsLog
 from etude.models.load import load_tokeniser
 from etude.progress import Reporter
-from etude.rl.environment import Infrastructure, Item, Played
+from etude.rl.environment import Episode, InfrastructureError, Item
 from etude.rl.orchestrator import conduct
 from etude.rl.settings import RlSettings
 from etude.sandbox import probe
@@ -67,12 +67,14 @@ class Toy:
 
     @property
     def items(self) -> Sequence[Item]:
-        return [Item(f"toy-{number:03d}", kin=str(number % 2)) for number in range(self.tasks)]
+        return [Item(f"toy-{number:03d}", family=str(number % 2)) for number in range(self.tasks)]
 
-    async def play(self, item: str, policy: Policy, talk: Format, *, name: str, seed: int, memory: Path) -> Played:
+    async def run_episode(
+        self, item: str, policy: Policy, talk: Format, *, name: str, seed: int, journal: Path
+    ) -> Episode:
         self.played.append(name)
         if cause := self.broken(item, name):
-            raise Infrastructure(cause)
+            raise InfrastructureError(cause)
         box = await open_sandbox(Place(()), "namespaces") if self.sandboxed else None
         try:
             return await self._played(item, policy, name, seed)
@@ -80,7 +82,7 @@ class Toy:
             if box:
                 await box.close()
 
-    async def _played(self, item: str, policy: Policy, name: str, seed: int) -> Played:
+    async def _played(self, item: str, policy: Policy, name: str, seed: int) -> Episode:
         line = LINES[int(item[-3:]) % len(LINES)]
         prompt = self.tokeniser.encode(line)
         done = await policy.generate(prompt, Sampling(max_tokens=self.tokens, seed=seed), session=name)
@@ -93,7 +95,7 @@ class Toy:
         trace.stop, trace.counts = "finished", {"turns": 1}
         share = sum(token in self.liked for token in done.token_ids) / self.tokens
         trace.rewards = {"outcome": await self._swapped(name, share) if self.shuffled else share}
-        return Played(trace, "pass" if share > 0.5 else "fail", {"share": share, "thinking_tokens": 0.0})
+        return Episode(trace, "pass" if share > 0.5 else "fail", {"share": share, "thinking_tokens": 0.0})
 
     async def _swapped(self, name: str, share: float) -> float:
         group, episode = name.split("-")

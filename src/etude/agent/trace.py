@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +20,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from etude.errors import UserError
 from etude.files import whole_file
+from etude.jsonl import append_line, read_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -188,24 +188,14 @@ def write_traces(path: Path, traces: Iterable[Trace]) -> None:
 
 
 def append_trace(path: Path, trace: Trace) -> int:
-    """Append a trace by one write. Return how many bytes of a line that a kill had torn were cut off before."""
-    line = to_json(trace)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
-        end = good = file.seek(0, os.SEEK_END)
-        file.seek(max(0, end - 1))
-        if file.read(1) not in {b"", b"\n"}:
-            file.seek(0)
-            good = file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(line)
-    return end - good
+    """Append a trace. Return how many bytes of a line that a kill had torn were cut off before."""
+    return append_line(path, to_json(trace))
 
 
 def read_traces(path: Path) -> tuple[list[Trace], int]:
     """Return the traces of a file, and how many bytes of a torn last line were left out."""
     try:
-        *lines, last = path.read_bytes().split(b"\n")
+        lines, torn = read_lines(path)
     except (FileNotFoundError, IsADirectoryError):
         raise UserError(f"{path} is no file of traces; give the traces.jsonl of a run") from None
-    traces = [from_json(line, f"{path}, line {place}") for place, line in enumerate(lines, 1)]
-    return traces, len(last)
+    return [from_json(line, f"{path}, line {place}") for place, line in enumerate(lines, 1)], torn

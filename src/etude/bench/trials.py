@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from etude.errors import UserError
 from etude.files import canonical_json
-from etude.jsonl import MetricsLog
+from etude.jsonl import MetricsLog, read_lines
 from etude.tasks.score import How
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def read_results(folder: Path) -> Results:
     """Read one folder, also while trials are still being written to it: a torn last line is not there yet."""
     path = folder / FILE
     try:
-        *whole, _torn = path.read_bytes().split(b"\n")
+        whole, _torn = read_lines(path)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder} holds no {FILE}; give a folder that `etude bench` wrote") from None
     if len(whole) < 2:

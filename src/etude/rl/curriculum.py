@@ -1,11 +1,11 @@
-"""Which task comes next: weights for drawing without replacement, from what was seen of a task and of its kin.
+"""Which task comes next: weights for drawing without replacement, from what was seen of a task and of its family.
 
     weight = effort^(hard · ramp) · (1 − solved · ramp · (2p − 1)²)
 
 effort: turns and thinking tokens of its episodes, each as a share of the mean of all, averaged; Composer 2 draws harder tasks more
 often later, by these two. p: share solved; (2p − 1)² is 0 where half the episodes pass, which teaches most, and 1 where all or none
-do, which gives a flat group and teaches nothing. ramp: 0 at first, so that all kin are seen before any is judged, then up to 1.
-A task seldom seen is taken for what its kin is, a kin seldom seen for what all are.
+do, which gives a flat group and teaches nothing. ramp: 0 at first, so that all family are seen before any is judged, then up to 1.
+A task seldom seen is taken for what its family is, a family seldom seen for what all are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from etude.rl.ledger import Finished
     from etude.rl.settings import CurriculumSettings
 
-PRIOR = 8  # episodes that what is expected of a task or kin counts as much as: a group of the usual size
+PRIOR = 8  # episodes that what is expected of a task or family counts as much as: a group of the usual size
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class Experience:
     """What was seen of the tasks so far."""
 
     all: Tally = field(default_factory=Tally)
-    kin: dict[str, Tally] = field(default_factory=dict)
+    family: dict[str, Tally] = field(default_factory=dict)
     task: dict[str, Tally] = field(default_factory=dict)
 
     def add(self, item: Item, finished: Finished) -> None:
         """Count an episode of a task."""
-        for tally in (self.all, self.kin.setdefault(item.kin, Tally()), self.task.setdefault(item.id, Tally())):
+        for tally in (self.all, self.family.setdefault(item.family, Tally()), self.task.setdefault(item.id, Tally())):
             tally.add(finished)
 
     def weights(self, items: Iterable[Item], settings: CurriculumSettings, progress: float) -> list[float]:
@@ -77,8 +77,8 @@ class Experience:
         if ramp == 0 or not self.all.episodes:
             return [1.0] * len(items)
         mean = self.all.trait(Trait(0.5, 0.0, 0.0), prior=0)
-        kin = {name: self.kin.get(name, Tally()).trait(mean) for name in {item.kin for item in items}}
-        traits = (self.task.get(each.id, Tally()).trait(kin[each.kin]) for each in items)
+        family = {name: self.family.get(name, Tally()).trait(mean) for name in {item.family for item in items}}
+        traits = (self.task.get(each.id, Tally()).trait(family[each.family]) for each in items)
         return [_weight(trait, mean, settings, ramp) for trait in traits]
 
 

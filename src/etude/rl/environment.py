@@ -1,20 +1,17 @@
-"""Where episodes are played: the seam between the loop, which knows groups and weights, and whatever a task is.
+"""Environments: where episodes run. The RL loop knows groups and weights; an environment knows what a task is.
 
-`TaskArena` (task_arena.py) plays coding tasks in sandboxes. Tests and other domains bring arenas of their own.
+`CodingEnvironment` runs an agent in a sandbox, then the hidden tests on what it left. Tests bring environments of their own.
 
-The arena of coding tasks: an agent in a sandbox, then the hidden tests on what it left.
+Two clocks keep a slow policy apart from infrastructure that hangs. What the policy does, commands included, ends at the harness's
+deadline, and is scored. That lies before the end of the rollout's time, and scoring has a time of its own which no test run can
+exceed: so whoever reaches one of those ends hangs, and the episode is excluded. Waiting for a free core to score on counts for
+neither, nor does waiting for the score of another episode that left the same code.
 
-Two clocks keep a slow policy apart from machinery that hangs. What the policy does, commands included, ends at the harness's deadline,
-and is scored. That lies before the end of the time for playing, and scoring has a time of its own which no test run can exceed: so
-whoever reaches one of those ends hangs, and the episode is no episode. Waiting for a free core to score on counts for neither, nor
-does waiting for the score of another episode that left the same code.
-
-How a half-finished episode goes on after a kill: what was sampled is kept, what was run is run again.
-
-A policy and tools that remember: every completion and every round of answers is appended to a file. An episode that is begun again
-with that file plays itself up to where it broke off. Its calls are run in the fresh sandbox, which so becomes what the old one was,
-while the policy is shown the very tokens it saw. If a command now answers otherwise, the sandbox is not what it was; if a prompt does,
-neither is the harness. Then the memory is worth nothing.
+A half-finished episode goes on after a kill: what was sampled is kept, what was run is run again. Every completion and every round
+of answers is appended to a journal. An episode that begins again with that file replays itself up to where it broke off. Its calls
+are run in the fresh sandbox, which so becomes what the old one was, while the policy's context holds the very tokens it had. If a
+command now answers otherwise, the sandbox is not what it was; if a prompt differs, neither is the harness. Then the journal is worth
+nothing, and the episode starts over.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ import json
 import re
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 from etude.agent.calls import Answer
 from etude.agent.harness import Harness
@@ -32,6 +29,7 @@ from etude.agent.trace import Trace
 from etude.errors import UserError, one_line, storage_error
 from etude.files import digest_of
 from etude.inference.policy import Completion, Token
+from etude.jsonl import append_line, read_lines
 from etude.rewards.quality import measure
 from etude.rewards.reward import Facts, behaviour, parts
 from etude.sandbox.box import SandboxError
@@ -42,7 +40,6 @@ from etude.tasks.score import Scores, longest_scoring, one_a_core, score
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
-    from typing import Literal
 
     from etude.agent.calls import Call, Format, ToolSpec
     from etude.agent.harness import Tools
@@ -59,14 +56,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Item:
-    """A task as the loop sees it. `kin`: what tasks that are alike have in common; hardness is learnt of those."""
+    """A task as the loop sees it. `family`: what tasks that are alike have in common; difficulty is learnt of those."""
 
     id: str
-    kin: str = ""
+    family: str = ""
 
 
 @dataclass(frozen=True)
-class Played:
+class Episode:
     """An episode that ended by itself, at a limit, or malformed: whatever the policy did, it is scored."""
 
     trace: Trace  # `rewards` holds the parts, without weights
@@ -74,112 +71,89 @@ class Played:
     behaviour: dict[str, float] = field(default_factory=dict)  # what monitors watch
 
 
-class Infrastructure(Exception):  # noqa: N818 - whose fault it is
-    """The machinery failed, not the policy: the episode is excluded and counted, never scored as 0. Its text is the cause."""
+class InfrastructureError(Exception):
+    """Not the policy's fault: the episode is excluded and counted, never scored as 0. The text is the cause."""
 
 
-class Arena(Protocol):
-    """Plays episodes, many at once."""
+class Environment(Protocol):
+    """Runs episodes, many at once."""
 
     @property
-    def items(self) -> Sequence[Item]:
-        """Return all tasks."""
-        ...
+    def items(self) -> Sequence[Item]: ...
 
-    async def play(self, item: str, policy: Policy, talk: Format, *, name: str, seed: int, memory: Path) -> Played:
-        """Play one episode. `memory`: a file for what it may need after a kill; the same arguments then go on from it.
+    async def run_episode(
+        self, item: str, policy: Policy, talk: Format, *, name: str, seed: int, journal: Path
+    ) -> Episode:
+        """Run and score one episode. `journal`: a file for what it needs after a kill; the same arguments then go on from it.
 
-        Raise Infrastructure if the machinery fails. Cancelled, nothing it started is left behind.
+        Raise InfrastructureError if the infrastructure fails. Cancelled, nothing it started is left behind.
         """
         ...
 
 
-# How long something took (and the rules pytest draws around that), and where it lay in memory or under /tmp, is chance.
-CHANCE = re.compile(r"\d+(?:\.\d+)?(?=\s?(?:ms|s|seconds?)\b)|={4,}|0x[0-9a-f]{6,}|/tmp/\S+")
-
-
 class Diverged(Exception):  # noqa: N818 - a state, not a mistake
-    """The episode did not go again as it is remembered."""
+    """The replayed episode is not the one in the journal."""
 
 
-class Memory:
-    """The file: a line that says whose it is, then one a completion or a round of answers.
+class Journal:
+    """The file: a line that says which episode it belongs to, then one a completion or a round of answers.
 
-    A line is written by one write, and not flushed to the disk: a power cut may cost an episode what it has done, a kill does not.
+    Lines are not flushed to the disk: a power cut may cost an episode what it has done, a kill does not.
     """
 
     def __init__(self, path: Path, **owner: Any) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab+", buffering=0)
-        self._file.seek(0)
-        whole, newline, _torn = self._file.read().rpartition(b"\n")
+        self.path, self.replayed = path, 0
         try:
-            first, *lines = map(json.loads, whole.split(b"\n"))
+            first, *entries = map(json.loads, read_lines(path, missing_ok=True)[0])
         except ValueError:  # empty, or spoilt by a power cut
-            first, lines = None, []
-        self.past: list[Any] = lines[::-1] if first == owner else []  # the next one last
-        self.replayed = 0
-        self._file.truncate(len(whole + newline) if self.past else 0)
+            first, entries = None, []
+        self.past: list[Any] = entries[::-1] if first == owner else []  # the next one last
         if not self.past:
-            self._write(owner)
+            path.unlink(missing_ok=True)
+            self._append(owner)
 
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the file, which stays where it is."""
-        self._file.close()
-
-    def recall(self, kind: str) -> Any:
-        """Return what came next, if that is remembered."""
+    def replay(self, kind: str) -> Any:
+        """Return what came next, if that is in the journal."""
         if not self.past:
             return None
         self.replayed += 1
-        found = self.past.pop()
-        if kind not in found:
+        entry = self.past.pop()
+        if kind not in entry:
             raise Diverged(f"no {kind} came next")
-        return found[kind]
+        return entry[kind]
 
-    def keep(self, kind: str, value: Any) -> None:
-        """Remember what came next."""
-        self._write({kind: value})
+    def write(self, kind: str, value: Any) -> None:
+        self._append({kind: value})
 
-    def _write(self, line: Any) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+    def _append(self, entry: dict[str, Any]) -> None:
+        append_line(self.path, json.dumps(entry, separators=(",", ":")).encode() + b"\n")
 
 
-class RememberedPolicy:
-    """A policy whose completions are remembered."""
+class ReplayPolicy:
+    """A policy that returns the completions of a journal, then samples new ones into it."""
 
-    def __init__(self, policy: Policy, memory: Memory) -> None:
-        self._policy, self._memory = policy, memory
+    def __init__(self, policy: Policy, journal: Journal) -> None:
+        self._policy, self._journal = policy, journal
 
     @property
     def info(self) -> PolicyInfo:
-        """Return what the policy tells of itself."""
         return self._policy.info
 
     async def generate(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        session: str | None = None,
+        self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None,
         on_tokens: Callable[[list[Token]], None] | None = None,
-    ) -> Completion:
-        """Return the remembered completion of this prompt, or a new one."""
-        asked = digest_of(list(prompt))
-        if past := self._memory.recall("completion"):
-            if past["prompt"] != asked:
+    ) -> Completion:  # fmt: skip
+        digest = digest_of(list(prompt))
+        if past := self._journal.replay("completion"):
+            if past["prompt"] != digest:
                 raise Diverged("another prompt")
             tokens = [Token(*each) for each in past["tokens"]]
             if on_tokens:
                 on_tokens(tokens)
             return Completion(tokens, past["finish_reason"], past["stopped_by"], past["cached"])
         done = await self._policy.generate(prompt, sampling, session=session, on_tokens=on_tokens)
-        self._memory.keep("completion", {
-            "prompt": asked, "tokens": [token[:4] for token in done.tokens], "finish_reason": done.finish_reason,
+        self._journal.write("completion", {
+            "prompt": digest, "tokens": [token[:4] for token in done.tokens], "finish_reason": done.finish_reason,
             "stopped_by": done.stopped_by, "cached": done.cached,
         })  # fmt: skip
         return done
@@ -188,142 +162,143 @@ class RememberedPolicy:
         """Leave the policy to whoever opened it."""
 
 
-class RememberedTools:
-    """Tools whose answers are remembered."""
+class ReplayTools:
+    """Tools that run again what is in a journal, and must answer as they did."""
 
-    def __init__(self, tools: Tools, memory: Memory) -> None:
-        self._tools, self._memory = tools, memory
+    def __init__(self, tools: Tools, journal: Journal) -> None:
+        self._tools, self._journal = tools, journal
 
     @property
     def specs(self) -> tuple[ToolSpec, ...]:
-        """Return what the policy is told of them."""
         return self._tools.specs
 
     @property
     def plan_text(self) -> str:
-        """Return the to-do list."""
         return self._tools.plan_text
 
     async def run(self, calls: Sequence[Call]) -> list[Answer]:
-        """Run calls. Where their answers are remembered these are returned, if the new ones are the same but for chance."""
-        past = self._memory.recall("answers")
+        """Run calls. Where their answers are in the journal those are returned, if the new ones are the same but for noise."""
+        past = self._journal.replay("answers")
         answers = await self._tools.run(calls)
         if past is None:
-            self._memory.keep("answers", [[a.text, a.failed, a.seconds, dict(a.details)] for a in answers])
+            self._journal.write("answers", [[a.text, a.failed, a.seconds, dict(a.details)] for a in answers])
             return answers
-        if [alike(text) for text, *_ in past] != [alike(answer.text) for answer in answers]:
+        if [without_noise(text) for text, *_ in past] != [without_noise(answer.text) for answer in answers]:
             raise Diverged("another answer")
         return [Answer(call, *each) for call, each in zip(calls, past, strict=True)]
 
 
-def alike(text: str) -> str:
+# How long something took (and the rules pytest draws around that), and where it lay in memory or under /tmp, is noise.
+NOISE = re.compile(r"\d+(?:\.\d+)?(?=\s?(?:ms|s|seconds?)\b)|={4,}|0x[0-9a-f]{6,}|/tmp/\S+")
+
+
+def without_noise(text: str) -> str:
     """Return what two runs of the same command on the same files have in common."""
-    return CHANCE.sub("#", text)
+    return NOISE.sub("#", text)
 
 
 POLICY_SHARE = (
-    0.9  # of the time for playing; the rest is for the sandbox to open and end, and the last call to be ended
+    0.9  # of the rollout's time; the rest is for opening and closing the sandbox, and for ending the last call
 )
-LEAST = 5.0  # seconds for playing
+SHORTEST_ROLLOUT = 5.0  # seconds
 
 
-@dataclass(frozen=True)
-class Clocks:
-    """Seconds of an episode: of the policy, of playing as a whole, and of scoring; the last two add up to the setting."""
+class Clocks(NamedTuple):
+    """Seconds of an episode: of the policy, of the rollout as a whole, and of scoring; the last two add up to the setting."""
 
-    deadline: float
-    playing: float
+    policy: float
+    rollout: float
     scoring: float
 
 
-class TaskArena:
-    """Plays the tasks of a set."""
+class CodingEnvironment:
+    """Runs the coding tasks of a set."""
 
-    def __init__(self, found: TaskSet, settings: RlSettings, cache: Path, scorer: Scorer = score) -> None:
-        self.found, self.settings, self._scorer = found, settings, scorer
-        self.tasks = {task.id: task for task in found.tasks}
-        self.items = tuple(Item(task.id, f"{task.package} {task.candidate.generator}") for task in found.tasks)
+    def __init__(self, tasks: TaskSet, settings: RlSettings, cache: Path, scorer: Scorer = score) -> None:
+        self.set, self.settings, self._scorer = tasks, settings, scorer
+        self.tasks = {task.id: task for task in tasks.tasks}
+        self.items = tuple(Item(task.id, f"{task.package} {task.candidate.generator}") for task in tasks.tasks)
         self.searcher = searcher_for(settings.tools, cache)
-        self.scores = Scores(one_a_core(self._punctual))
-        most = max(map(self._longest_scoring, found.tasks))
-        if settings.seconds < most + LEAST:
+        self.scores = Scores(one_a_core(self._score))
+        longest = max(self._longest_scoring(task) for task in tasks.tasks)
+        least = longest + SHORTEST_ROLLOUT
+        if settings.seconds < least:
             raise UserError(
-                f"seconds = {settings.seconds:g}: scoring alone may take {most:.0f}; set at least {most + LEAST:.0f}"
+                f"seconds = {settings.seconds:g}: scoring alone may take {longest:.0f}; set at least {least:.0f}"
             )
         measure([])  # says now, not after the first episode, that ruff is missing
 
     def _longest_scoring(self, task: Task) -> float:
-        return longest_scoring(task, self.found.codebase(task))
+        return longest_scoring(task, self.set.codebase(task))
 
     def clocks(self, task: Task) -> Clocks:
-        """Return how long each part of an episode may take."""
         scoring = self._longest_scoring(task)
-        playing = self.settings.seconds - scoring
-        return Clocks(min(self.settings.harness.seconds, POLICY_SHARE * playing), playing, scoring)
+        rollout = self.settings.seconds - scoring
+        return Clocks(min(self.settings.harness.seconds, POLICY_SHARE * rollout), rollout, scoring)
 
-    async def play(self, item: str, policy: Policy, talk: Format, *, name: str, seed: int, memory: Path) -> Played:
-        """Play one episode and score it; see `Arena`. The memory is left to the caller, who knows when it is no longer needed.
+    async def run_episode(
+        self, item: str, policy: Policy, talk: Format, *, name: str, seed: int, journal: Path
+    ) -> Episode:
+        """See `Environment`. The journal is left to the caller, who knows when it is no longer needed.
 
-        UserError, as of a policy that cannot be asked, is raised as it is.
+        UserError, as of a policy that cannot be reached, is raised as it is.
         """
         task = self.tasks[item]
         clocks = self.clocks(task)
-        async with _excused("playing", clocks.playing):
-            trace, left = await self._played(task, policy, talk, name, seed, memory)
-        found = await self.scores.of(task, self.found.codebase(task), left.entries)
-        async with _excused("judging", clocks.scoring):
-            return await self._judged(task, trace, left, found)
+        async with _infrastructure("the rollout", clocks.rollout):
+            trace, left = await self._rollout(task, policy, talk, name, seed, journal)
+        result = await self.scores.of(task, self.set.codebase(task), left.entries)
+        async with _infrastructure("judging", clocks.scoring):
+            return await self._judge(task, trace, left, result)
 
-    async def _punctual(self, task: Task, codebase: Ready, entries: Sequence[Entry]) -> Score:
+    async def _score(self, task: Task, codebase: Ready, entries: Sequence[Entry]) -> Score:
         """Score; the clock begins when a core is free."""
-        async with _excused("scoring", self.clocks(task).scoring):
+        async with _infrastructure("scoring", self.clocks(task).scoring):
             return await self._scorer(task, codebase, entries)
 
-    async def _played(
+    async def _rollout(
         self, task: Task, policy: Policy, talk: Format, name: str, seed: int, path: Path
     ) -> tuple[Trace, Left]:
-        """Go on from the memory, or begin anew where the sandbox cannot be brought back to where it was."""
+        """Go on from the journal, or begin anew where the sandbox cannot be brought back to where it was."""
+        owner = {"name": name, "task": task.id, "seed": seed}
         try:
-            with Memory(path, name=name, task=task.id, seed=seed) as memory:
-                return await self._episode(task, policy, talk, name, seed, memory)
+            return await self._run_harness(task, policy, talk, name, seed, Journal(path, **owner))
         except Diverged:
             path.unlink()
-        with Memory(path, name=name, task=task.id, seed=seed) as memory:
-            trace, left = await self._episode(task, policy, talk, name, seed, memory)
+        trace, left = await self._run_harness(task, policy, talk, name, seed, Journal(path, **owner))
         trace.counts["restarted"] = 1
         return trace, left
 
-    async def _episode(
-        self, task: Task, policy: Policy, talk: Format, name: str, seed: int, memory: Memory
+    async def _run_harness(
+        self, task: Task, policy: Policy, talk: Format, name: str, seed: int, journal: Journal
     ) -> tuple[Trace, Left]:
         style, prompt = asked(task, self.settings.style)
-        trace = Trace(name, prompt, made_by={"set": self.found.name, "task": task.id, "style": style})
-        own = self.settings.harness.model_copy(update={"seconds": self.clocks(task).deadline})
+        trace = Trace(name, prompt, made_by={"set": self.set.name, "task": task.id, "style": style})
+        settings = self.settings.harness.model_copy(update={"seconds": self.clocks(task).policy})
 
         def begin(tools: Toolset) -> Harness:
-            remembered = RememberedPolicy(policy, memory), talk, RememberedTools(tools, memory)
-            return Harness(*remembered, own, trace, seed=seed)
+            replaying = ReplayPolicy(policy, journal), talk, ReplayTools(tools, journal)
+            return Harness(*replaying, settings, trace, seed=seed)
 
-        left = await work_on(task, self.found.codebase(task), trace, self.settings.tools, self.searcher, begin)
-        if memory.replayed:
-            trace.counts["replayed"] = memory.replayed
+        left = await work_on(task, self.set.codebase(task), trace, self.settings.tools, self.searcher, begin)
+        if journal.replayed:
+            trace.counts["replayed"] = journal.replayed
         return trace, left
 
-    async def _judged(self, task: Task, trace: Trace, left: Left, found: Score) -> Played:
-        style, _ = asked(task, self.settings.style)
-        judged = await judge(task, self.found.codebase(task), trace, left, style, found)
+    async def _judge(self, task: Task, trace: Trace, left: Left, result: Score) -> Episode:
+        judged = await judge(task, self.set.codebase(task), trace, left, trace.made_by["style"], result)
         outcome = cast("Literal['pass', 'fail']", judged.score.outcome)
         shares = judged.score.fail_to_pass, judged.score.pass_to_pass
         facts = Facts(trace, outcome, *shares, left.change, judged.quality, judged.interaction)
         trace.rewards = parts(facts, self.settings.rewards)
-        return Played(trace, outcome, behaviour(facts))
+        return Episode(trace, outcome, behaviour(facts))
 
 
 @asynccontextmanager
-async def _excused(doing: str, seconds: float) -> AsyncIterator[None]:
-    """Turn what the machinery does wrong into Infrastructure, whose text begins with the kind of it.
+async def _infrastructure(doing: str, seconds: float) -> AsyncIterator[None]:
+    """Turn what goes wrong into an InfrastructureError, whose text begins with the kind of failure.
 
-    What a policy writes cannot raise, so an unknown error is no doing of its; it is told by its type, and many of them end a run.
+    What a policy writes cannot raise, so an unknown error is no doing of its; it is named by its type, and many of them end a run.
     """
     try:
         async with asyncio.timeout(seconds):
@@ -331,10 +306,10 @@ async def _excused(doing: str, seconds: float) -> AsyncIterator[None]:
     except UserError:
         raise
     except TimeoutError:
-        raise Infrastructure(f"hung: {doing} took more than {seconds:.0f} s") from None
+        raise InfrastructureError(f"hung: {doing} took more than {seconds:.0f} s") from None
     except SandboxError as error:
-        raise Infrastructure(f"sandbox: {one_line(error)}") from error
+        raise InfrastructureError(f"sandbox: {one_line(error)}") from error
     except OSError as error:
-        raise Infrastructure(f"files: {storage_error(error) or one_line(error)}") from error
+        raise InfrastructureError(f"files: {storage_error(error) or one_line(error)}") from error
     except Exception as error:
-        raise Infrastructure(f"{type(error).__name__}: {one_line(error)}") from error
+        raise InfrastructureError(f"{type(error).__name__}: {one_line(error)}") from error

@@ -1,27 +1,23 @@
-"""What happens in a run, one line of JSON an event: the only memory of the orchestrator.
+"""The ledger: the events of a run, one line of JSON each, and the only thing the orchestrator remembers.
 
     Opened → Finished or Failed, an episode each → Closed → Batched → Trained
 
-State is what these lines add up to (state.py), so a kill at any moment loses at most what was not yet written.
-
-The events of a run on disk: one line of JSON each, written by one `write` and flushed before anything builds on it.
-
-A kill can tear the last line only; whoever reads next passes over it, and the next append cuts it off. A line that is whole and
-yet makes no sense was not torn by us: then going on would forget events, so the run stops and says which line it is.
+State is what these lines add up to (state.py). Each is flushed to the disk before anything builds on it, so a kill at any moment
+loses at most what was not yet written. A torn last line is passed over (jsonl.py). A line that is whole and yet makes no sense was
+not torn by us: going on would forget events, so the run stops and names the line.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
 from etude.errors import UserError
-from etude.files import canonical_json, fsync_folder
+from etude.files import canonical_json
+from etude.jsonl import append_line, read_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -140,8 +136,7 @@ class Ledger:
 
     def read(self) -> tuple[list[Event], int]:
         """Return all events, and the bytes of a torn last line."""
-        content = self.path.read_bytes() if self.path.exists() else b""
-        *lines, torn = content.split(b"\n")
+        lines, torn = read_lines(self.path, missing_ok=True)
         events: list[Event] = []
         for number, line in enumerate(lines, 1):
             try:
@@ -149,30 +144,8 @@ class Ledger:
             except ValueError as error:
                 advice = "the file was changed or is of another version of Etude; begin in a new folder"
                 raise UserError(f"line {number} of {self.path} is damaged: {error}; {advice}") from None
-        return events, len(torn)
+        return events, torn
 
     def append(self, event: Event) -> None:
-        """Write an event; when this returns it survives a power cut. When it raises, nothing was written.
-
-        The file is opened for each event: there are few a second, and flushing takes far longer.
-        """
-        line = to_line(event)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a+b", buffering=0) as file:
-            size = self._cut(file.seek(0, os.SEEK_END))
-            file.truncate(size)
-            try:
-                if file.write(line) != len(line):  # the disk was full in the middle of it
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-                os.fsync(file.fileno())
-            except OSError:
-                file.truncate(size)
-                raise
-        if size == 0:
-            fsync_folder(self.path.parent)
-
-    def _cut(self, size: int) -> int:
-        """Return the size without a torn last line."""
-        with self.path.open("rb") as file:
-            file.seek(max(size - 1, 0))
-            return size if file.read() == b"\n" else self.path.read_bytes().rfind(b"\n") + 1
+        """Write an event; when this returns it survives a power cut. When it raises, nothing was written."""
+        append_line(self.path, to_line(event), durable=True)

@@ -35,7 +35,7 @@ SAMPLING = ("flops", "sampling_flops", "sandbox_seconds")
 CAUSE = 40  # characters
 
 
-class Meter:
+class StepMetrics:
     """Hears everything, forgets it when the next step begins. `row` may be asked at any time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -32,11 +32,11 @@ from etude.models.load import load_tokeniser
 from etude.models.shape import model_shape
 from etude.rewards.reward import reweighted, weights
 from etude.rl.engine import Follower, open_policy
-from etude.rl.environment import Infrastructure
+from etude.rl.environment import InfrastructureError
 from etude.rl.exchange import Batch, Exchange, TrainedEpisode, TrainedGroup, episode_file
 from etude.rl.ledger import Event, Failed, Finished, Ledger, Trained, Weighted
 from etude.rl.link import Link
-from etude.rl.metrics import Meter, behaviours, keep_samples
+from etude.rl.metrics import StepMetrics, behaviours, keep_samples
 from etude.rl.monitor import Monitor
 from etude.rl.processes import JOB, LEDGER, WISH, Child, RlJob, load_job
 from etude.rl.state import State
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
     from etude.agent.calls import Format
     from etude.lineage.compute import ComputeShape
-    from etude.rl.environment import Arena, Played
+    from etude.rl.environment import Environment, Episode
     from etude.work import Work
 
 
@@ -77,15 +77,15 @@ class Parts:
     trained: Callable[[], None]  # the same of a step and the trainer
 
 
-class Seat:
-    """The policy as one episode has it: the meter hears when it waits for tokens, and when for tools and tests."""
+class TimedPolicy:
+    """The policy as one episode has it: the metrics count when it waits for tokens, and when for tools and tests."""
 
-    def __init__(self, policy: Policy, meter: Meter) -> None:
-        self.policy, self.meter = policy, meter
+    def __init__(self, policy: Policy, step_metrics: StepMetrics) -> None:
+        self.policy, self.step_metrics = policy, step_metrics
         self.elsewhere = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        self.elsewhere.enter_context(self.meter.busy("scoring"))
+        self.elsewhere.enter_context(self.step_metrics.busy("scoring"))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -103,10 +103,10 @@ class Seat:
         """Return a completion; see Policy."""
         self.elsewhere.close()
         try:
-            with self.meter.busy("sampling"):
+            with self.step_metrics.busy("sampling"):
                 return await self.policy.generate(prompt, sampling, session=session, on_tokens=on_tokens)
         finally:
-            self.elsewhere.enter_context(self.meter.busy("scoring"))
+            self.elsewhere.enter_context(self.step_metrics.busy("scoring"))
 
     async def close(self) -> None:
         """Leave the policy open: others play on."""
@@ -184,13 +184,14 @@ GIVE_UP = 20  # episodes in a row that failed so, of whatever cause: more would 
 
 
 async def conduct(
-    arena: Arena, model: Path, settings: RlSettings, work: Work, seed: int, before: Callable[[], Awaitable[None]] | None = None
+    environment: Environment, model: Path, settings: RlSettings, work: Work, seed: int,
+    before: Callable[[], Awaitable[None]] | None = None,
 ) -> None:  # fmt: skip
     """Train the model of a folder, or go on with that, until its child lies in `work.folder / "model"`.
 
     `before`: what must be found to hold before the first episode; it is found out while the model is loaded.
     """
-    if not arena.items:
+    if not environment.items:
         raise UserError("there is no task to play; make some with `etude tasks make`")
     tokeniser, shape = load_tokeniser(model), model_shape(model)
     opening = open_parts(model, work.folder, settings, seed, work.reporter.say)
@@ -205,7 +206,7 @@ async def conduct(
                 raise UserError(f"{model}: {apart}; take a model whose files belong together")
             with View(work.reporter, settings.steps, list(work.metrics.rows("train/"))) as view:
                 talk = choose_format(tokeniser)
-                conductor = Conductor(arena, parts, talk, settings, work, seed, shape.compute, view)
+                conductor = Conductor(environment, parts, talk, settings, work, seed, shape.compute, view)
                 await conductor.run(group)
             await trainer
             conductor.count_again()
@@ -224,7 +225,7 @@ def _first(errors: ExceptionGroup) -> Exception:
 class Conductor:
     """One session of one run."""
 
-    arena: Arena
+    environment: Environment
     parts: Parts
     talk: Format
     settings: RlSettings
@@ -232,7 +233,7 @@ class Conductor:
     seed: int
     shape: ComputeShape
     view: View
-    meter: Meter = field(default_factory=Meter)
+    step_metrics: StepMetrics = field(default_factory=StepMetrics)
     monitor: Monitor = field(default_factory=Monitor)
     playing: dict[tuple[int, int], asyncio.Task[None]] = field(default_factory=dict)
     failed_in_a_row: int = 0
@@ -240,7 +241,7 @@ class Conductor:
     def __post_init__(self) -> None:
         """Go on from where the ledger ends."""
         self.folder = self.work.folder
-        self.state = State(self.arena.items, self.settings, self.seed)
+        self.state = State(self.environment.items, self.settings, self.seed)
         self.exchange, self.ledger = Exchange(self.folder / "exchange"), Ledger(self.folder / LEDGER)
         self.news = asyncio.Event()
         self.wish = ""
@@ -260,8 +261,8 @@ class Conductor:
         for event in events[trained + 1 :]:  # what they cost is in no row yet
             if isinstance(event, Finished):
                 path = self.folder / episode_file(event.group, event.episode)
-                self.meter.sampled(from_json(path.read_bytes(), str(path)), self.shape, event.seconds)
-        self.meter.resumed()
+                self.step_metrics.sampled(from_json(path.read_bytes(), str(path)), self.shape, event.seconds)
+        self.step_metrics.resumed()
         if not events:
             self._record(Weighted(weights(self.settings.rewards), step=1))
 
@@ -280,7 +281,7 @@ class Conductor:
             task.cancel()
         await asyncio.gather(*self.playing.values(), return_exceptions=True)
         if REST not in self.work.metrics:
-            self.work.metrics.put(REST, **self.meter.unwritten())
+            self.work.metrics.put(REST, **self.step_metrics.unwritten())
         if self.state.trained < self.settings.steps:
             self._say_early_end()
         self.exchange.stop()
@@ -316,7 +317,7 @@ class Conductor:
     def _apply(self, event: Event) -> None:
         """Take note of an event, new or read from the ledger: both must leave the same behind."""
         self.state.apply(event)
-        self.meter.hear(event)
+        self.step_metrics.hear(event)
 
     def _queues(self) -> dict[str, int]:
         return {"episodes": len(self.playing), **self.state.queues}
@@ -339,8 +340,8 @@ class Conductor:
     def _read_reports(self) -> None:
         while report := self.exchange.report(self.state.trained + 1):
             for swap in self.parts.swaps():
-                self.meter.swapped(asdict(swap))
-            self.meter.trained(report)
+                self.step_metrics.swapped(asdict(swap))
+            self.step_metrics.trained(report)
             self._write_row(report.step)
             self._record(Trained(report.step, report.version))
             self.parts.trained()
@@ -364,7 +365,7 @@ class Conductor:
         keep_samples(
             self.folder, step, [(group.finished[e], reward) for group in groups for e, reward in group.rewards.items()]
         )
-        row: dict[str, Any] = self.meter.row(step, self._queues())
+        row: dict[str, Any] = self.step_metrics.row(step, self._queues())
         if flags := self.monitor.add(step, behaviours(row)):
             row["flags"] = {flag.behaviour: str(flag) for flag in flags}
         self.view.step(self.work.metrics.put(key, **row))
@@ -399,26 +400,26 @@ class Conductor:
     async def _episode(self, number: int, episode: int) -> None:
         """Play one episode and write down what became of it."""
         tries, path = self.state.attempts(number, episode), self.folder / episode_file(number, episode)
-        memory = path.with_suffix(".part")
-        memory.parent.mkdir(parents=True, exist_ok=True)
+        journal = path.with_suffix(".part")
+        journal.parent.mkdir(parents=True, exist_ok=True)
         seed, began = int(digest_of([self.seed, number, episode, tries])[:12], 16), time.monotonic()
         try:
-            with Seat(self.parts.policy, self.meter) as policy:
-                played = await self.arena.play(
-                    self.state.group(number).task, policy, self.talk, name=f"{number:06d}-{episode:03d}", seed=seed, memory=memory
+            with TimedPolicy(self.parts.policy, self.step_metrics) as policy:
+                played = await self.environment.run_episode(
+                    self.state.group(number).task, policy, self.talk, name=f"{number:06d}-{episode:03d}", seed=seed, journal=journal
                 )  # fmt: skip
             await asyncio.to_thread(_write, path, to_json(played.trace))
             event = finished(number, episode, played, time.monotonic() - began, self.state.version)
             self._record(event)
-            self.meter.sampled(played.trace, self.shape, event.seconds)
+            self.step_metrics.sampled(played.trace, self.shape, event.seconds)
             self.parts.sampled()
             self.failed_in_a_row = 0
-        except Infrastructure as error:
+        except InfrastructureError as error:
             self._failed(Failed(number, episode, str(error), final=tries + 1 >= TRIES))
         finally:
             del self.playing[number, episode]
             self.news.set()
-        memory.unlink(missing_ok=True)  # not before the ledger knows what became of it
+        journal.unlink(missing_ok=True)  # not before the ledger knows what became of it
 
     def _failed(self, event: Failed) -> None:
         self._record(event)
@@ -433,7 +434,7 @@ def _write(path: Path, line: bytes) -> None:
         beside.write_bytes(line)
 
 
-def finished(group: int, episode: int, played: Played, seconds: float, version: int) -> Finished:
+def finished(group: int, episode: int, played: Episode, seconds: float, version: int) -> Finished:
     """Return what the ledger says of an episode; `version`: of one that came to no token, as its task was longer than the context."""
     sampled = [node for node in played.trace.nodes if node.sampled]
     versions = [each for node in sampled for each in node.versions]

@@ -48,7 +48,7 @@ class CurriculumSettings(_Settings):
 
     hard: float = Field(default=1.0, ge=0, description="pull of many turns and much thinking; 0: all alike")
     solved: float = Field(
-        default=0.8, ge=0, lt=1, description="how much rarer tasks become whose kin is always or never solved"
+        default=0.8, ge=0, lt=1, description="how much rarer tasks become whose family is always or never solved"
     )
     begin: float = Field(
         default=0.25, ge=0, le=1, description="share of the steps after which it begins; it is full at twice that"

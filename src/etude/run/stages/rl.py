@@ -95,13 +95,13 @@ def _is_trained(folder: Path) -> bool:
 
 def _trained(found: TaskSet, settings: RlSettings, job: Job) -> None:
     from etude.models.load import choose_device
-    from etude.rl.environment import TaskArena
+    from etude.rl.environment import CodingEnvironment
     from etude.rl.orchestrator import conduct
 
     assert job.parent is not None
     parent, work, model = job.parent.folder, job.work, job.work.folder / MODEL
-    arena = TaskArena(found, settings, work.cache)
-    asyncio.run(conduct(arena, parent.absolute(), settings, work, job.seed, before=lambda: _tasks_work(found)))
+    tasks = CodingEnvironment(found, settings, work.cache)
+    asyncio.run(conduct(tasks, parent.absolute(), settings, work, job.seed, before=lambda: _tasks_work(found)))
     # Imported here, as they take seconds, and others can begin before them.
     from etude.models.mtp_heads import keep_apart
     from etude.report.rl import write_report

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from etude.agent.calls import Answer, Call, ToolSpec
 from etude.agent.policies import ScriptedPolicy
 from etude.inference.policy import Completion, Sampling, Token
-from etude.rl.environment import Diverged, Memory, RememberedPolicy, RememberedTools, alike
+from etude.rl.environment import Diverged, Journal, ReplayPolicy, ReplayTools, without_noise
 
 FLOATS = st.floats(allow_infinity=False, allow_nan=False)
 TOKENS = st.lists(
@@ -53,13 +53,13 @@ CALLS = [Call("shell", {"command": "pytest"})]
 
 
 async def go(
-    memory: Memory, plays: list[tuple[list[int], list[Token], str, bool]], done: int
+    journal: Journal, plays: list[tuple[list[int], list[Token], str, bool]], done: int
 ) -> list[tuple[Completion, list[Token], list[Answer]]]:
     """Sample and run all plays, of which the policy itself has only those that were not done before."""
-    policy = RememberedPolicy(
-        Given([Completion(t, "stop" if stop else "length", 7, 3) for _, t, _, stop in plays[done:]]), memory
+    policy = ReplayPolicy(
+        Given([Completion(t, "stop" if stop else "length", 7, 3) for _, t, _, stop in plays[done:]]), journal
     )
-    tools = RememberedTools(Told(*(text for _, _, text, _ in plays)), memory)
+    tools = ReplayTools(Told(*(text for _, _, text, _ in plays)), journal)
     found = []
     for prompt, _, _, _ in plays:
         heard: list[Token] = []
@@ -69,20 +69,20 @@ async def go(
 
 
 @given(plays=PLAYS, data=st.data())
-def test_a_torn_memory_gives_back_all_whole_lines(
+def test_a_torn_journal_gives_back_all_whole_lines(
     tmp_path_factory: pytest.TempPathFactory, plays: list[tuple[list[int], list[Token], str, bool]], data: st.DataObject
 ) -> None:
-    path = tmp_path_factory.mktemp("memory") / "deep" / "000.part"
-    with Memory(path, seed=1) as memory:
-        first = asyncio.run(go(memory, plays, 0))
-        assert memory.replayed == 0
+    path = tmp_path_factory.mktemp("journal") / "deep" / "000.part"
+    journal = Journal(path, seed=1)
+    first = asyncio.run(go(journal, plays, 0))
+    assert journal.replayed == 0
     whole = path.read_bytes()
     cut = data.draw(st.integers(0, len(whole)))
     path.write_bytes(whole[:cut])
     lines = max(0, whole[:cut].count(b"\n") - 1)  # but for the owner's
-    with Memory(path, seed=1) as memory:
-        again = asyncio.run(go(memory, plays, (lines + 1) // 2))
-        assert memory.replayed == lines
+    journal = Journal(path, seed=1)
+    again = asyncio.run(go(journal, plays, (lines + 1) // 2))
+    assert journal.replayed == lines
     assert [(c.tokens, c.finish_reason, c.stopped_by, c.cached, a) for c, _, a in again] == [
         (c.tokens, c.finish_reason, c.stopped_by, c.cached, a) for c, _, a in first
     ]
@@ -91,41 +91,44 @@ def test_a_torn_memory_gives_back_all_whole_lines(
 
 
 def written(path: Path, answer: str = "1 passed in 0.03s") -> Path:
-    with Memory(path, seed=1) as memory:
-        asyncio.run(go(memory, [([1, 2], [Token(3, -0.5, -0.5, 0)], answer, True)], 0))
+    journal = Journal(path, seed=1)
+    asyncio.run(go(journal, [([1, 2], [Token(3, -0.5, -0.5, 0)], answer, True)], 0))
     return path
 
 
-def test_the_memory_of_another_episode_and_a_spoilt_one_are_begun_anew(tmp_path: Path) -> None:
-    whole = written(tmp_path / "memory").read_bytes()
-    with Memory(tmp_path / "memory", seed=2) as memory:
-        assert memory.past == []
-    assert (tmp_path / "memory").read_bytes() == b'{"seed":2}\n'
-    (tmp_path / "memory").write_bytes(whole.replace(b'"tokens"', b'"tok\0\0\0'))
-    with Memory(tmp_path / "memory", seed=1) as memory:
-        assert memory.past == []
+def test_the_journal_of_another_episode_and_a_spoilt_one_are_begun_anew(tmp_path: Path) -> None:
+    whole = written(tmp_path / "journal").read_bytes()
+    journal = Journal(tmp_path / "journal", seed=2)
+    assert journal.past == []
+    assert (tmp_path / "journal").read_bytes() == b'{"seed":2}\n'
+    (tmp_path / "journal").write_bytes(whole.replace(b'"tokens"', b'"tok\0\0\0'))
+    journal = Journal(tmp_path / "journal", seed=1)
+    assert journal.past == []
 
 
 def test_another_prompt_or_another_order_diverges(tmp_path: Path) -> None:
-    path = written(tmp_path / "memory")
-    with Memory(path, seed=1) as memory, pytest.raises(Diverged, match="another prompt"):
-        asyncio.run(RememberedPolicy(Given([]), memory).generate([1, 3], Sampling(4)))
-    with Memory(path, seed=1) as memory, pytest.raises(Diverged, match="no answers came next"):
-        asyncio.run(RememberedTools(Told("x"), memory).run(CALLS))
+    path = written(tmp_path / "journal")
+    journal = Journal(path, seed=1)
+    with pytest.raises(Diverged, match="another prompt"):
+        asyncio.run(ReplayPolicy(Given([]), journal).generate([1, 3], Sampling(4)))
+    journal = Journal(path, seed=1)
+    with pytest.raises(Diverged, match="no answers came next"):
+        asyncio.run(ReplayTools(Told("x"), journal).run(CALLS))
 
 
 def test_answers_that_differ_by_chance_are_shown_as_they_were_and_others_diverge(tmp_path: Path) -> None:
-    path = written(tmp_path / "memory", "===== 1 passed in 0.03s =====\n<object at 0x7f0012345678>")
+    path = written(tmp_path / "journal", "===== 1 passed in 0.03s =====\n<object at 0x7f0012345678>")
     play = ([1, 2], [Token(3, -0.5, -0.5, 0)])
-    with Memory(path, seed=1) as memory:
-        ((_, _, answers),) = asyncio.run(
-            go(memory, [(*play, "==== 1 passed in 11.20s ====\n<object at 0x55aa12345678>", True)], 1)
-        )
+    journal = Journal(path, seed=1)
+    ((_, _, answers),) = asyncio.run(
+        go(journal, [(*play, "==== 1 passed in 11.20s ====\n<object at 0x55aa12345678>", True)], 1)
+    )
     assert [answer.text for answer in answers] == ["===== 1 passed in 0.03s =====\n<object at 0x7f0012345678>"]
-    with Memory(path, seed=1) as memory, pytest.raises(Diverged, match="another answer"):
-        asyncio.run(go(memory, [(*play, "===== 1 failed in 0.03s =====\n<object at 0x7f0012345678>", True)], 1))
+    journal = Journal(path, seed=1)
+    with pytest.raises(Diverged, match="another answer"):
+        asyncio.run(go(journal, [(*play, "===== 1 failed in 0.03s =====\n<object at 0x7f0012345678>", True)], 1))
 
 
 @given(st.lists(st.sampled_from(["1", "2", "passed", "failed", "a == b", "line 3", "0x1f"])))
 def test_what_commands_say_is_not_taken_for_chance(words: list[str]) -> None:
-    assert alike(" ".join(words)) == " ".join(words)
+    assert without_noise(" ".join(words)) == " ".join(words)

@@ -20,7 +20,7 @@ from etude.agent.trace import Node, from_json, to_json
 from etude.errors import UserError
 from etude.inference.policy import Policy
 from etude.rewards.reward import PARTS
-from etude.rl.environment import LEAST, Infrastructure, Played, TaskArena
+from etude.rl.environment import SHORTEST_ROLLOUT, CodingEnvironment, Episode, InfrastructureError
 from etude.rl.settings import RlSettings
 from etude.sandbox import local
 from etude.sandbox.box import Entry
@@ -49,8 +49,8 @@ def calc(tmp_path_factory: pytest.TempPathFactory) -> tuple[TaskSet, Path]:
     return calc_set.load(manifest, cache), cache
 
 
-def arena(calc: tuple[TaskSet, Path], **settings: object) -> TaskArena:
-    return TaskArena(calc[0], RlSettings.model_validate({"tasks": "calc.jsonl", **settings}), calc[1])
+def environment(calc: tuple[TaskSet, Path], **settings: object) -> CodingEnvironment:
+    return CodingEnvironment(calc[0], RlSettings.model_validate({"tasks": "calc.jsonl", **settings}), calc[1])
 
 
 def shell(command: str) -> str:
@@ -61,8 +61,8 @@ def scripted(*lines: Line) -> ScriptedPolicy:
     return ScriptedPolicy(lines, TALK.encode, TALK.text, TALK.talk.end_token)
 
 
-def play(arena: TaskArena, policy: Policy, memory: Path, item: str = "calc-1") -> Played:
-    return small.run(arena.play(item, policy, TALK, name="000000-000", seed=5, memory=memory))
+def play(environment: CodingEnvironment, policy: Policy, journal: Path, item: str = "calc-1") -> Episode:
+    return small.run(environment.run_episode(item, policy, TALK, name="000000-000", seed=5, journal=journal))
 
 
 def answers(nodes: list[Node]) -> list[str]:
@@ -80,8 +80,11 @@ def left_behind() -> list[str]:
 
 
 def test_a_solution_passes_and_nothing_done_fails(calc: tuple[TaskSet, Path], tmp_path: Path) -> None:
-    ground = arena(calc)
-    assert [(item.id, item.kin) for item in ground.items] == [("calc-1", "calc mutation"), ("calc-2", "calc deletion")]
+    ground = environment(calc)
+    assert [(item.id, item.family) for item in ground.items] == [
+        ("calc-1", "calc mutation"),
+        ("calc-2", "calc deletion"),
+    ]
     solving = scripted(TALK.write(*solution_calls(calc[0].tasks[0])), "The sum is mended.")
     solved, idle = play(ground, solving, tmp_path / "a"), play(ground, scripted("Done."), tmp_path / "b")
     assert (solved.outcome, idle.outcome) == ("pass", "fail")
@@ -104,7 +107,7 @@ def test_the_same_change_is_scored_once_and_its_trace_says_so(calc: tuple[TaskSe
         count += 1
         return await score(task, codebase, entries)
 
-    ground = TaskArena(calc[0], RlSettings(tasks="calc.jsonl"), calc[1], counting)
+    ground = CodingEnvironment(calc[0], RlSettings(tasks="calc.jsonl"), calc[1], counting)
     solving = TALK.write(*solution_calls(calc[0].tasks[0]))
     played = [play(ground, scripted(solving, word), tmp_path / word) for word in ("Mended.", "Done.")]
     assert count == 1
@@ -123,10 +126,10 @@ def test_scoring_that_hangs_is_no_failure_of_the_policy_and_is_not_remembered(
             await asyncio.Event().wait()
         raise AssertionError
 
-    ground = TaskArena(calc[0], RlSettings(tasks="calc.jsonl"), calc[1], hanging)
+    ground = CodingEnvironment(calc[0], RlSettings(tasks="calc.jsonl"), calc[1], hanging)
     solving = TALK.write(*solution_calls(calc[0].tasks[0]))
     for name in ("a", "b"):
-        with pytest.raises(Infrastructure, match=r"^hung: scoring took more than 211 s"):
+        with pytest.raises(InfrastructureError, match=r"^hung: scoring took more than 211 s"):
             play(ground, scripted(solving, "Done."), tmp_path / name)
 
 
@@ -137,7 +140,7 @@ def test_history_is_not_there_and_nothing_gets_out(calc: tuple[TaskSet, Path], t
         reach = f"python3 -c 'import socket; socket.create_connection((\"127.0.0.1\", {where[1]}), 3)'"
         commands = ["ls -a", "git log", "find / -name .git -not -path '/proc/*' 2>/dev/null", reach]
         lines = [shell(each) for each in commands]
-        played = play(arena(calc), scripted(*lines, "Done."), tmp_path / "memory")
+        played = play(environment(calc), scripted(*lines, "Done."), tmp_path / "journal")
         with pytest.raises(BlockingIOError):
             server.accept()
     files, history, repositories, egress = answers(played.trace.nodes)
@@ -154,8 +157,8 @@ def killed_keeper(_: str) -> str:
 
 
 def test_a_sandbox_that_dies_is_no_failure_of_the_policy(calc: tuple[TaskSet, Path], tmp_path: Path) -> None:
-    with pytest.raises(Infrastructure, match=r"^sandbox: "):
-        play(arena(calc), scripted(killed_keeper, "Done."), tmp_path / "memory")
+    with pytest.raises(InfrastructureError, match=r"^sandbox: "):
+        play(environment(calc), scripted(killed_keeper, "Done."), tmp_path / "journal")
     assert (keepers(), left_behind()) == ([], [])
 
 
@@ -170,14 +173,16 @@ def test_scoring_that_cannot_be_done_is_no_failure_of_the_policy(
         shutil.rmtree(tree)
         return "Done."
 
-    with pytest.raises(Infrastructure, match=r"^files: "):
-        play(arena(own), scripted(last_words), tmp_path / "memory")
+    with pytest.raises(InfrastructureError, match=r"^files: "):
+        play(environment(own), scripted(last_words), tmp_path / "journal")
     assert (keepers(), left_behind()) == ([], [])
 
 
 def test_a_sandbox_that_hangs_is_no_failure_of_the_policy(calc: tuple[TaskSet, Path], tmp_path: Path) -> None:
     """Its keeper stands still: no call is answered, no call times out, and it does not even end."""
-    ground = arena(calc, seconds=longest_scoring(calc[0].tasks[0], calc[0].codebase(calc[0].tasks[0])) + LEAST)
+    ground = environment(
+        calc, seconds=longest_scoring(calc[0].tasks[0], calc[0].codebase(calc[0].tasks[0])) + SHORTEST_ROLLOUT
+    )
     still: list[int] = []
 
     def stop(_: str) -> str:
@@ -186,8 +191,8 @@ def test_a_sandbox_that_hangs_is_no_failure_of_the_policy(calc: tuple[TaskSet, P
         return shell("ls")
 
     try:
-        with pytest.raises(Infrastructure, match=r"^hung: playing took more than 5 s"):
-            play(ground, scripted(stop, "Done."), tmp_path / "memory")
+        with pytest.raises(InfrastructureError, match=r"^hung: the rollout took more than 5 s"):
+            play(ground, scripted(stop, "Done."), tmp_path / "journal")
     finally:
         for pid in still:
             os.kill(pid, signal.SIGCONT)
@@ -195,9 +200,9 @@ def test_a_sandbox_that_hangs_is_no_failure_of_the_policy(calc: tuple[TaskSet, P
 
 
 def test_a_policy_that_wastes_its_time_is_scored(calc: tuple[TaskSet, Path], tmp_path: Path) -> None:
-    ground = arena(calc, harness={"seconds": 2.0})
+    ground = environment(calc, harness={"seconds": 2.0})
     slow = TALK.write(*[Call("shell", {"command": "sleep 500; echo woken", "timeout": 500})] * 3)
-    played = play(ground, scripted(slow, "Done."), tmp_path / "memory")
+    played = play(ground, scripted(slow, "Done."), tmp_path / "journal")
     assert (played.outcome, played.trace.stop) == ("fail", "seconds")
     assert [text.partition("after")[0].strip("[ ") for text in answers(played.trace.nodes)] == [
         "timed out",
@@ -208,15 +213,15 @@ def test_a_policy_that_wastes_its_time_is_scored(calc: tuple[TaskSet, Path], tmp
 
 def test_a_sandbox_lives_longer_than_the_policy_and_its_scoring(calc: tuple[TaskSet, Path]) -> None:
     for seconds in (230.0, 900.0):
-        ground = arena(calc, seconds=seconds, harness={"seconds": 600.0})
+        ground = environment(calc, seconds=seconds, harness={"seconds": 600.0})
         for task in calc[0].tasks:
             clocks = ground.clocks(task)
-            assert clocks.playing + clocks.scoring == pytest.approx(seconds)
-            assert clocks.deadline == min(600.0, 0.9 * clocks.playing)
+            assert clocks.rollout + clocks.scoring == pytest.approx(seconds)
+            assert clocks.policy == min(600.0, 0.9 * clocks.rollout)
     # 0.01 s a test: two runs of the failing tests, one of all six.
-    assert arena(calc).clocks(calc[0].tasks[0]).scoring == pytest.approx(2 * (60 + 0.32) + 60 + 0.48 + 30)
+    assert environment(calc).clocks(calc[0].tasks[0]).scoring == pytest.approx(2 * (60 + 0.32) + 60 + 0.48 + 30)
     with pytest.raises(UserError, match="seconds = 200: scoring alone may take 211; set at least 216"):
-        arena(calc, seconds=200.0)
+        environment(calc, seconds=200.0)
 
 
 def test_a_killed_episode_goes_on_where_it_was(calc: tuple[TaskSet, Path], tmp_path: Path) -> None:
@@ -229,15 +234,17 @@ def test_a_killed_episode_goes_on_where_it_was(calc: tuple[TaskSet, Path], tmp_p
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        play(arena(calc), scripted(*first, kill), tmp_path / "memory")
+        play(environment(calc), scripted(*first, kill), tmp_path / "journal")
     rest = scripted("All tests pass.")
-    resumed = play(arena(calc), rest, tmp_path / "memory")
+    resumed = play(environment(calc), rest, tmp_path / "journal")
     assert resumed.outcome == "pass"
     assert resumed.trace.counts["replayed"] == 4
     assert [TALK.text(node.tokens[:-1]) for node in resumed.trace.nodes if node.sampled] == [*first, "All tests pass."]
     assert rest.prompts == [resumed.trace.context(len(resumed.trace.nodes) - 2)]  # it was asked once: for the rest
     assert "+        result += value" in resumed.trace.diff  # what was done before the kill is done
-    again = play(arena(calc), scripted(), tmp_path / "memory")  # killed after its end, before it was written down
+    again = play(
+        environment(calc), scripted(), tmp_path / "journal"
+    )  # killed after its end, before it was written down
     assert [node.tokens for node in again.trace.nodes] == [node.tokens for node in resumed.trace.nodes]
 
 
@@ -246,8 +253,8 @@ def test_what_cannot_be_brought_back_begins_anew(calc: tuple[TaskSet, Path], tmp
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        play(arena(calc), scripted(shell("date +%N"), kill), tmp_path / "memory")
-    played = play(arena(calc), scripted("I give up."), tmp_path / "memory")
+        play(environment(calc), scripted(shell("date +%N"), kill), tmp_path / "journal")
+    played = play(environment(calc), scripted("I give up."), tmp_path / "journal")
     assert (played.outcome, played.trace.counts["restarted"]) == ("fail", 1)
     assert [node.kind for node in played.trace.nodes] == ["opening", "turn"]
     assert "replayed" not in played.trace.counts
@@ -264,7 +271,7 @@ def test_cancelled_it_leaves_nothing(calc: tuple[TaskSet, Path], tmp_path: Path)
     async def cancelled() -> None:
         policy = Waiting([], TALK.encode, TALK.text, 0)
         task = asyncio.create_task(
-            arena(calc).play("calc-1", policy, TALK, name="x", seed=0, memory=tmp_path / "memory")  # type: ignore[arg-type]
+            environment(calc).run_episode("calc-1", policy, TALK, name="x", seed=0, journal=tmp_path / "journal")  # type: ignore[arg-type]
         )
         await asked.wait()
         assert len(keepers()) == 1
@@ -282,4 +289,4 @@ def test_a_policy_that_cannot_be_asked_ends_the_run(calc: tuple[TaskSet, Path], 
         raise UserError("the engine is gone")
 
     with pytest.raises(UserError, match="the engine is gone"):
-        play(arena(calc), scripted(gone), tmp_path / "memory")
+        play(environment(calc), scripted(gone), tmp_path / "journal")
