@@ -144,12 +144,12 @@ def test_a_killed_orchestrator_goes_on_with_the_same_command(run: Run) -> None:
 
 
 def test_a_killed_engine_or_trainer_is_replaced_and_the_run_does_not_stop(run: Run) -> None:
-    run.checkpoint_every = STEPS  # a learner killed before the end has saved nothing, however fast it is
+    run.checkpoint_every = STEPS  # a trainer killed before the end has saved nothing, however fast it is
     run.start()
     for kind, count, module in (
         (Finished, 1, "engine"),
-        (Batched, 1, "learner"),
-        (Trained, 3, "learner"),
+        (Batched, 1, "trainer"),
+        (Trained, 3, "trainer"),
         (Trained, 4, "engine"),
     ):
         run.wait_for(kind, count)
@@ -158,5 +158,5 @@ def test_a_killed_engine_or_trainer_is_replaced_and_the_run_does_not_stop(run: R
     run.finish()
     said = run.said.read_text()
     assert said.count("the engine was killed by signal 9; starting it again") == 2
-    assert said.count("the learner was killed by signal 9; starting it again") == 2
+    assert said.count("the trainer was killed by signal 9; starting it again") == 2
     assert Exchange(run.folder / "exchange").spent_again(), "the lost steps were done again"

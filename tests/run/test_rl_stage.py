@@ -81,7 +81,7 @@ def test_the_stage_makes_a_model_with_its_record(etude: Etude, tmp_path: Path) -
     assert load_tokeniser(folder / "model").encode("import os") == load_tokeniser(tmp_path / "base").encode("import os")
     left = {path.name for path in folder.iterdir()}
     assert {"report.html", "ledger.jsonl", "samples", "model", "results.json"} <= left
-    assert not left & {"exchange", "weights", "trainer", "episodes", "job.json", "engine.log", "learner.log"}
+    assert not left & {"exchange", "weights", "trainer", "episodes", "job.json", "engine.log", "trainer.log"}
     again = etude("run", recipe, "--out", tmp_path / "run", "--cache", cache)
     assert "rl: unchanged, kept" in again.err
 

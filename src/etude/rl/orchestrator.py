@@ -119,7 +119,7 @@ def _apart(job: RlJob, say: Say) -> Parts:
     def child(module: str) -> Child:
         return Child(module, [sys.executable, "-m", f"etude.rl.{module}", path], job.folder / f"{module}.log", say)
 
-    engine, trainer = child("engine"), child("learner")
+    engine, trainer = child("engine"), child("trainer")
     link = Link(job.socket, on_hung=engine.kill)
 
     at_work, heard = (engine.run, trainer.run), (engine.progressed, trainer.progressed)
@@ -147,11 +147,11 @@ async def _together(job: RlJob, say: Say) -> Parts:
 
 
 async def _learn(job: RlJob, trainer: Trainer) -> None:
-    from etude.rl.learner import run_learner
+    from etude.rl.trainer import run_trainer
 
     leave = threading.Event()
     given = job, trainer, Exchange(job.exchange), _store(job), leave
-    thread = asyncio.create_task(asyncio.to_thread(run_learner, *given))
+    thread = asyncio.create_task(asyncio.to_thread(run_trainer, *given))
     try:
         await asyncio.shield(thread)
     finally:

@@ -9,6 +9,13 @@
 All that the loss is divided by is constant: neither the length of an episode nor the number of its branches changes what a token
 weighs. Nothing is random. So after a kill, steps since the last checkpoint are done again from the same batches: on a CPU with the
 same result, bit for bit. The version of weights is the number of steps they have had.
+
+The trainer's process waits for batches, learns from each, publishes the weights and reports:
+
+    batch → step → checkpoint, every so many → publish version → report
+
+Killed anywhere, it goes on from its last checkpoint. A step that was published before is done again but not published again, so
+that the version of weights always is the number of their step.
 """
 
 from __future__ import annotations
@@ -16,8 +23,12 @@ from __future__ import annotations
 import copy
 import math
 import shutil
+import signal
+import sys
+import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,12 +37,15 @@ import torch
 from etude.agent.trace import from_json
 from etude.errors import UserError
 from etude.files import publish_folder
+from etude.inference.weight_sync import WeightStore
 from etude.lineage.compute import forward_flops
 from etude.models.load import choose_device, load_model, saved_dtype
 from etude.models.shape import shape_of
 from etude.rl import algorithm
 from etude.rl.algorithm import Reference, advantages, divergence
+from etude.rl.exchange import Exchange, Report
 from etude.rl.packing import branches, pack, row_length
+from etude.rl.processes import as_child, load_job
 from etude.training import memory
 from etude.training.attention import isolate
 from etude.training.checkpoint import Checkpoints, export
@@ -43,12 +57,12 @@ from etude.training.session import refuse_damaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     import numpy.typing as npt
 
     from etude.rl.exchange import Batch
     from etude.rl.packing import Branch, Part
+    from etude.rl.processes import RlJob
     from etude.rl.settings import RlSettings
 
     Array = npt.NDArray[Any]
@@ -57,7 +71,8 @@ AT_ONCE = {
     "cpu": 8192,
     "cuda": 32_768,
 }  # tokens; more would not be faster, and the last rows of a batch are padding on a GPU
-KEPT = 2  # checkpoints
+KEPT = 2  # checkpoints; and versions that readers may still be on their way to
+POLL = 0.05  # seconds between looks for a batch
 
 
 class Trainer:
@@ -284,3 +299,62 @@ class Trainer:
 def _layers(model: Any) -> torch.nn.ModuleList:
     """Return the layers of the decoder."""
     return next(part for part in model.get_decoder().children() if isinstance(part, torch.nn.ModuleList))
+
+
+def run_trainer(job: RlJob, trainer: Trainer, exchange: Exchange, store: WeightStore, leave: threading.Event) -> bool:
+    """Train until no more batches will come, then export; return whether it came to that, or was told to leave."""
+    if job.result.exists():
+        return True
+    metrics = trainer.resume()
+    try:
+        if trainer.done:
+            _tell(trainer, exchange, store, metrics)
+        while not leave.is_set():
+            over = exchange.stopped  # asked first: a batch may come between the two questions
+            batch = exchange.batch(trainer.done + 1)
+            if batch:
+                metrics = trainer.step(batch, job.folder)
+                if trainer.done % job.settings.checkpoint_every == 0:
+                    trainer.save(metrics)
+                _tell(trainer, exchange, store, metrics, again=True)
+            elif over:
+                trainer.export(job.result)
+                return True
+            else:
+                leave.wait(POLL)
+        if trainer.done:
+            trainer.save(metrics)
+        return False
+    finally:
+        trainer.close()
+
+
+def _tell(
+    trainer: Trainer, exchange: Exchange, store: WeightStore, metrics: dict[str, float], *, again: bool = False
+) -> None:
+    """Publish and report the last step, unless that was done before; what was trained again is reported again, as it was spent."""
+    step = trainer.done
+    if step > (store.newest() or 0):
+        done = store.publish(trainer.published(), step, step)
+        store.prune(KEPT)
+        metrics = metrics | {
+            "publish_bytes": done.bytes,
+            "publish_full_bytes": done.full_bytes,
+            "publish_seconds": done.seconds,
+        }
+    if again or exchange.report(step) is None:
+        exchange.put_report(Report(step, step, metrics))
+
+
+def main() -> None:
+    """Do the job of a file."""
+    job, leave = load_job(Path(sys.argv[1])), threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: leave.set())
+    trainer = Trainer(job.model, job.settings, job.trainer, say=lambda line: print(line, flush=True))  # noqa: T201 - its log
+    store = WeightStore(job.weights, job.settings.anchor_every)
+    if not run_trainer(job, trainer, Exchange(job.exchange), store, leave):
+        sys.exit(128 + signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    as_child(main)

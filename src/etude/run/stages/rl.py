@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 RESULTS = "results.json"
 WITHOUT_EFFECT = {"micro", "checkpoint_every", "anchor_every", "engine_memory", "processes", "keep_traces", "tasks"}
-SCRATCH = ("exchange", "weights", "trainer", "job.json", "engine.log", "learner.log", "reward_weights.json")
+SCRATCH = ("exchange", "weights", "trainer", "job.json", "engine.log", "trainer.log", "reward_weights.json")
 CHECKED = 2  # tasks whose check is tried before any time is spent on episodes
 
 

@@ -15,9 +15,8 @@ import torch
 
 from etude.inference.weight_sync import Published, WeightStore
 from etude.rl.exchange import Batch, Exchange, Report
-from etude.rl.learner import run_learner
 from etude.rl.processes import RlJob
-from etude.rl.trainer import Trainer
+from etude.rl.trainer import Trainer, run_trainer
 from tests.rl import made
 from tests.training import sessions
 
@@ -77,7 +76,7 @@ def learn(base: Path, folder: Path, when: str = "never", at: int = 0) -> None:
     exchange = DyingExchange(job.exchange, when, at)
     exchange.stop()
     trainer = Trainer(job.model, job.settings, job.trainer)
-    assert run_learner(job, trainer, exchange, DyingStore(job, trainer, when, at), threading.Event())
+    assert run_trainer(job, trainer, exchange, DyingStore(job, trainer, when, at), threading.Event())
 
 
 def metrics(job: RlJob) -> list[dict[str, float]]:
@@ -139,7 +138,7 @@ def test_a_step_that_two_kills_made_it_do_again_was_spent_twice_more(tmp_path: P
 def test_as_a_process_of_its_own(tiny_base: Path, tmp_path: Path, straight: Path) -> None:
     job = prepared(tiny_base, tmp_path)
     Exchange(job.exchange).stop()
-    command = [sys.executable, "-m", "etude.rl.learner", str(job.save())]
+    command = [sys.executable, "-m", "etude.rl.trainer", str(job.save())]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=300, env={"OMP_NUM_THREADS": "1"}
     )
@@ -148,14 +147,14 @@ def test_as_a_process_of_its_own(tiny_base: Path, tmp_path: Path, straight: Path
     # Once it is exported there is nothing left to do, also if the command was killed before anybody saw that.
     for batch in (job.exchange / "batches").iterdir():
         batch.unlink()
-    assert run_learner(job, Trainer(job.model, job.settings, job.trainer), Exchange(job.exchange), WeightStore(job.weights, 20), threading.Event())  # fmt: skip
+    assert run_trainer(job, Trainer(job.model, job.settings, job.trainer), Exchange(job.exchange), WeightStore(job.weights, 20), threading.Event())  # fmt: skip
 
 
 def test_it_waits_for_batches_and_leaves_when_told(tiny_base: Path, tmp_path: Path) -> None:
     job = RlJob(tiny_base, tmp_path, tmp_path / "socket", made.settings(checkpoint_every=100), seed=0)
     exchange, store, leave = Exchange(job.exchange), WeightStore(job.weights, 20), threading.Event()
     trainer, result = Trainer(job.model, job.settings, job.trainer), []
-    thread = threading.Thread(target=lambda: result.append(run_learner(job, trainer, exchange, store, leave)))
+    thread = threading.Thread(target=lambda: result.append(run_trainer(job, trainer, exchange, store, leave)))
     thread.start()
     exchange.put_batch(made.batch(tmp_path, 1, made.usual(random.Random(1))))
     while exchange.report(1) is None:
@@ -167,7 +166,7 @@ def test_it_waits_for_batches_and_leaves_when_told(tiny_base: Path, tmp_path: Pa
     said: list[str] = []
     again = Trainer(job.model, job.settings, job.trainer, say=said.append)
     exchange.stop()
-    assert run_learner(job, again, exchange, store, threading.Event())
+    assert run_trainer(job, again, exchange, store, threading.Event())
     assert said == ["going on from the checkpoint of step 1"]
     assert job.result.exists()
     assert exchange.spent_again() == []
