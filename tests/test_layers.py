@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import subprocess
 import sys
 import tokenize
@@ -16,7 +17,7 @@ import pytest
 import etude
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
-from draw_architecture import LAYERS
+from draw_architecture import ASIDE, CHAIN, DOCS, LAYERS, PICTURES
 
 ROOT = Path(etude.__file__).parent
 FOUNDATION = {"errors", "files", "jsonl", "parallel", "progress", "syntax", "work"}
@@ -65,6 +66,35 @@ def test_the_checker_sees_an_import_from_above(tmp_path: Path) -> None:
     module = tmp_path / "bad.py"
     module.write_text("def f():\n    from etude.cli.main import main\n    import etude.report.bases\n")
     assert imported_parts(module) == {"cli", "report"}
+
+
+@pytest.mark.parametrize("file", PICTURES)
+def test_pictures_show_the_code_as_it_is(file: str) -> None:
+    assert (DOCS / file).read_text(encoding="utf-8") == PICTURES[file](), "run python docs/draw_architecture.py"
+
+
+def test_the_chain_has_every_kind_of_stage() -> None:
+    from etude.run.stages import STAGES
+
+    assert {*CHAIN, *ASIDE} == set(STAGES)
+
+
+def walks() -> dict[str, list[tuple[str, str]]]:
+    """Return the stops of each walk through the code in docs/architecture.md, as `file.py name`."""
+    sections = re.split(r"^### ", (DOCS / "architecture.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    return {
+        each.splitlines()[0]: re.findall(r"^\d+\. `([\w/]+\.py) ([\w.]+)`", each, re.MULTILINE) for each in sections
+    }
+
+
+@pytest.mark.parametrize("walk", walks())
+def test_every_stop_of_a_walk_exists(walk: str) -> None:
+    stops = walks()[walk]
+    assert 5 <= len(stops) <= 20
+    for file, name in stops:
+        names = {node.name for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
+                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}  # fmt: skip
+        assert set(name.split(".")) <= names, f"{file} has no {name}"
 
 
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["bases"], ["status", "--help"]])
