@@ -15,7 +15,7 @@ from etude.bench.trials import read_results
 from etude.files import write_text
 from etude.sandbox import probe
 from tests.agent.chat_server import ChatServer
-from tests.bench.agent import calc_set
+from tests.bench import calc_set
 from tests.conftest import Etude
 from tests.tasks import small
 

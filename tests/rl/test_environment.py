@@ -29,7 +29,7 @@ from etude.tasks.manifest import TaskSet
 from etude.tasks.score import Score, longest_scoring, score
 from etude.tasks.suite import Ready
 from etude.tasks.task import Task
-from tests.bench.agent import calc_set
+from tests.bench import calc_set
 from tests.tasks import small
 
 TALK = message_format()

@@ -15,7 +15,7 @@ from etude.models.shape import model_shape
 from etude.run.stages import STAGES
 from etude.sandbox import probe
 from tests import tiny
-from tests.bench.agent import calc_set
+from tests.bench import calc_set
 from tests.conftest import Etude
 from tests.tasks import small
 

@@ -14,7 +14,7 @@ from etude.lineage.record import load_lineage, load_record
 from etude.models.load import load_model, load_tokeniser
 from etude.sandbox import probe
 from tests import tiny
-from tests.bench.agent import calc_set
+from tests.bench import calc_set
 from tests.conftest import Etude
 from tests.tasks import small
 

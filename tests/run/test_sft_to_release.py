@@ -21,7 +21,7 @@ from etude.run.runner import Runner, stage_settings
 from etude.run.stages import STAGES
 from etude.sandbox import probe
 from tests import tiny
-from tests.bench.agent import calc_set
+from tests.bench import calc_set
 from tests.conftest import Etude
 from tests.tasks import small
 

@@ -222,7 +222,7 @@ def bases(
 def _bases_table(known: dict[str, KnownBase]) -> Table:
     from rich.table import Table
 
-    from etude.report.bases import human
+    from etude.report.tables import human
 
     caption = "tokens: of pretraining; +: on top of its parent; ?: not known. etude bases NAME shows the sources."
     table = Table(title="Known bases", caption=caption, box=None, pad_edge=False)

@@ -18,12 +18,14 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from etude.agent.tools import ToolSettings
+from etude.bench.statistics import estimate
 from etude.bench.trials import read_results
 from etude.files import read_json
 from etude.lineage.compute import compute_shares, percent
 from etude.lineage.record import load_record
 from etude.models.bases import ancestors
 from etude.report.rl import steps_of
+from etude.report.tables import human
 from etude.rl.view import percent as share
 from etude.rl.view import smooth
 from etude.run.stages.release import RELEASE
@@ -46,7 +48,7 @@ PLAIN = str.maketrans({**dict.fromkeys("▁▂▃▄", "."), **dict.fromkeys("�
 STYLES = {"better": "green", "faster": "green", "worse": "red", "slower": "red"}
 DID = {
     "data": "built a corpus", "pretrain": "learnt from nothing", "cpt": "learnt a domain",
-    "extend": "longer context", "mtp": "guesses ahead", "sft": "learnt to answer", "rl": "learnt by trying",
+    "extend": "longer context", "mtp": "added MTP heads", "sft": "learnt to answer", "rl": "learnt by trying",
     "merge": "merged models", "compare": "compared models", "bench": "tried tasks", "release": "signed release",
 }  # fmt: skip
 
@@ -82,28 +84,28 @@ def verdict(change: float, margin: float | None, *, lower_is_better: bool = Fals
 
 def measures(stage: Ended, before: Sequence[Ended] = ()) -> list[Measure]:
     """Return what a stage measured; `before`: the stages before it, for what is measured more than once."""
-    record, found = stage.record, stage.record.summary
+    record, summary = stage.record, stage.record.summary
     match record.kind:
         case "base":
             return [Measure("", "")]
         case "data":
-            return [Measure("held out", f"{count(found['heldout_tokens'])} tokens")]
+            return [Measure("held out", f"{human(*_floats(record, 'heldout_tokens'))} tokens")]
         case "rl":
             return [_first_to_last("reward", record), _first_to_last("solved", record)]
         case "bench":
             return list(_bench(stage, [each for each in before if each.record.kind == "bench"]))
         case "compare":
-            return [Measure("best", str(found["best"]), f"{found['bits_per_byte']:.3f} bits/byte")]
+            return [Measure("best", str(summary["best"]), f"{summary['bits_per_byte']:.3f} bits/byte")]
         case "release":
-            passed, _, left = str(found["verified"]).partition(" checks")
-            return [Measure("audit: from", str(found["base"])), Measure("checks", passed, left.removeprefix(", "))]
+            passed, _, left = str(summary["verified"]).partition(" checks")
+            return [Measure("audit: from", str(summary["base"])), Measure("checks", passed, left.removeprefix(", "))]
     lines = list(_trained(stage.results)) if isinstance(stage.results, dict) else []
     lines[MOST:] = [Measure(f"{len(lines) - MOST} more", "in its report")] if len(lines) > MOST else []
     return lines or [Measure("not measured", "none held out" if stage.results else "")]
 
 
 def _first_to_last(name: str, record: Record) -> Measure:
-    first, last = (float(record.summary[f"{name}_{end}"] or 0) for end in ("first", "last"))
+    first, last = _floats(record, f"{name}_first", f"{name}_last")
     if name == "solved":
         return _points(name, first, last)
     return Measure(name, f"{first:.3f} → {last:.3f}", f"{last - first:+.3f}", verdict(last - first, None))
@@ -116,21 +118,20 @@ def _points(what: str, before: float, after: float) -> Measure:
 
 
 def _trained(results: dict[str, Any]) -> Iterator[Measure]:
-    """Yield what a training measured: bits per byte by domain, retrieval, what guesses ahead are worth."""
+    """Yield what a training measured: bits per byte by domain, retrieval, acceptance rate and speed of MTP heads."""
     for row in results.get("domains", []):
         margin = "" if row["margin"] is None else f" ±{row['margin']:.3f}"
         said = verdict(row["change"], row["margin"], lower_is_better=True)
         yield Measure(row["domain"], f"{row['before']:.3f} → {row['after']:.3f}", f"{row['change']:+.3f}{margin}", said)
     for length, after in results.get("long", {}).get("child", {}).get("retrieval", {}).items():
         first = results["long"]["parent"]["retrieval"][length]
-        yield _rate(
-            f"found at {count(int(length))}", after["exact"], after["interval"], first["exact"], first["interval"]
-        )
+        what = f"found at {human(int(length))}"
+        yield _rate(what, after["exact"], after["interval"], first["exact"], first["interval"])
     if results.get("domains"):
-        return  # heads that are trained along are told of in the report
+        return  # of MTP heads trained jointly the report tells
     for row in results.get("acceptance", []):
         if row["depth"] == 1:
-            yield _points(f"guess, {row['domain']}", row["before"], row["after"])
+            yield _points(f"accepted, {row['domain']}", row["before"], row["after"])
     if speed := results.get("speed"):
         gain = speed["guessing"] / speed["plain"]
         said = "faster" if gain > 1 else "slower"
@@ -151,42 +152,36 @@ def _rate(
 
 def _bench(stage: Ended, earlier: Sequence[Ended]) -> Iterator[Measure]:
     """Yield solve rate and valid calls, against the last benchmark before it that asked the same: its tasks, in pairs."""
-    from etude.bench.statistics import estimate
-
-    found, asked = stage.record.summary, _asked(stage.record)
-    if found.get("solved") is None:
+    summary, asked = stage.record.summary, _asked(stage.record)
+    if summary.get("solved") is None:
         yield Measure("not measured", "no valid trial")
         return
-    solved, low, high, calls = (
-        float(found[key] or 0) for key in ("solved", "solved_low", "solved_high", "valid_calls")
-    )
+    solved, low, high, calls = _floats(stage.record, "solved", "solved_low", "solved_high", "valid_calls")
     old = next((each for each in reversed(earlier) if _asked(each.record) == asked and each.trials), None)
     gain = estimate(stage.trials, against=old.trials) if old else None
     if old is None or gain is None:
         yield from (_rate("solved", solved, (low, high)), Measure("valid calls", share(calls)))
     else:
-        said = "unclear" if gain.low <= 0 <= gain.high else verdict(gain.value, 0.0)
+        clear = "unclear" if gain.low <= 0 <= gain.high else verdict(gain.value, 0.0)
         change = f"{100 * gain.value:+.0f} [{100 * gain.low:.0f}, {100 * gain.high:.0f}]"
-        before, called = (float(old.record.summary[key] or 0) for key in ("solved", "valid_calls"))
-        yield Measure("solved", f"{share(before)} → {share(solved)}", change, said)
+        before, called = _floats(old.record, "solved", "valid_calls")
+        yield Measure("solved", f"{share(before)} → {share(solved)}", change, clear)
         yield _points("valid calls", called, calls)
-    if found.get("invalid"):
-        yield Measure("left out", f"{found['invalid']} invalid")
-    for key, value in found.items():
+    if summary.get("invalid"):
+        yield Measure("left out", f"{summary['invalid']} invalid")
+    for key, value in summary.items():
         if key.startswith("solved/") and value is not None:
             yield Measure(key.removeprefix("solved/"), f"{share(float(value))} solved")
+
+
+def _floats(record: Record, *names: str) -> list[float]:
+    return [float(record.summary[name] or 0) for name in names]
 
 
 def _asked(record: Record) -> tuple[list[str], dict[str, Any]]:
     """Return the tasks and the settings that decide what a benchmark measures."""
     without = {"tasks", "against", "concurrency", "device"}
     return [use.digest for use in record.data], {k: v for k, v in record.recipe.stage.items() if k not in without}
-
-
-def count(amount: Any) -> str:
-    """Return a number of tokens in few characters."""
-    sizes = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-    return next((f"{amount / size:.3g}{letter}" for size, letter in sizes if amount >= size), f"{amount:,}")
 
 
 def took(record: Record) -> str:
@@ -208,17 +203,17 @@ def did(record: Record) -> str:
 
 
 def _amount(record: Record) -> str:
-    found = record.summary
+    summary = record.summary
     match record.kind:
         case "rl":
-            return f"{found['episodes']:,} attempts"
+            return f"{summary['episodes']:,} episodes"
         case "bench":
-            return f"{found['trials']} attempts"
+            return f"{summary['trials']} trials"
         case "merge":
-            return f"{found['method']} of {found['models']}"
+            return f"{summary['method']} of {summary['models']}"
         case "release":
-            return str(found["licences"])
-    return f"{count(found['tokens'])} tokens" if found.get("tokens") else ""
+            return str(summary["licences"])
+    return f"{human(*_floats(record, 'tokens'))} tokens" if summary.get("tokens") else ""
 
 
 def footnote(stages: Sequence[Ended]) -> str:
@@ -229,7 +224,7 @@ def footnote(stages: Sequence[Ended]) -> str:
     kinds = {stage.record.kind for stage in stages}
     notes = {
         f"{named}: bits per byte of held-out text, lower is better": bool(domains),
-        "guess: expected share of first guesses that are kept": "mtp" in kinds,
+        "accepted: expected acceptance rate of the first draft token": "mtp" in kinds,
         "rl: means of the first and the last tenth of the episodes": "rl" in kinds,
         "± and (low–high), [low, high] of a change: 95 % intervals; unclear: within them; higher, lower, level: none is known": True,
     }
@@ -275,7 +270,7 @@ def _person(record: Record) -> str:
     if record.origin:
         licences = sorted({each.licence or "unknown licence" for each in record.licences}) or ["no licence file"]
         return f"{record.origin.name} (base), {', '.join(licences)}"
-    made = [f"{count(record.compute.tokens)} tokens"] if record.compute.tokens else []
+    made = [f"{human(record.compute.tokens)} tokens"] if record.compute.tokens else []
     named = [use.name for use in record.data]
     read = [", ".join(named[:2]) + ", …" * (len(named) > 2)] if named else []
     return ": ".join([record.stage, *[" from ".join(made + read)][: len(made + read)]])
@@ -283,10 +278,10 @@ def _person(record: Record) -> str:
 
 def own_share(lineage: Lineage) -> str:
     """Return how much compute is the makers' own."""
-    found = compute_shares(lineage, ancestors())
-    own = found.shares[0].own_share if found.bases else None
+    compute = compute_shares(lineage, ancestors())
+    own = compute.shares[0].own_share if compute.bases else None
     part = "" if own is None else f"at most {percent(own.high)}" if own.unknown else percent(own.value)
-    return f"own compute {found.own.value:.1e} FLOP" + f", {part} of all in it" * bool(part)
+    return f"own compute {compute.own.value:.1e} FLOP" + f", {part} of all in it" * bool(part)
 
 
 def next_steps(run: Path, stages: Sequence[Ended]) -> list[tuple[str, str]]:
@@ -294,30 +289,25 @@ def next_steps(run: Path, stages: Sequence[Ended]) -> list[tuple[str, str]]:
     kinds = {stage.record.kind: stage.record for stage in stages}
     made = next(stage.record for stage in reversed(stages) if stage.record.weights)
     where = shlex.quote(str(run / made.stage))
-    found = [("talk to it: an endpoint like OpenAI's, on port 8000", f"etude serve {where}")]
+    steps = [("talk to it: an endpoint like OpenAI's, on port 8000", f"etude serve {where}")]
     if learnt := kinds.get("rl") or kinds.get("sft"):
-        tools = _tools(learnt.recipe.stage)
+        settings = learnt.recipe.stage
+        tools = (settings.get("tools") or settings.get("demos") or {}).get("tools")
         option = f" --tools {','.join(tools)}" if tools and tools != ToolSettings().tools else ""
-        found = [("let it work on a copy of this folder; nothing changes before your yes",
+        steps = [("let it work on a copy of this folder; nothing changes before your yes",
                   f'etude agent "the tests fail; find out why" --model {where}{option}')]  # fmt: skip
     if released := kinds.get("release"):
         folder = shlex.quote(str(run / released.stage / RELEASE))
-        found.append(("check the release as those who receive it would", f"etude verify {folder}"))
+        steps.append(("check the release as those who receive it would", f"etude verify {folder}"))
     if kinds.keys() & {"rl", "bench"}:
         words = "teach it your repository: say in tasks.toml where it is (docs/your-own-agent.md)"
-        found.append((words, "etude tasks make tasks.toml"))
+        steps.append((words, "etude tasks make tasks.toml"))
     base = next((stage.record.origin.name for stage in stages if stage.record.origin), "sprout")
     return [
-        *found,
+        *steps,
         ("see where it comes from, and that its weights are those recorded", f"etude lineage show {where} --verify"),
         ("hold it against its base on your own code", f"etude compare {shlex.quote(base)} {where}/model --on ."),
     ][:3]
-
-
-def _tools(settings: dict[str, Any]) -> list[str] | None:
-    """Return the tools that a stage's model has learnt to use."""
-    found: list[str] | None = (settings.get("tools") or settings.get("demos") or {}).get("tools")
-    return found
 
 
 def screen(stages: Sequence[Ended], lineage: Lineage, *, wide: int, plain: bool = False) -> RenderableType:
@@ -344,9 +334,9 @@ def _table(stages: Sequence[Ended], say: Callable[..., Text]) -> Table:
     for heading in ("measured", "before → after", "change", ""):
         table.add_column(say(heading), no_wrap=True, overflow="crop")
     for at, stage in enumerate(stages):
-        found = measures(stage, stages[:at])
-        cells = [say("\n".join(getattr(each, name) for each in found)) for name in ("what", "value", "change")]
-        said = Text("\n").join(say(each.verdict, STYLES.get(each.verdict, "dim")) for each in found)
+        lines = measures(stage, stages[:at])
+        cells = [say("\n".join(getattr(each, name) for each in lines)) for name in ("what", "value", "change")]
+        said = Text("\n").join(say(each.verdict, STYLES.get(each.verdict, "dim")) for each in lines)
         name = Text.assemble(say(stage.record.stage, "bold"), say(took(stage.record), "dim"))
         table.add_row(name, say(did(stage.record)), *cells, said)
     return table

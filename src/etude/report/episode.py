@@ -1,18 +1,18 @@
 """An episode for people: what was thought, done and answered, in the order it happened.
 
-Whatever a sandbox or a policy wrote may be hostile to a terminal: control characters and those that turn the direction of writing are
-shown, never sent.
+Whatever a sandbox or a policy wrote may be hostile to a terminal: `visible` shows control characters, and never sends them.
 """
 
 from __future__ import annotations
 
 import difflib
-import re
 from typing import TYPE_CHECKING, Any
 
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
+
+from etude.report import tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,31 +23,26 @@ if TYPE_CHECKING:
 
 FOLD = 8  # lines of an output that are shown
 _MAIN = ("path", "command", "pattern", "query", "file")  # what a call is about, if it has one of these
-_HIDDEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
-)
 _DIFF = {"+": "green", "-": "red", "@": "cyan"}
 _KINDS = ("thinking", "calls", "said", "answers", "summary")
 
 
 def visible(text: str) -> str:
-    """Return a text that does nothing to a terminal: what would is shown as its number."""
-    return _HIDDEN.sub(lambda found: f"‹{ord(found[0]):02x}›", text.replace("\r\n", "\n"))
+    """Return a text that does nothing to a terminal; lines and tabs stay."""
+    return tables.visible(text.replace("\r\n", "\n"), tables.LAYOUT)
 
 
 def show(trace: Trace, console: Console, *, full: bool = False) -> None:
-    """Print an episode."""
     console.print(_head(trace))
     live = Live(console, full=full)
     for node in trace.nodes:
         live.node(node)
     if trace.diff:
-        console.print(Rule(Text("what it changed", "bold"), align="left", style="dim"))
+        console.print(_rule("what it changed"))
         console.print(shown_diff(trace.diff), soft_wrap=True)
 
 
 def shown_diff(diff: str) -> Text:
-    """Return a unified diff in its colours."""
     return _coloured(diff.rstrip("\n").split("\n"))
 
 
@@ -58,7 +53,6 @@ class Live:
         self.console, self.fold, self.turns = console, None if full else FOLD, 0
 
     def node(self, node: Node) -> None:
-        """Print a node."""
         self.turns += node.kind == "turn" and "said" in node.details
         for part in _node(node, self.turns, self.fold):
             self.console.print(part, soft_wrap=isinstance(part, Text))
@@ -85,12 +79,8 @@ def _node(node: Node, turns: int, fold: int | None) -> Iterator[RenderableType]:
     details = node.details
     if node.kind in {"turn", "summary"}:
         begun = node.kind == "turn" and "said" not in details  # the harness ended its thinking; the rest comes
-        title = (
-            "summary, by the policy itself" if node.kind == "summary" else "turn, begun" if begun else f"turn {turns}"
-        )
-        yield Rule(
-            Text(f"{title} · {len(node.tokens)} tokens · {node.seconds:.1f} s", "bold"), align="left", style="dim"
-        )
+        title = "summary" if node.kind == "summary" else "turn, begun" if begun else f"turn {turns}"
+        yield _rule(f"{title} · {len(node.tokens)} tokens · {node.seconds:.1f} s")
         if thinking := details.get("thinking"):
             yield _lines(thinking, fold, "dim italic")
         if said := details.get("said", node.text):
@@ -107,16 +97,15 @@ def _node(node: Node, turns: int, fold: int | None) -> Iterator[RenderableType]:
         if request := details.get("request"):
             yield _lines(request, fold, "yellow")
     elif node.kind == "restart":
-        yield Rule(Text("the context begins anew", "bold magenta"), style="magenta", characters="═")
+        yield Rule(Text("context restarted from the summary", "bold magenta"), style="magenta", characters="═")
         yield _lines(node.text, fold, "magenta")
     else:
         yield _lines(node.text, fold, "dim" if node.kind == "opening" else "yellow")
 
 
 def _call(name: str, arguments: dict[str, Any], fold: int | None) -> Iterator[RenderableType]:
-    texts = {
-        visible(key): visible(value if isinstance(value, str) else repr(value)) for key, value in arguments.items()
-    }
+    plain = {key: value if isinstance(value, str) else repr(value) for key, value in arguments.items()}
+    texts = {visible(key): visible(value) for key, value in plain.items()}
     main = next((texts.pop(key) for key in _MAIN if key in texts), "")
     pair = (texts.pop("old").split("\n"), texts.pop("new").split("\n")) if {"old", "new"} <= texts.keys() else None
     short = [f"{key}={texts.pop(key)}" for key in list(texts) if len(texts[key]) <= 60 and "\n" not in texts[key]]
@@ -126,6 +115,10 @@ def _call(name: str, arguments: dict[str, Any], fold: int | None) -> Iterator[Re
         yield _coloured(_folded([line for line in changes if not line.startswith("@@")], fold), "    ")
     for text in texts.values():
         yield _lines(text, fold, "green", indent=4)
+
+
+def _rule(title: str) -> Rule:
+    return Rule(Text(title, "bold"), align="left", style="dim")
 
 
 def _lines(text: str, fold: int | None, style: str = "", indent: int = 2) -> Text:

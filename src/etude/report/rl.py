@@ -1,6 +1,6 @@
-"""The report of a run, finished or going on: one page, from metrics.jsonl alone.
+"""The report of an RL run, finished or going on: one page with its curves, from metrics.jsonl alone.
 
-A run as curves: what each step was like, faint, and the mean of the steps around it.
+A curve shows each step faintly, and the mean of the steps around it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
-
 from etude.errors import UserError
-from etude.files import read_json, whole_file, write_text
+from etude.files import read_json
 from etude.jsonl import read_rows
 from etude.progress import duration
-from etude.report.benchmark import Picture, html_page, markdown
-from etude.report.corpus import COLOURS, STYLE, Table
+from etude.report.page import Picture, write_page
+from etude.report.plots import COLOURS, RED, drawing, label
+from etude.report.tables import Table
 from etude.rl.metrics import ABOUT
 from etude.rl.view import added, count, ends, number, percent, smooth, starting
 
@@ -27,12 +24,23 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from etude.report.page import Page
+
     Row = Mapping[str, Any]
-    from collections.abc import Callable, Mapping
+    Points = list[tuple[int, float]]  # step, value
 
-    from etude.report.benchmark import Page
-
-
+METRICS, PAGE = "metrics.jsonl", "report.html"
+TITLE = "What did this agent learn, and what did it cost?"
+ABOUT_PICTURES = {
+    "reward.png": "Reward, its parts, and tasks solved, by step",
+    "health.png": "Entropy, KL, mismatch of log-probs, importance ratio, gradient",
+    "staleness.png": "Staleness of trained tokens; what became of groups; invalid episodes",
+    "speed.png": "Tokens a second, idle time, queues, weight sync",
+    "behaviour.png": "Behaviours that monitors watch; a red line where one raised a flag",
+}
+SHARES = ("solved", "best_of_group", "masked", "idle_")  # shown as percentages
+SPEEDS = ("device_seconds", "episode_seconds", "sampled_per_second", "trained_per_second", "idle_", "at_once_", "swap_")
+LISTED = 30  # lines of samples
 ACROSS = 3  # panels
 LABELS = {
     "solved": "any episode", "best_of_group": "one of its group", "sampled_per_second": "sampled", "trained_per_second": "trained",
@@ -40,7 +48,6 @@ LABELS = {
     "ratio_max": "largest", "swap_seconds": "in all", "swap_paused": "engine paused",
     "queue_episodes": "episodes", "queue_open": "groups open", "queue_ready": "ready", "queue_training": "in training",
 }  # fmt: skip
-RED, SOFT = "#b3372b", "#e3e6e9"
 
 
 @dataclass(frozen=True)
@@ -60,15 +67,15 @@ PICTURES = {
         Panel("Tasks solved by", ("solved", "best_of_group"), "percent"),
     ),
     "health.png": (
-        Panel("Entropy of what was sampled", ("entropy",), unit="nats a token"),
+        Panel("Entropy of sampled tokens", ("entropy",), unit="nats a token"),
         Panel("KL to the reference", ("kl",), unit="nats a token"),
-        Panel("Log-probs, trainer against engine", ("mismatch_mean", "mismatch_p99"), "log", "nats a token"),
+        Panel("Log-prob mismatch, trainer against engine", ("mismatch_mean", "mismatch_p99"), "log", "nats a token"),
         Panel("Importance ratio", ("ratio_min", "ratio_mean", "ratio_max"), "log"),
-        Panel("Left out by the correction", ("masked",), "percent", "of tokens"),
-        Panel("Norm of the gradient", ("gradient",), "log"),
+        Panel("Masked by the correction", ("masked",), "percent", "of tokens"),
+        Panel("Gradient norm", ("gradient",), "log"),
     ),
     "staleness.png": (
-        Panel("Versions behind when trained on", ("staleness_",), "stacked", "of tokens"),
+        Panel("Staleness: versions behind when trained on", ("staleness_",), "stacked", "of tokens"),
         Panel("Groups that closed", ("groups_",), "stacked"),
         Panel("Invalid episodes, by cause", ("invalid_",), "counts"),
     ),
@@ -76,137 +83,11 @@ PICTURES = {
         Panel("Tokens a second", ("sampled_per_second", "trained_per_second")),
         Panel("Idle", ("idle_",), "percent", "of the time"),
         Panel("Under way", ("queue_episodes", "queue_open", "queue_ready", "queue_training")),
-        Panel("New weights into the engine", ("swap_seconds", "swap_paused"), "log", "seconds"),
+        Panel("Weight sync", ("swap_seconds", "swap_paused"), "log", "seconds"),
         Panel("Seconds a step", ("device_seconds",)),
         Panel("Tokens sampled an episode", ("episode_tokens",)),
     ),
 }
-
-
-def pictures(rows: Sequence[Row]) -> dict[str, list[Panel]]:
-    """Return which panels can be drawn, by picture: those with at least one number."""
-    found = PICTURES | {"behaviour.png": tuple(_behaviours(rows))}
-    drawn = {file: [panel for panel in panels if curves(panel, rows)] for file, panels in found.items()}
-    return {file: panels for file, panels in drawn.items() if panels}
-
-
-def _behaviours(rows: Sequence[Row]) -> list[Panel]:
-    names = {name: None for row in rows for name in row if name.startswith("behaviour_")}
-    return [Panel(name.removeprefix("behaviour_").replace("_", " ").capitalize(), (name,)) for name in names]
-
-
-def curves(panel: Panel, rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
-    """Return the points of every curve of a panel, by its label."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for wanted in panel.names:
-        several = wanted.endswith("_")
-        for row in rows:
-            here = starting(row, wanted) if several else {wanted: row[wanted]} if wanted in row else {}
-            for name, value in here.items():
-                found.setdefault(LABELS.get(name, name.replace("_", " ")), []).append((row["step"], value))
-    if panel.look in {"counts", "stacked"}:
-        tables = {
-            label: dict(points) for label, points in sorted(found.items(), key=lambda each: (len(each[0]), each[0]))
-        }
-        return {label: [(row["step"], here.get(row["step"], 0)) for row in rows] for label, here in tables.items()}
-    return found
-
-
-def draw(path: Path, panels: Sequence[Panel], rows: Sequence[Row]) -> None:
-    """Write a picture as PNG."""
-    down = math.ceil(len(panels) / ACROSS)
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(13, 0.3 + 2.9 * down), layout="constrained")
-        axes = figure.subplots(down, ACROSS, squeeze=False).flatten()
-        for axis, panel in zip(axes, panels, strict=False):
-            _panel(axis, panel, rows)
-        for axis in axes[len(panels) :]:
-            axis.set_visible(False)
-        figure.savefig(path, format="png", dpi=120, metadata={"Software": None})
-
-
-def _panel(axis: Any, panel: Panel, rows: Sequence[Row]) -> None:
-    found = curves(panel, rows)
-    counts = {row["step"]: count(row, panel.names[0]) for row in rows}
-    if panel.look == "stacked":
-        _stacked(axis, found)
-    else:
-        for (label, points), colour in zip(found.items(), COLOURS * len(found), strict=False):
-            _curve(axis, points, counts, label if len(found) > 1 else "", colour)
-    _finish(axis, panel, rows)
-    if len(found) > 1:
-        look = {"frameon": False, "columnspacing": 1.0, "handlelength": 1.0}
-        axis.legend(loc="upper left", bbox_to_anchor=(-0.03, -0.09), ncols=3 if len(found) in {3, 5, 6} else 4, **look)
-
-
-def _curve(
-    axis: Any, points: Sequence[tuple[int, float]], counts: Mapping[int, float], label: str, colour: str
-) -> None:
-    steps, values = zip(*points, strict=True)
-    axis.plot(
-        steps, values, color=colour, linewidth=0.8, alpha=0.35, marker="o" if len(points) < 40 else "", markersize=2.5
-    )
-    near = smooth([(value, counts[step]) for step, value in points], max(1, len(points) // 20))
-    axis.plot(steps, near, color=colour, linewidth=1.8, label=label)
-
-
-def _stacked(axis: Any, found: Mapping[str, Sequence[tuple[int, float]]]) -> None:
-    steps = [step for step, _ in next(iter(found.values()))]
-    amounts = [[amount for _, amount in points] for points in found.values()]
-    wholes = [sum(here) or 1 for here in zip(*amounts, strict=True)]
-    reach = max(1, len(steps) // 20)
-    shares = [smooth([(one / whole, 1) for one, whole in zip(each, wholes, strict=True)], reach) for each in amounts]
-    axis.stackplot(steps, shares, labels=list(found), colors=COLOURS, linewidth=0)
-
-
-def _finish(axis: Any, panel: Panel, rows: Sequence[Row]) -> None:
-    axis.set_title(panel.title, loc="left")
-    axis.set_ylabel(panel.unit)
-    axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axis.grid(axis="y", color=SOFT, linewidth=0.6)
-    axis.set_axisbelow(True)
-    _scale(axis, panel)
-    for row in changes(rows):
-        if panel.names[0].startswith(("reward", "behaviour")):
-            axis.axvline(row["step"], color="black", linewidth=0.8, linestyle=":")
-    for row in rows:
-        if any(f"behaviour_{name}" in panel.names for name in row.get("flags", {})):
-            axis.axvline(row["step"], color=RED, linewidth=1.2)
-
-
-def _scale(axis: Any, panel: Panel) -> None:
-    """Begin at 0 wherever that can be, or noise looks like news."""
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
-    if panel.look == "log":
-        axis.set_yscale("log", nonpositive="mask")
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
-        axis.yaxis.set_minor_formatter(NullFormatter())
-    elif axis.dataLim.ymin >= 0:
-        least = 0.05 if panel.look == "percent" else 1e-9  # or nothing but zeros get ticks of a millionth
-        axis.set_ylim(0, 1 if panel.look == "stacked" else max(1.08 * axis.dataLim.ymax, least))
-    if panel.look in {"percent", "stacked"}:
-        axis.yaxis.set_major_formatter(PercentFormatter(1))
-
-
-def changes(rows: Sequence[Row]) -> list[Row]:
-    """Return the first row of each new set of reward weights."""
-    return [row for before, row in pairwise(rows) if starting(before, "weight_") != starting(row, "weight_")]
-
-
-METRICS, PAGE = "metrics.jsonl", "report.html"
-TITLE = "What did this agent learn, and what did it cost?"
-ABOUT_PICTURES = {
-    "reward.png": "Reward, its parts, and tasks solved, by step",
-    "health.png": "Entropy, KL, mismatch of log-probs, importance ratio, gradient",
-    "staleness.png": "How old trained tokens were; what became of groups; invalid episodes",
-    "speed.png": "Tokens a second, idle time, queues, updates of the engine's weights",
-    "behaviour.png": "Behaviours that monitors watch; a red line where one raised a flag",
-}
-SHARES = ("solved", "best_of_group", "masked", "idle_")  # shown as percentages
-SPEEDS = ("device_seconds", "episode_seconds", "sampled_per_second", "trained_per_second", "idle_", "at_once_", "swap_")
-LISTED = 30  # lines of samples
-PICTURED = Picture("reward.png", ABOUT_PICTURES["reward.png"])
 
 
 def steps_of(folder: Path) -> list[Row]:
@@ -224,16 +105,12 @@ def steps_of(folder: Path) -> list[Row]:
 def write_report(folder: Path, target: Path) -> list[str]:
     """Write report.md, report.html and their pictures; return the first lines."""
     rows = steps_of(folder)
-    drawn: dict[str, bytes] = {}
-    for file, panels in pictures(rows).items():
-        with whole_file(target / file) as beside:
-            draw(beside, panels, rows)
-        drawn[file] = (target / file).read_bytes()
-    said = verdict(rows)
-    page = _page(rows, said, list(drawn), _samples(folder))
-    write_text(target / "report.md", markdown(TITLE, page))
-    write_text(target / PAGE, html_page(TITLE, page, PICTURED, drawn))
-    return said
+    drawn = pictures(rows)
+    for file, panels in drawn.items():
+        draw(target / file, panels, rows)
+    lines = verdict(rows)
+    write_page(target, TITLE, _page(rows, lines, list(drawn), _samples(folder)), wide=True)
+    return lines
 
 
 def verdict(rows: Sequence[Row]) -> list[str]:
@@ -241,27 +118,24 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     seconds, episodes = (sum(row.get(name, 0) for row in rows) for name in ("device_seconds", "episodes"))
     lines = [f"{len(rows):,} step{'s'[: len(rows) != 1]}, {episodes:,} episodes, {duration(seconds)}"]
     for name in ("reward", "solved", "best_of_group"):
-        if found := ends(rows, name):
-            first, last = map(shower(name), found)
+        if tenths := ends(rows, name):
+            first, last = (written(name, value) for value in tenths)
             lines.append(f"{_words(name)}: from {first} in the first tenth of the episodes to {last} in the last")
     groups, invalid = added(rows, "groups_"), added(rows, "invalid_")
     if flat := groups["flat"]:
-        lines.append(
-            f"{percent(flat / groups.total())} of the groups were flat: all rewards alike, nothing to learn from"
-        )
-    if invalid:
+        share = percent(flat / groups.total())
+        lines.append(f"{share} of the groups were flat: all rewards alike, nothing to learn from")
+    if total := invalid.total():
         most = _words(invalid.most_common(1)[0][0])
-        lines.append(
-            f"{invalid.total():,} invalid episode{'s'[: invalid.total() != 1]}, most often {most}: excluded, not scored"
-        )
+        lines.append(f"{total:,} invalid episode{'s'[: total != 1]}, most often {most}: excluded, not scored")
     return lines + flags(rows)
 
 
-def _page(rows: Sequence[Row], said: Sequence[str], drawn: Sequence[str], samples: Table) -> Page:
-    shown = {file: [Picture(file, ABOUT_PICTURES[file])] if file in drawn else [] for file in ABOUT_PICTURES}
+def _page(rows: Sequence[Row], lines: Sequence[str], drawn: Sequence[str], samples: Table) -> Page:
+    shown = {file: [Picture(file, about)] * (file in drawn) for file, about in ABOUT_PICTURES.items()}
     weights = [(row["step"], *map(number, starting(row, "weight_").values())) for row in [rows[0], *changes(rows)]]
     return {
-        "In short": [*(f"{line}." for line in said), PICTURED],
+        "In short": [*(f"{line}." for line in lines), *shown["reward.png"]],
         "Reward": [
             "Of episodes that ended while a step was trained, so of the newest policy. The parts add up to the reward. A dotted line: "
             "the weights of the parts were changed.", _table(rows, ("reward", "reward_", "part_", "solved", "best_of_group")),
@@ -274,7 +148,7 @@ def _page(rows: Sequence[Row], said: Sequence[str], drawn: Sequence[str], sample
             "Ready groups are trained on. Flat ones have nothing to teach; void ones have too few valid episodes; stale ones were too "
             "old, and their tasks went back. Invalid episodes are the machinery's failures; those tried again count each time.",
             *shown["staleness.png"],
-            Table(("what", ">groups"), [(name, count) for name, count in added(rows, "groups_").items()]),
+            Table(("what", ">groups"), list(added(rows, "groups_").items())),
             Table(("invalid, by cause", ">episodes"), [(_words(name), count) for name, count in added(rows, "invalid_").items()])],
         "Behaviour": [*([f"{line}." for line in flags(rows)] or ["No flag was raised."]), *shown["behaviour.png"],
                       _table(rows, ("behaviour_", "episode_tokens"))],
@@ -284,27 +158,25 @@ def _page(rows: Sequence[Row], said: Sequence[str], drawn: Sequence[str], sample
 
 
 def flags(rows: Sequence[Row]) -> list[str]:
-    """Return what monitors had to say."""
+    """Return the flags that monitors raised."""
     return [line for row in rows for line in row.get("flags", {}).values()]
 
 
 def _table(rows: Sequence[Row], wanted: Sequence[str]) -> Table:
     """Return numbers at the beginning, at the end and their extremes; a name that ends with an underscore stands for many."""
     known = {name: None for row in rows for name in row}
-    named = [name for want in wanted for name in known if name == want or (want[-1] == "_" and name.startswith(want))]
+    names = [name for want in wanted for name in known if name == want or (want[-1] == "_" and name.startswith(want))]
     lines = []
-    for name in named:
-        found = ends(rows, name)
-        assert found, "it is in a row"
+    for name in names:
         values = [row[name] for row in rows if name in row]
-        show = shower(name)
-        lines.append((_words(name), *(show(value) for value in (*found, min(values), max(values)))))
+        shown = (*(ends(rows, name) or ()), min(values), max(values))
+        lines.append((_words(name), *(written(name, value) for value in shown)))
     return Table(("", ">first tenth", ">last tenth", ">smallest", ">largest"), lines)
 
 
-def shower(name: str) -> Callable[[float], str]:
-    """Return how a number is written."""
-    return percent if name.startswith(SHARES) else number
+def written(name: str, value: float) -> str:
+    """Write a number as what it measures asks for."""
+    return percent(value) if name.startswith(SHARES) else number(value)
 
 
 def _words(name: str) -> str:
@@ -312,10 +184,110 @@ def _words(name: str) -> str:
 
 
 def _samples(folder: Path) -> Table:
-    """Return the kept episodes of the last steps."""
+    """Return the sampled episodes of the last steps."""
     lines = []
     for place in sorted((folder / "samples").glob("*/" + ABOUT))[-LISTED // 3 :][::-1]:
         for name, about in read_json(place).items():
-            told = (about["outcome"], number(about["reward"]), about["why"])
-            lines.append((f"samples/{place.parent.name}/{name}.json", *told))
+            file = f"samples/{place.parent.name}/{name}.json"
+            lines.append((file, about["outcome"], number(about["reward"]), about["why"]))
     return Table(("file", "outcome", ">reward", "why"), lines)
+
+
+def pictures(rows: Sequence[Row]) -> dict[str, list[Panel]]:
+    """Return which panels can be drawn, by picture: those with at least one number."""
+    behaviours = {name: None for row in rows for name in row if name.startswith("behaviour_")}
+    watched = [Panel(_words(name).capitalize(), (name,)) for name in behaviours]
+    panels = {**PICTURES, "behaviour.png": watched}
+    drawn = {file: [panel for panel in several if curves(panel, rows)] for file, several in panels.items()}
+    return {file: several for file, several in drawn.items() if several}
+
+
+def curves(panel: Panel, rows: Sequence[Row]) -> dict[str, Points]:
+    """Return the points of every curve of a panel, by its label."""
+    points: dict[str, Points] = {}
+    for wanted in panel.names:
+        for row in rows:
+            here = starting(row, wanted) if wanted[-1] == "_" else {wanted: row[wanted]} if wanted in row else {}
+            for name, value in here.items():
+                points.setdefault(LABELS.get(name, name.replace("_", " ")), []).append((row["step"], value))
+    if panel.look in {"counts", "stacked"}:
+        order = sorted(points, key=lambda name: (len(name), name))
+        steps = {name: dict(points[name]) for name in order}
+        return {name: [(row["step"], known.get(row["step"], 0)) for row in rows] for name, known in steps.items()}
+    return points
+
+
+def draw(path: Path, panels: Sequence[Panel], rows: Sequence[Row]) -> None:
+    down = math.ceil(len(panels) / ACROSS)
+    with drawing(path, 13, 0.3 + 2.9 * down, dpi=120) as figure:
+        axes = figure.subplots(down, ACROSS, squeeze=False).flatten()
+        for axis, panel in zip(axes, panels, strict=False):
+            _panel(axis, panel, rows)
+        for axis in axes[len(panels) :]:
+            axis.set_visible(False)
+
+
+def _panel(axis: Any, panel: Panel, rows: Sequence[Row]) -> None:
+    several = curves(panel, rows)
+    counts = {row["step"]: count(row, panel.names[0]) for row in rows}
+    if panel.look == "stacked":
+        _stacked(axis, several)
+    else:
+        for (name, points), colour in zip(several.items(), COLOURS * len(several), strict=False):
+            _curve(axis, points, counts, name if len(several) > 1 else "", colour)
+    _finish(axis, panel, rows)
+    if len(several) > 1:
+        look = {"frameon": False, "columnspacing": 1.0, "handlelength": 1.0}
+        columns = 3 if len(several) in {3, 5, 6} else 4
+        axis.legend(loc="upper left", bbox_to_anchor=(-0.03, -0.09), ncols=columns, **look)
+
+
+def _curve(axis: Any, points: Points, counts: Mapping[int, float], name: str, colour: str) -> None:
+    steps, values = zip(*points, strict=True)
+    dots = "o" if len(points) < 40 else ""
+    axis.plot(steps, values, color=colour, linewidth=0.8, alpha=0.35, marker=dots, markersize=2.5)
+    near = smooth([(value, counts[step]) for step, value in points], max(1, len(points) // 20))
+    axis.plot(steps, near, color=colour, linewidth=1.8, label=name)
+
+
+def _stacked(axis: Any, several: Mapping[str, Points]) -> None:
+    steps = [step for step, _ in next(iter(several.values()))]
+    amounts = [[amount for _, amount in points] for points in several.values()]
+    wholes = [sum(here) or 1 for here in zip(*amounts, strict=True)]
+    reach = max(1, len(steps) // 20)
+    shares = [smooth([(one / whole, 1) for one, whole in zip(each, wholes, strict=True)], reach) for each in amounts]
+    axis.stackplot(steps, shares, labels=list(several), colors=COLOURS, linewidth=0)
+
+
+def _finish(axis: Any, panel: Panel, rows: Sequence[Row]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    label(axis, panel.title, up=panel.unit)
+    axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    _scale(axis, panel)
+    for row in changes(rows):
+        if panel.names[0].startswith(("reward", "behaviour")):
+            axis.axvline(row["step"], color="black", linewidth=0.8, linestyle=":")
+    for row in rows:
+        if any(f"behaviour_{name}" in panel.names for name in row.get("flags", {})):
+            axis.axvline(row["step"], color=RED, linewidth=1.2)
+
+
+def _scale(axis: Any, panel: Panel) -> None:
+    """Begin at 0 wherever that can be, or noise looks like news."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+
+    if panel.look == "log":
+        axis.set_yscale("log", nonpositive="mask")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_minor_formatter(NullFormatter())
+    elif axis.dataLim.ymin >= 0:
+        least = 0.05 if panel.look == "percent" else 1e-9  # or nothing but zeros get ticks of a millionth
+        axis.set_ylim(0, 1 if panel.look == "stacked" else max(1.08 * axis.dataLim.ymax, least))
+    shares = panel.look in {"percent", "stacked"}
+    axis.yaxis.set_major_formatter(PercentFormatter(1) if shares else FuncFormatter(lambda value, _: number(value)))
+
+
+def changes(rows: Sequence[Row]) -> list[Row]:
+    """Return the first row of each new set of reward weights."""
+    return [row for before, row in pairwise(rows) if starting(before, "weight_") != starting(row, "weight_")]

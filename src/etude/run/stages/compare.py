@@ -12,11 +12,11 @@ from etude.bench.base_comparison import Candidate, CandidateResult, CompareConfi
 from etude.bench.state_tracking import make_chains
 from etude.data.codebase import Codebase, git_revision, read_codebase
 from etude.errors import UserError
-from etude.files import digest_of, read_json, whole_file, write_json, write_text
+from etude.files import digest_of, read_json, write_json, write_text
 from etude.lineage import environment
 from etude.lineage.record import LINEAGE_FILE, DataUse, Parent, load_lineage
 from etude.models.bases import known_bases, resolve
-from etude.report.bases import markdown, ranked, table, verdict
+from etude.report.bases import draw, markdown, ranked, table, verdict
 from etude.run.stage import Job, Outcome
 
 if TYPE_CHECKING:
@@ -169,13 +169,10 @@ def _unique(name: str, taken: list[str]) -> str:
 
 
 def _write(results: list[CandidateResult], code: Codebase, total_files: int, folder: Path) -> None:
-    from etude.report.bases import draw
-
     write_json(folder / RESULTS, [result.quality() for result in results])
     write_json(folder / SPEED, {result.name: result.speed for result in results})
     write_text(folder / "report.md", markdown(results, code, total_files))
-    with whole_file(folder / "comparison.png") as beside:
-        draw(results, beside)
+    draw(results, folder / "comparison.png")
 
 
 def _data_use(source: Path, code: Codebase) -> DataUse:

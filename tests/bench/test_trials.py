@@ -6,7 +6,7 @@ import pytest
 
 from etude.bench.trials import FILE, Header, TrialLog, read_results, read_together, trial_key
 from etude.errors import UserError
-from tests.bench.agent import fake
+from tests.bench import fake
 
 MADE = fake.trials({"model": 0.5}, packages=2, tasks=2, k=2)
 

@@ -23,7 +23,6 @@ from etude.report.ending import (
     BLOCKS,
     Ended,
     Measure,
-    count,
     curve,
     did,
     footnote,
@@ -71,11 +70,11 @@ def test_many_measures_are_counted_not_dropped() -> None:
     assert [each.what for each in found] == ["d0", "d1", "d2", "d3", "d4", "2 more"]
 
 
-def test_heads_are_told_by_their_first_guess_and_by_their_speed() -> None:
+def test_mtp_heads_are_measured_by_acceptance_rate_and_speed() -> None:
     accepted = [{"domain": "rust", "depth": depth, "before": 0.05, "after": 0.35 / depth} for depth in (1, 2)]
     speed = {"plain": 100.0, "guessing": 80.0, "kept": 0.2, "tokens_a_round": 1.4}
     assert measures(ended("mtp", results={"domains": [], "acceptance": accepted, "speed": speed})) == [
-        Measure("guess, rust", "5% → 35%", "+30 points", "higher"),
+        Measure("accepted, rust", "5% → 35%", "+30 points", "higher"),
         Measure("tokens/step", "1 → 1.40", "0.80× speed", "slower"),
     ]
 
@@ -156,9 +155,9 @@ def test_reports_have_a_cell_each() -> None:
 
 def test_what_was_done_and_for_how_long() -> None:
     assert did(ended("cpt", {"tokens": 120_000}).record) == "learnt a domain\n120k tokens"
-    assert did(ended("rl", RL).record) == "learnt by trying\n1,920 attempts"
+    assert did(ended("rl", RL).record) == "learnt by trying\n1,920 episodes"
     assert did(ended("base", {"base": "sprout"}).record) == "from sprout"
-    assert did(ended("bench", SOLVED).record) == "tried tasks\n24 attempts"
+    assert did(ended("bench", SOLVED).record) == "tried tasks\n24 trials"
     assert did(ended("release", RELEASE).record) == "signed release\nApache-2.0, MIT"
     assert did(ended("scale").record) == "scale"
     for end, told in {"03:07:39": "99 s", "03:12:00": "6 min", "06:06:00": "3.0 h"}.items():
@@ -166,11 +165,6 @@ def test_what_was_done_and_for_how_long() -> None:
     # Interrupted: what lies between the sessions is nobody's work.
     assert took(ended("cpt", finished="2026-11-16T03:06:00+00:00", sessions=2).record) == "\n61 s"
     assert not took(ended("base").record)
-
-
-@pytest.mark.parametrize(("tokens", "told"), [(0, "0"), (999, "999"), (8192, "8.19k"), (1.3e9, "1.3B"), (2e12, "2T")])
-def test_counts_are_short(tokens: float, told: str) -> None:
-    assert count(tokens) == told
 
 
 @given(st.floats(-9, 9), st.floats(0, 9), st.booleans())

@@ -15,7 +15,7 @@ from etude.bench.trials import Trial, read_results
 from etude.report.benchmark import Scored, frontier, number, wrapped, write_report
 from etude.rewards.quality import Work, measure
 from etude.tasks.task import Candidate, Edit, Task
-from tests.bench.agent import fake
+from tests.bench import fake
 
 LONG = "someone/A-Very-Long-Model-Name-70B-Instruct-2026-09-preview"
 

@@ -31,8 +31,8 @@ def test_an_episode_reads_as_it_happened() -> None:
     expected = [
         "episode  fix-1", "policy   sprout", "reward   0.75 = tests +1, length -0.25", "20 sampled (thinking 4)", "Mend the parser.",
         "turn 1 · 2 tokens · 0.2 s", "hm, hm", "I try.", "▸ edit src/a.py", "-x = 1", "+x = 2", "▸ shell pytest -q  timeout=60", "✗ malformed: a call is not JSON",
-        "↳ edit 0.1 s", "✗ shell 2.0 s", "line 7", "… 40 lines", "turn 2", "Sum up.", "summary, by the policy itself", "summary 1",
-        "═ the context begins anew ═", "turn 7", "Done.", "what it changed", "+x = 2",
+        "↳ edit 0.1 s", "✗ shell 2.0 s", "line 7", "… 40 lines", "turn 2", "Sum up.", "summary 1",
+        "═ context restarted from the summary ═", "turn 7", "Done.", "what it changed", "+x = 2",
     ]  # fmt: skip
     at = 0
     for words in expected:

@@ -24,7 +24,7 @@ from etude.tasks.manifest import TaskSet
 from etude.tasks.score import Score, Scorer, score
 from etude.tasks.suite import Ready
 from etude.tasks.task import Task
-from tests.bench.agent import calc_set
+from tests.bench import calc_set
 from tests.tasks import small
 
 # Mends the sum but for the hidden tests, leaves a print and a scratch file, and says that all is well.

@@ -5,18 +5,18 @@ import io
 import json
 import re
 import struct
-from collections import Counter
-from html.parser import HTMLParser
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
-from markdown_it import MarkdownIt
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from etude.data.manifest import Manifest, ShardEntry, SourceEntry
@@ -25,6 +25,8 @@ from etude.errors import UserError
 from etude.files import write_json
 from etude.report import corpus as report
 from etude.report.corpus import show_report, write_report
+from etude.report.plots import STYLE
+from tests.report.parsed import Parsed, parsed_markdown
 
 HOSTILE = (
     "<script>alert(1)</script> | `code` **bold** [link](//x.org) _it_  $x$ &amp; \\| \n# head\r\u202e\x1b[31m\x00 [red]"
@@ -133,55 +135,6 @@ def save(
     return folder
 
 
-class Parsed(HTMLParser):
-    """A page taken apart by a parser that is not ours: its tables, its preformatted texts and everything else in it."""
-
-    VOID = frozenset({"meta", "img"})
-
-    def __init__(self, page: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.tags: Counter[str] = Counter()
-        self.attributes: list[tuple[str, str | None]] = []
-        self.tables: list[list[list[str]]] = []
-        self.code: list[str] = []
-        self.text = ""
-        self.feed(page)
-        self.close()
-        assert not self.open, f"never closed: {self.open}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags[tag] += 1
-        self.attributes += attrs
-        if tag not in self.VOID:
-            self.open.append(tag)
-        if tag == "table":
-            self.tables.append([])
-        elif tag == "tr":
-            self.tables[-1].append([])
-        elif tag in {"td", "th"}:
-            self.tables[-1][-1].append("")
-        elif tag == "pre":
-            self.code.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        inside = self.open[-1] if self.open else ""
-        self.text += data
-        if inside in {"td", "th"}:
-            self.tables[-1][-1][-1] += data
-        elif "pre" in self.open:
-            self.code[-1] += data
-
-
-def parsed_markdown(page: str) -> tuple[Parsed, str]:
-    """Markdown through a parser that is not ours; HTML in it is let through, as it would be where people look at it."""
-    made = MarkdownIt("commonmark", {"html": True}).enable("table").render(page)
-    return Parsed(re.sub("<(hr|br|img)([^>]*?) */>", "", made)), made
-
-
 def both(folder: Path, *of: Any) -> tuple[str, str, Parsed, Parsed]:
     write_report(save(folder, *of), folder / "out")
     text, page = ((folder / "out" / name).read_text(encoding="utf-8") for name in ("report.md", "report.html"))
@@ -262,25 +215,6 @@ def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
     assert EXCERPT.rstrip("\n") in from_html.code[0]
 
 
-@given(st.text())
-def test_any_text_survives_each_form(text: str) -> None:
-    shown = report.visible(text)
-    table, _ = parsed_markdown(f"| head | other |\n|---|---:|\n| {report.in_markdown(text)} | x |\n")
-    assert [row[0].strip() for table in table.tables for row in table] == ["head", shown.strip()]
-    assert parsed_markdown(f"Word {report.in_markdown(text)} word")[0].text.split() == ["Word", *shown.split(), "word"]
-    assert Parsed(f"<p>{report.in_html(text)}</p>").text == shown
-    assert not set(shown) & set("\n\r\t\x00\u2028")
-
-
-@given(st.text("`~ \n\tx<\u2028\ud800"))
-@example("one\n```\ntwo")
-@example("one\n`````\ntwo")
-def test_a_fence_holds_whatever_is_inside(text: str) -> None:
-    parsed, made = parsed_markdown(f"{report.fenced(text)}\n\nafter")
-    assert parsed.code == [report.visible(text, "\n\t") + "\n"]
-    assert made.endswith("<p>after</p>\n")
-
-
 def test_a_name_that_is_not_unicode_can_be_written(tmp_path: Path) -> None:
     text, _, _, _ = both(tmp_path, corpus(source()), [sample(path="\udcff.py", excerpt="\ud800")])
     assert "toolz-1.0/\\\\udcff.py" in text
@@ -359,9 +293,19 @@ def test_the_picture_is_a_plain_png(case: str, tmp_path: Path, recwarn: pytest.W
 
 
 @pytest.mark.parametrize("manifest", [*(case[0] for case in CASES.values()), many(15), many(1)])
-def test_nothing_in_the_picture_overlaps(manifest: Manifest) -> None:
-    with mpl.rc_context(report.STYLE):
-        figure = report.panels(manifest)
+def test_nothing_in_the_picture_overlaps(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+
+    @contextmanager
+    def drawing(_: Path, wide: float, high: float) -> Iterator[Figure]:
+        with mpl.rc_context(STYLE):
+            figures.append(Figure(figsize=(wide, high), layout="constrained"))
+            yield figures[0]
+
+    monkeypatch.setattr(report, "drawing", drawing)
+    report.draw(manifest, Path("nowhere"))
+    (figure,) = figures
+    with mpl.rc_context(STYLE):
         FigureCanvasAgg(figure).draw()
         words = [text for text in figure.findobj(mpl.text.Text) if text.get_text() and text.get_visible()]
         boxes = [(text.get_text(), text.get_window_extent()) for text in words]

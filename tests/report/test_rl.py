@@ -90,7 +90,7 @@ def test_a_count_that_a_step_does_not_have_is_0_and_a_number_is_unknown() -> Non
 
 def test_only_what_is_known_is_drawn_and_behaviours_are_all() -> None:
     drawn = pictures(rows(2))
-    assert [panel.title for panel in drawn["health.png"]] == ["Entropy of what was sampled"]
+    assert [panel.title for panel in drawn["health.png"]] == ["Entropy of sampled tokens"]
     assert [panel.names for panel in drawn["behaviour.png"]] == [("behaviour_calls",)]
     assert drawn["reward.png"] == list(PICTURES["reward.png"])
 

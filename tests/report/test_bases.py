@@ -32,13 +32,6 @@ def candidate(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("count", "shown"), [(5_410_048, "5.41M"), (134_515_008, "135M"), (1.0264e12, "1.03T"), (950, "950")]
-)
-def test_counts_are_short(count: float, shown: str) -> None:
-    assert bases.human(count) == shown
-
-
 def test_the_best_comes_first_and_fits_eighty_characters() -> None:
     screen = io.StringIO()
     Console(file=screen, width=80).print(bases.table([candidate("worse", 0.9), candidate("better", 0.8)]))
