@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from etude.agent.search import CANDIDATES, Searcher, Version, chunks, fused, installed_embedder
-from etude.agent.tools import BOOT, SOURCES
+from etude.agent.tools import TOOLBOX
 from report import finish
 
 QUERY = "read a graph from a file and check that its edges are well formed"
@@ -57,7 +57,7 @@ def ask_in(tree: Path) -> Any:
     """Return how to ask the toolbox in a folder."""
 
     async def ask(do: str, seconds: float, **request: Any) -> Any:
-        words = [sys.executable, "-I", "-S", "-c", BOOT, *SOURCES]
+        words = [sys.executable, "-I", "-S", "-c", TOOLBOX]
         process = await asyncio.create_subprocess_exec(*words, cwd=tree, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         out, _ = await process.communicate(json.dumps({"do": do, "seconds": seconds, **request}).encode())
         return json.loads(out)
@@ -92,8 +92,8 @@ async def speed(package: str, tree: Path, cache: Path, *, embed_all: bool) -> di
     row["again s"] = (await timed(searcher.search(ask, QUERY, 5)))[0]
     (tree / "setup.py").write_text("print('edited')\n", encoding="utf-8")
     row["after an edit s"] = (await timed(searcher.search(ask, QUERY, 5)))[0]
-    row["embed all s"] = (await timed(searcher.prepare(ask)))[0] if embed_all and embedder else None
-    row["all vectors, query s"] = (await timed(searcher.search(ask, QUERY, 5)))[0] if embed_all and embedder else None
+    if embed_all and embedder:
+        row["embed all s"] = (await timed(asyncio.to_thread(embedder.vectors, version.chunks)))[0]
     return row
 
 
@@ -120,15 +120,16 @@ def quality(package: str, tree: Path, questions: int) -> list[dict[str, Any]]:
             text, found = without_docstrings((tree / name).read_text(encoding="utf-8"))
             files[name] = ("", chunks(name, text))
             asked += [(name, *each) for each in found]
-    version, searcher = Version(files), Searcher(None, installed_embedder())
+    version, embedder = Version(files), installed_embedder()
+    assert embedder is not None, "pip install 'etude[search]'"
     ranks: dict[str, list[int]] = {}
     asked = random.Random(0).sample(asked, min(questions, len(asked)))  # noqa: S311 - a sample
     began = time.perf_counter()
-    vectors = searcher._embed(version.chunks)  # noqa: SLF001 - all at once, as prepare does it
+    vectors = embedder.vectors(version.chunks)
     print(f"embedded {len(version.chunks)} chunks in {time.perf_counter() - began:.0f} s")
     for path, name, sentence in asked:
         by_words = version.by_words(sentence)
-        (wanted,) = searcher.embedder.embed([sentence])  # type: ignore[union-attr]
+        (wanted,) = embedder.embed([sentence])
         by_vector = np.argsort(-(vectors @ wanted)).tolist()
         few = by_words[:CANDIDATES]
         rankings = {"words": by_words, "vectors": by_vector, "both, all": fused(by_words[:256], by_vector[:256])}

@@ -7,6 +7,7 @@ import asyncio
 import math
 import os
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 import etude
 from etude.agent import search as embedders
-from etude.agent.search import K1, MOST_LINES, B, Searcher, Version, chunks, fused, words
+from etude.agent.search import K1, MOST_LINES, B, Embedder, Searcher, Version, chunks, fused, words
 from etude.agent.tools import Toolset, ToolSettings
 from etude.sandbox.box import Place
 from etude.sandbox.local import open_sandbox
@@ -31,13 +32,13 @@ FILES = {
 }
 
 
-class Letters:
-    """A stand-in for the embedder: a text is the counts of its letters, and how many texts were asked for is counted."""
+class Letters(Embedder):
+    """A stand-in for the model: a text is the counts of its letters, and how many texts were asked for is counted."""
 
     def __init__(self) -> None:
         self.asked = 0
 
-    def embed(self, texts: list[str]) -> np.ndarray:
+    def embed(self, texts: Sequence[str]) -> np.ndarray:
         self.asked += len(texts)
         made = np.array(
             [[text.lower().count(chr(97 + n % 26)) + 1e-3 for n in range(384)] for text in texts], dtype=np.float32
@@ -166,23 +167,15 @@ def test_the_cache_is_used_and_a_damaged_one_made_again(tree: Path, tmp_path: Pa
     assert find(Searcher(), tree, "shapes") == first
 
 
-def test_vectors_are_made_for_candidates_only_until_all_are_prepared(tree: Path, tmp_path: Path) -> None:
+def test_vectors_are_made_for_candidates_only_and_once(tree: Path, tmp_path: Path) -> None:
     letters = Letters()
-    searcher = Searcher(tmp_path / "cache", letters)  # type: ignore[arg-type]
+    searcher = Searcher(tmp_path / "cache", letters)
     _, details = find(searcher, tree, "circle")
     assert details["ranking"] == "words, the first 64 by vectors"
     assert letters.asked == 2, "the query, and the one chunk with this word"
     find(searcher, tree, "circle")
     assert letters.asked == 3
     assert find(searcher, tree, "nothing has these wordings")[0] == []
-    ask = Toolset(BareSandbox(tree), ToolSettings(tools=["read"])).ask
-    version = asyncio.run(searcher.prepare(ask))
-    assert version.matrix is not None
-    found = find(searcher, tree, "zzz")
-    assert found[1]["ranking"] == "words and vectors"
-    again = Searcher(tmp_path / "cache", Letters())  # type: ignore[arg-type]
-    assert find(again, tree, "zzz")[0] == found[0]
-    assert again.embedder.asked == 1, "all vectors came from the disk"  # type: ignore[union-attr]
 
 
 def test_odd_and_hostile_trees(tree: Path, tmp_path: Path) -> None:

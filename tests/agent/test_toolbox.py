@@ -17,11 +17,9 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from etude.agent import toolbox, toolbox_edit, toolbox_files
-from etude.agent.toolbox import pattern_of
-from etude.agent.toolbox_edit import replace
-from etude.agent.toolbox_files import Refused, decode, walk
-from etude.agent.tools import BOOT, SOURCES
+from etude.agent import toolbox
+from etude.agent.toolbox import Refused, decode, pattern_of, replace, walk
+from etude.agent.tools import TOOLBOX
 
 FOLDER_IS_ONE_FOR_ALL_EXAMPLES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -35,7 +33,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def ask(do: str, seconds: float = 20, python: str = sys.executable, **request: Any) -> Any:
-    words = [python, "-I", "-S", "-c", BOOT, *SOURCES]
+    words = [python, "-I", "-S", "-c", TOOLBOX]
     stdin = json.dumps({"do": do, "seconds": seconds, **request})
     done = subprocess.run(words, input=stdin, capture_output=True, text=True, check=True, timeout=60)
     assert done.stderr == ""
@@ -185,15 +183,13 @@ def test_any_pattern_is_read_or_refused(pattern: str, path: str) -> None:
 def test_edit_wants_one_place_and_says_what_it_found(workspace: Path) -> None:
     Path("f.py").write_text("def f(a):\n    return a\n\n\ndef g(a):\n    return a\n")
     with pytest.raises(Refused, match=r"old is 2 times in f.py, at lines 2, 6; add lines around it"):
-        toolbox_edit.edit("f.py", "    return a\n", "    return 1\n")
+        toolbox.edit("f.py", "    return a\n", "    return 1\n")
     with pytest.raises(Refused) as fault:
-        toolbox_edit.edit("f.py", "def g(b):\n        return a\n", "")
+        toolbox.edit("f.py", "def g(b):\n        return a\n", "")
     assert str(fault.value) == "old is not in f.py; nearest:\n    5\tdef g(a):\n    6\t    return a"
     with pytest.raises(Refused, match="no line is like it"):
-        toolbox_edit.edit("f.py", "ÄÖÜ", "")
-    assert (
-        toolbox_edit.edit("f.py", "g(a):\n    return a", "g(a):\n    return 1")[0] == "edited f.py at line 5; syntax ok"
-    )
+        toolbox.edit("f.py", "ÄÖÜ", "")
+    assert toolbox.edit("f.py", "g(a):\n    return a", "g(a):\n    return 1")[0] == "edited f.py at line 5; syntax ok"
     assert Path("f.py").read_text().endswith("def g(a):\n    return 1\n")
 
 
@@ -209,7 +205,7 @@ def test_edit_wants_one_place_and_says_what_it_found(workspace: Path) -> None:
 )
 def test_the_syntax_after_an_edit_is_told(name: str, text: str, old: str, new: str, told: str) -> None:
     Path(name).write_text(text)
-    answer, details = toolbox_edit.edit(name, old, new)
+    answer, details = toolbox.edit(name, old, new)
     line = details["line"]
     assert answer.startswith(f"edited {name} at line {line}{told}")
     assert details["syntax"] is (None if not told else "ok" in told)
@@ -252,28 +248,28 @@ def test_decoding_loses_nothing(data: bytes) -> None:
 
 def test_encodings_links_and_permissions_stay(workspace: Path) -> None:
     Path("utf16").write_bytes("one\r\ntwo\r\n".encode("utf-16"))
-    toolbox_edit.edit("utf16", "two", "2\n3")
+    toolbox.edit("utf16", "two", "2\n3")
     assert Path("utf16").read_bytes().decode("utf-16") == "one\r\n2\r\n3\r\n"
     Path("latin").write_bytes(b"caf\xe9\n")
     Path("latin").chmod(0o755)
     Path("link").symlink_to("latin")
-    toolbox_edit.edit("link", "caf", "the caf")
+    toolbox.edit("link", "caf", "the caf")
     assert Path("latin").read_bytes() == b"the caf\xe9\n"
     assert Path("link").is_symlink()
     assert Path("latin").stat().st_mode & 0o777 == 0o755
     with pytest.raises(Refused, match="cannot hold"):
-        toolbox_edit.edit("latin", "the", "→")
+        toolbox.edit("latin", "the", "→")
     assert sorted(path.name for path in workspace.iterdir()) == ["latin", "link", "utf16"]
 
 
 def test_writing(workspace: Path) -> None:
-    assert toolbox_edit.write("new/folder/a.py", "x = 1\n")[0] == "wrote new/folder/a.py (1 lines); syntax ok"
-    assert toolbox_edit.write("new/folder/a.py", "x = ")[0].startswith(
+    assert toolbox.write("new/folder/a.py", "x = 1\n")[0] == "wrote new/folder/a.py (1 lines); syntax ok"
+    assert toolbox.write("new/folder/a.py", "x = ")[0].startswith(
         "replaced new/folder/a.py (1 lines); syntax error at line 1"
     )
     os.mkfifo("fifo")
     with pytest.raises(Refused, match="not a regular file"):
-        toolbox_edit.write("fifo", "x")
+        toolbox.write("fifo", "x")
     assert ask("write", path="new", text="x")["refused"] == "not a file"
 
 
@@ -285,7 +281,7 @@ def test_a_full_disk_costs_nothing(workspace: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (5, limits[1]))
     try:
         with pytest.raises(OSError):
-            toolbox_files.put("f", b"more than five bytes")
+            toolbox.put("f", b"more than five bytes")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)

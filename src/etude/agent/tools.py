@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from etude.agent import toolbox, toolbox_edit, toolbox_files
+from etude.agent import toolbox
 from etude.agent.calls import Answer, Call, Parameter, ToolSpec
 from etude.errors import UserError
 from etude.sandbox.box import Result, Sandbox, SandboxError
@@ -173,15 +173,7 @@ def _value(tool: str, parameter: Parameter, value: Any, settings: ToolSettings) 
 
 AT_ONCE = 8  # read-only calls; each is a process in the sandbox
 MOST_TODO = 50
-# Each source becomes a module under its own name, so that they find each other; the last one has main().
-BOOT = """import sys, types
-for name, source in zip(sys.argv[1::2], sys.argv[2::2]):
-    module = sys.modules[name] = types.ModuleType(name)
-    exec(compile(source, name, "exec"), module.__dict__)
-module.main()"""
-SOURCES = [
-    word for module in (toolbox_files, toolbox_edit, toolbox) for word in (module.__name__, inspect.getsource(module))
-]
+TOOLBOX = inspect.getsource(toolbox)  # a program
 
 
 @dataclass(frozen=True)
@@ -320,9 +312,7 @@ class Toolset:
     async def ask(self, do: str, seconds: float, **request: Any) -> dict[str, Any]:
         """Return what the toolbox inside the sandbox answers to a request."""
         stdin = json.dumps({"do": do, "seconds": seconds, **request}).encode()
-        result = await self.sandbox.exec(
-            [self.python, "-I", "-S", "-c", BOOT, *SOURCES], stdin=stdin, timeout=seconds + 10.0
-        )
+        result = await self.sandbox.exec([self.python, "-I", "-S", "-c", TOOLBOX], stdin=stdin, timeout=seconds + 10.0)
         if result.timed_out or result.oom or result.rc < 0:
             return {"text": _ended(result) or f"ended by signal {-result.rc}", "refused": "killed"}
         try:
