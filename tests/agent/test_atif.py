@@ -125,7 +125,7 @@ def test_what_is_no_trajectory_is_refused(document: Any) -> None:
 
 
 def test_our_own_that_was_changed_is_refused() -> None:
-    for path in (["steps", 1], ["steps", 2, "extra"], ["steps", 1, "metrics", "logprobs", 0], ["agent", "extra"]):
+    for path in (["steps", 1], ["steps", 2, "extra"], ["steps", 1, "metrics", "logprobs", 0], ["extra", "etude", "id"]):
         document: Any = json.loads(json.dumps(to_atif(episode())))
         *way, last = path
         del reduce(lambda value, key: value[key], way, document)[last]

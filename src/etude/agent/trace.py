@@ -56,7 +56,7 @@ class Node:
 
     @property
     def trainable(self) -> bool:
-        """Whether it was sampled by a policy that tells log-probs; endpoints that take text tell none, or NaN."""
+        """Whether it was sampled by a policy that reports log-probs; endpoints that take text report none, or NaN."""
         return self.sampled and len(self.logprobs) == len(self.tokens) and not any(map(math.isnan, self.logprobs))
 
 
@@ -132,14 +132,14 @@ def check(trace: Trace) -> None:
 
 
 def _fault(node: Node, place: int) -> str:
-    told, wanted = (node.logprobs, node.raw_logprobs, node.versions), len(node.tokens) * node.sampled
+    columns, wanted = (node.logprobs, node.raw_logprobs, node.versions), len(node.tokens) * node.sampled
     numbers = [*node.logprobs, *node.raw_logprobs]
     if node.parent is not None and not 0 <= node.parent < place:
         return f"its parent is {node.parent}, which does not come before it"
     if node.sampled and node.kind not in {"turn", "summary"}:
         return f"it is sampled, but its kind is {node.kind!r}"
-    if any(len(each) != wanted for each in (told if numbers else told[2:])):
-        counts = " / ".join(str(len(each)) for each in told)
+    if any(len(each) != wanted for each in (columns if numbers else columns[2:])):
+        counts = " / ".join(str(len(each)) for each in columns)
         return f"it has {counts} log-probs / raw ones / versions, but {wanted} sampled tokens"
     if not all(map(math.isfinite, [node.began, node.seconds, *([] if all(map(math.isnan, numbers)) else numbers)])):
         return "a log-prob or a time of it is not finite"
@@ -151,19 +151,16 @@ def _adapter() -> TypeAdapter[Trace]:
     return TypeAdapter(Trace)
 
 
-def told(trace: Trace) -> Trace:
-    """Return a checked trace without the log-probs that nobody told: JSON knows no NaN."""
+def to_json(trace: Trace) -> bytes:
+    """Return a trace as one line, newline included. Half characters, which UTF-8 cannot hold, become question marks.
+
+    Log-probs that the policy did not report (NaN, which JSON does not know) are left out.
+    """
     check(trace)
     nodes = [n if not n.sampled or n.trainable else replace(n, logprobs=[], raw_logprobs=[]) for n in trace.nodes]
-    return replace(trace, nodes=nodes)
-
-
-def to_json(trace: Trace) -> bytes:
-    """Return a trace as one line, newline included. Half characters, which UTF-8 cannot hold, become question marks."""
-    left = _adapter().dump_python(told(trace), exclude_defaults=True)
-    return (
-        json.dumps(left, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace") + b"\n"
-    )
+    values = _adapter().dump_python(replace(trace, nodes=nodes), exclude_defaults=True)
+    line = json.dumps(values, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n"
+    return line.encode("utf-8", "replace")
 
 
 def from_json(line: bytes, origin: str) -> Trace:

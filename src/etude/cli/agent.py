@@ -1,11 +1,9 @@
-"""`etude agent`: the agent on your own repository, in a copy; what it changed is applied after a yes.
-
-`etude trace`: looking at episodes, and passing them on to other programs.
-"""
+"""`etude agent`: the agent on your own repository, in a copy; what it changed is applied after a yes. `etude trace`: its episodes."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +17,7 @@ from etude.errors import UserError, one_line
 from etude.progress import Reporter
 
 if TYPE_CHECKING:
-    from etude.agent.trace import Trace
+    from etude.agent.trace import Node, Trace
     from etude.sandbox.box import Entry
 
 
@@ -36,7 +34,7 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
     tools: ToolNames = "",
     turns: Annotated[int, typer.Option(min=1, help="Turns at most.")] = 50,
     minutes: Annotated[float, typer.Option(min=0.01, help="Minutes at most.")] = 30.0,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling; 0 takes the likeliest token.")] = 0.7,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature (0 = greedy).")] = 0.7,
     trace: Annotated[Path | None, typer.Option(help="File to append the episode's trace to.")] = None,
     context: Annotated[
         int | None, typer.Option(min=512, help="Tokens at most; default: the model's; an endpoint's: 32768.")
@@ -46,7 +44,7 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
 ) -> None:
     """Work on a request in a sandboxed copy of a repository; show the diff and apply it after a yes."""
     from etude.agent.policies import find
-    from etude.agent.repository import active_environment, attempt, settings_for, workshop
+    from etude.agent.repository import run_agent, sandboxed_copy, settings_for
     from etude.agent.trace import append_trace
     from etude.models.fetch import default_cache
     from etude.report.episode import Live
@@ -54,35 +52,30 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
 
     if not request.strip():
         raise UserError("the request is empty; say what is to be done")
-    console, folder = Console(), cache.absolute() if cache else default_cache()
-    offered = chosen_tools(tools)
+    console, folder, offered = Console(), cache.absolute() if cache else default_cache(), chosen_tools(tools)
     live = Live(console)
+
+    def watch(node: Node) -> None:
+        if node.kind != "opening":
+            live.node(node)
 
     async def work() -> None:
         token = token_in(token_file)
-        found = await find(model, device, folder, Reporter(), name=name, token=token, context=context)
-        policy, talk = await found.open()
+        source = await find(model, device, folder, Reporter(), name=name, token=token, context=context)
+        policy, talk = await source.open()
         settings = settings_for(policy, turns=turns, seconds=60 * minutes, temperature=temperature)
         try:
-            async with workshop(repo.absolute(), sandbox, active_environment()) as shop:
-                console.print(
-                    f"{policy.info.name} on a copy of {shop.files} files, sandbox: {shop.sandbox.backend}", style="dim"
-                )
-                episode, entries = await attempt(
-                    request,
-                    shop,
-                    policy,
-                    talk,
-                    settings,
-                    offered,
-                    cache=folder,
-                    watch=lambda node: None if node.kind == "opening" else live.node(node),
+            async with sandboxed_copy(repo.absolute(), sandbox) as copy:
+                where = f"a copy of {copy.files} files, sandbox: {copy.sandbox.backend}"
+                console.print(f"{policy.info.name} on {where}", style="dim")
+                episode, entries = await run_agent(
+                    request, copy, policy, talk, settings, offered, cache=folder, watch=watch
                 )
                 if trace is not None:
                     append_trace(trace, episode)
-                _tell(console, episode)
+                _sum_up(console, episode)
                 if episode.diff:
-                    _offer(console, entries, repo.absolute(), shop.layer, yes=yes)
+                    _offer(console, entries, repo.absolute(), copy.layer, yes=yes)
         finally:
             await policy.close()
 
@@ -94,27 +87,23 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
 
 def _offer(console: Console, entries: list[Entry], repo: Path, layer: Path, *, yes: bool) -> None:
     """Apply the changes after a yes; what cannot be applied is said before anybody is asked."""
-    from etude.agent.repository import apply, refuse
+    from etude.agent.repository import apply, check
 
-    refuse(entries, repo, layer)
+    check(entries, repo, layer)
     if yes or typer.confirm("Apply these changes?", default=False):
         console.print(f"{apply(entries, repo, layer)} files changed in {repo}")
     else:
         console.print("Nothing was applied.")
 
 
-def _tell(console: Console, episode: Trace) -> None:
+def _sum_up(console: Console, episode: Trace) -> None:
     from etude.report.episode import shown_diff
 
-    why = {"finished": "done", "malformed": "gave up: its calls could not be read"}.get(
-        episode.stop, f"stopped: limit of {episode.stop}"
-    )
-    counts = episode.counts
+    whys = {"finished": "done", "malformed": "gave up: its calls could not be read"}
+    why, counts = whys.get(episode.stop, f"stopped: limit of {episode.stop}"), Counter(episode.counts)
     console.rule(style="dim")
-    console.print(
-        f"{why} · {counts.get('turns', 0)} turns · {counts.get('calls', 0)} calls · {counts.get('sampled', 0)} tokens"
-    )
-    if caches := counts.get("cache_entries_left_out"):
+    console.print(f"{why} · {counts['turns']} turns · {counts['calls']} calls · {counts['sampled']} tokens")
+    if caches := counts["cache_entries_left_out"]:
         console.print(f"{caches} files and folders of caches are left out", style="dim")
     console.print(shown_diff(episode.diff) if episode.diff else "No file was changed.")
 
@@ -207,7 +196,6 @@ def _read(path: Path, episode: str | None = None) -> list[Trace]:
         return traces
     named = [trace for number, trace in enumerate(traces, 1) if episode in {str(number), trace.id}]
     if not named:
-        raise UserError(
-            f"{path} has no episode {episode!r}: they are numbered 1 to {len(traces)}; etude trace list {path}"
-        )
+        numbered = f"they are numbered 1 to {len(traces)}; etude trace list {path}"
+        raise UserError(f"{path} has no episode {episode!r}: {numbered}")
     return named[:1]
