@@ -50,7 +50,7 @@ from datatrove.utils.hashing import create_hash_func
 from datatrove.utils.text import TextNormConfig, ngrams, simplify_text
 from datatrove.utils.word_tokenizers import WordTokenizer
 
-from etude.data.filters.content import Quality, generated
+from etude.data.filters.content import generated, quality
 
 if TYPE_CHECKING:
     from datatrove.data import Document
@@ -84,10 +84,10 @@ class Words(WordTokenizer):
         return [match.span() for match in self.pattern.finditer(text)]
 
 
-def worth_keeping(document: Document, rules: Quality) -> bool | tuple[bool, str]:
+def worth_keeping(document: Document, limits: Any) -> bool | tuple[bool, str]:
     """Judge a document as Etude does."""
     row: Any = SimpleNamespace(text=document.text, path="", kind="row", language="plain-text")
-    reason = generated(row) or rules(row)
+    reason = generated(row) or quality(row, limits)
     return (False, reason) if reason else True
 
 
@@ -200,10 +200,10 @@ def _near_config(job: dict[str, Any]) -> MinhashConfig:
 
 
 def _filtering(job: dict[str, Any], exact: ExactDedupConfig) -> list[tuple[str, Any]]:
-    work, rules = job["work"], Quality(SimpleNamespace(**job["filters"]))  # type: ignore[arg-type] # no pydantic there
+    work, limits = job["work"], SimpleNamespace(**job["filters"])  # no pydantic there
     return [
         ("filter", JsonlReader(job["shards"], compression=None)),
-        ("filter", LambdaFilter(partial(worth_keeping, rules=rules))),
+        ("filter", LambdaFilter(partial(worth_keeping, limits=limits))),
         ("filter", JsonlWriter(f"{work}/filtered", compression=None, adapter=as_row)),
         ("exact duplicates", ExactDedupSignature(f"{work}/exact", exact)),
     ]

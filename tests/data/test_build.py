@@ -15,12 +15,12 @@ import pytest
 from tokenizers import Tokenizer
 
 import etude
-from etude.data import judge
+from etude.data import filter_documents
 from etude.data.build import Build
 from etude.data.loader import Corpus
 from etude.data.manifest import Manifest
+from etude.data.packing import Shard
 from etude.data.settings import DataSettings
-from etude.data.shards import Shard
 from etude.errors import UserError
 from etude.jsonl import MetricsLog
 from etude.progress import Reporter
@@ -72,10 +72,10 @@ def build(folder: Path, quiet: Reporter, **settings: Any) -> Built:
 @pytest.fixture(scope="module", autouse=True)
 def small_units() -> Iterator[None]:
     """Share the planted corpus out into several units, as a large one would be."""
-    before = judge.UNIT_BYTES
-    judge.UNIT_BYTES = 40_000
+    before = filter_documents.UNIT_BYTES
+    filter_documents.UNIT_BYTES = 40_000
     yield
-    judge.UNIT_BYTES = before
+    filter_documents.UNIT_BYTES = before
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.data.deduplicate import choose_heldout
+from etude.data.heldout import choose_heldout
 
 SIZES = st.dictionaries(st.text(min_size=1, max_size=6), st.integers(1, 1000), max_size=12)
 SHARES = st.floats(0.001, 0.99)

@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.data.filters.duplicates import ngram_runs
+from etude.data.filters.contamination import ngram_runs
 
 WORDS = re.compile(rb"[\w\x80-\xff]+")
 CODE = re.compile(rb"[\w\x80-\xff]+|[^\w\s\x80-\xff\x00]+")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.data.packing import pack
-from etude.data.shards import Shard, dtype_for, write_shard
+from etude.data.packing import Shard, dtype_for, pack, write_shard
 from etude.errors import UserError
 from etude.files import sha256_file
 from tests.lineage.refusals import one_line
@@ -37,7 +35,7 @@ def test_what_is_written_is_read(window: list[list[int]], capacity: int, vocabul
         shard = Shard.open(Path(folder), "s")
         assert (said["rows"], said["tokens"]) == (len(packed), sum(map(len, window))) == (len(shard), len(shard.tokens))
         assert shard.tokens.dtype == dtype_for(vocabulary)
-        assert shard.documents.tolist() == (packed.documents + 100).tolist()
+        assert np.load(Path(folder, "s.documents.npy")).tolist() == (packed.documents + 100).tolist()
         for index in range(len(packed)):
             row = shard.row(index)
             pieces = [window[document][start : start + length] for document, start, length in packed.row(index)]
@@ -107,45 +105,20 @@ def test_the_smallest_type_that_holds_every_token() -> None:
     assert [dtype_for(size) for size in (300, 65_536, 65_537)] == ["uint16", "uint16", "uint32"]
 
 
-def _change(change: Callable[[np.ndarray], Any]) -> Callable[[Path], None]:
-    return lambda path: np.save(path, change(np.load(path)))
-
-
-DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
-    *[(part, lambda path: path.unlink(), "is missing") for part in PARTS],
-    *[(part, lambda path: path.write_bytes(path.read_bytes()[:-3]), "is damaged") for part in PARTS],
-    *[(part, lambda path: path.write_bytes(path.read_bytes() + b"x"), r"\d+ bytes, not \d+") for part in PARTS],
-    *[(part, lambda path: path.write_bytes(path.read_bytes()[:40]), "is damaged") for part in PARTS],
-    *[(part, lambda path: path.write_bytes(b""), "is damaged") for part in PARTS],
-    *[(part, lambda path: path.write_bytes(b"not an array"), "is damaged") for part in PARTS],
-    *[(part, _change(lambda values: values.astype(float)), "expected type") for part in PARTS],
-    *[(part, _change(lambda values: values[:, None]), "expected type") for part in PARTS],
-    *[(part, lambda path: shutil.copy(path.with_name("other.npz"), path), "expected type") for part in PARTS],
-    ("rows", _change(lambda rows: rows[::-1]), "do not rise"),
-    ("rows", _change(lambda rows: rows[:-1]), "do not rise"),
-    ("rows", _change(lambda rows: rows[1:]), "do not rise"),
-    ("rows", _change(lambda rows: rows[:0]), "do not rise"),
-    ("rows", _change(lambda rows: np.insert(rows, 1, rows[1])), "do not rise"),
-    ("pieces", _change(lambda pieces: pieces + 1), "do not rise"),
-    ("pieces", _change(lambda pieces: np.delete(pieces, 1)), "begins inside a piece"),
-    ("documents", _change(lambda documents: documents[1:]), "3 entries for 4 pieces"),
+DAMAGE: list[Callable[[Path], object]] = [
+    lambda path: path.unlink(),
+    lambda path: path.write_bytes(path.read_bytes()[:-3]),
+    lambda path: path.write_bytes(path.read_bytes()[:40]),
+    lambda path: path.write_bytes(b""),
+    lambda path: path.write_bytes(b"not an array"),
 ]
 
 
-@pytest.mark.parametrize(("part", "damage", "said"), DAMAGE)
-def test_damage_is_named(tmp_path: Path, part: str, damage: Callable[[Path], object], said: str) -> None:
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("part", ["tokens", "rows", "pieces"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, part: str, damage: Callable[[Path], object]) -> None:
     write(tmp_path, [[1, 2, 3], [4] * 11, [5, 6]])
-    np.savez(tmp_path / "other.npz", np.arange(3))
     damage(tmp_path / f"s.{part}.npy")
-    with pytest.raises(UserError, match=said) as raised:
-        Shard.open(tmp_path, "s")
-    assert f"s.{part}.npy" in str(raised.value)
-    assert str(raised.value).endswith("delete the corpus's folder and build it again")
-    assert "\n" not in str(raised.value)
-
-
-def test_tokens_cut_to_fewer_are_seen_by_the_offsets(tmp_path: Path) -> None:
-    write(tmp_path, [[1, 2, 3], [4] * 11])
-    _change(lambda tokens: tokens[:-1])(tmp_path / "s.tokens.npy")
-    with pytest.raises(UserError, match=one_line("s.rows.npy", "to the 13 tokens")):
+    again = "delete the corpus's folder and build it again"
+    with pytest.raises(UserError, match=one_line(f"s.{part}.npy cannot be read", again)):
         Shard.open(tmp_path, "s")

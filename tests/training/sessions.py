@@ -15,10 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from etude.data.loader import Corpus, Loader
-from etude.data.packing import pack
-from etude.data.shards import dtype_for, write_shard
+from etude.data.packing import pack, write_shard
 from etude.errors import Interrupted
-from etude.files import write_json
 from etude.jsonl import MetricsLog
 from etude.progress import Reporter
 from etude.training.batch import rows_of
@@ -28,6 +26,7 @@ from etude.training.session import Session
 from etude.training.settings import TrainSettings
 from etude.work import Work
 from tests import tiny
+from tests.data.corpora import write_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,8 +45,7 @@ def write_corpus(folder: Path, seed: int = 0) -> Path:
     packed = pack([len(text) for text in texts], LENGTH)
     said = write_shard(folder / "shards", "a-train-0", packed, texts.__getitem__, range(60), tiny.VOCABULARY)
     shards = [{"name": "a-train-0", "source": "a", "domain": "code", "split": "train", **said}]
-    shape = {"length": LENGTH, "dtype": dtype_for(tiny.VOCABULARY), "separator": 0, "vocabulary": tiny.VOCABULARY}
-    write_json(folder / "manifest.json", {**shape, "shards": shards, "shares": {"a": 1.0}})
+    write_manifest(folder, shards, {"a": 1.0}, length=LENGTH, separator=0, vocabulary=tiny.VOCABULARY)
     return folder
 
 

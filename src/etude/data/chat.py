@@ -34,11 +34,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel, Field, Json, ValidationError, model_validator
 
-from etude.data.deduplicate import choose_heldout
+from etude.data.heldout import choose_heldout
 from etude.data.loader import Batch, Corpus, Series
-from etude.data.packing import pack
+from etude.data.packing import Shard, pack
 from etude.data.settings import Settings as Strict
-from etude.data.shards import Shard
 from etude.errors import UserError, one_line
 from etude.files import canonical_json, digest_of
 from etude.syntax import parse_python
@@ -365,7 +364,7 @@ def _shard(conversations: Sequence[Encoded], length: int) -> ChatShard:
     ends = np.concatenate([[0], np.cumsum(packed.lengths)])
     in_order = [conversations[index] for index in packed.documents]
     tokens, learnt = (np.concatenate(each) for each in zip(*in_order, strict=True))
-    return ChatShard(tokens.astype(np.uint32), ends[packed.offsets], ends, packed.documents, packed.offsets, learnt)
+    return ChatShard(tokens.astype(np.uint32), ends[packed.offsets], ends, learnt)
 
 
 def _fitted(conversations: Sequence[Encoded], length: int, too_long: str) -> tuple[list[Encoded], dict[str, int]]:

@@ -1,21 +1,20 @@
 """A document on its way into the corpus, and how it can leave it: dropped, with the step and the reason.
 
-Nothing disappears: whatever a source lists ends either as a kept document or as a `Drop`, and the build asserts that the
-two add up.
+Nothing disappears: whatever a source lists ends either as a kept document or as a `Drop`, and the manifest asserts that the
+two add up (`SourceEntry` counts both, for a unit of work as for a whole source).
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from bisect import insort
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
-PROSE = frozenset(
-    {"asciidoc", "bib", "markdown", "mdx", "myst", "org", "plain-text", "pod", "quarto", "rst", "tex", "texinfo"}
-)
 UNKNOWN = "unknown"  # a licence that could not be told
 
 
@@ -55,8 +54,7 @@ class Drop:
     excerpt: str = ""
 
 
-@dataclass(frozen=True)
-class LicenceFile:
+class LicenceFile(NamedTuple):
     """A licence text found in a repository; it speaks for the folder it lies in (`""` is the top) and all below."""
 
     folder: str
@@ -64,47 +62,34 @@ class LicenceFile:
     text: str
 
 
-class Part(Protocol):
+@dataclass(frozen=True)
+class Part:
     """A piece of a source that one worker reads: a package, some hundred files, some thousand rows. Picklable."""
 
-    @property
-    def size(self) -> int:
-        """About how many bytes it holds, for progress and for sharing work out."""
-
-    def licence_files(self) -> list[LicenceFile]:
-        """Return the licence texts that speak for its documents; none for rows."""
-
-    def stated_licence(self) -> str | None:
-        """Return the licence its metadata states (an SPDX expression), if there is any."""
-
-    def read(self) -> Iterator[Raw | Drop]:
-        """Yield everything it holds, in a fixed order: each entry once, as a document or as a drop."""
+    size: int  # about how many bytes it holds, for progress and for sharing work out
+    read: Callable[[], Iterator[Raw | Drop]]  # all it holds, in a fixed order: each entry once, as a document or a drop
+    licence_files: Callable[[], list[LicenceFile]] = list  # the licence texts that speak for its documents
+    stated_licence: Callable[[], str | None] = str  # the licence its metadata state (an SPDX expression), if any
+    archive: str = ""  # path of the archive it is, if it is one
 
 
 class Samples:
-    """At most `most` drops for each step and reason, to look at.
+    """At most `most` drops for each step and reason, to look at, each as a dictionary.
 
     Which ones is decided by a hash of their names, not by when they came: the same for any number of workers.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._kept: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+        self._chosen: dict[str, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
 
-    def offer(self, drop: Drop) -> None:
+    def offer(self, drop: dict[str, Any]) -> None:
         """Keep a drop if it is among the chosen ones of its reason."""
-        self.offer_all([asdict(drop)])
-
-    def offer_all(self, drops: Iterable[dict[str, Any]]) -> None:
-        """Keep those of earlier found samples that are among the chosen ones."""
-        for drop in drops:
-            kept = self._kept.setdefault(f"{drop['step']}: {drop['reason']}", [])
-            place = hashlib.blake2b(f"{drop['repository']}\0{drop['path']}".encode(errors="replace")).hexdigest()
-            if len(kept) < self.most or (kept and place < kept[-1][0]):
-                kept.append((place, drop))
-                kept.sort(key=lambda entry: entry[0])
-                del kept[self.most :]
+        chosen = self._chosen[f"{drop['step']}: {drop['reason']}"]
+        place = hashlib.blake2b(f"{drop['repository']}\0{drop['path']}".encode(errors="replace")).hexdigest()
+        insort(chosen, (place, drop), key=lambda entry: entry[0])
+        del chosen[self.most :]
 
     def all(self) -> list[dict[str, Any]]:
         """Return what was kept, by reason."""
-        return [drop for reason in sorted(self._kept) for _, drop in self._kept[reason]]
+        return [drop for reason in sorted(self._chosen) for _, drop in self._chosen[reason]]

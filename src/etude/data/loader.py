@@ -1,19 +1,16 @@
 """Batches of a built corpus: mixed by shares, shuffled, resumable to the exact sample.
 
-The order of samples is a function of the corpus, the shares and the seed. A global batch is the next `batch` samples of
-it, and each rank reads its own stretch of that: the same batches come out for any number of ranks and of workers, and a
-state saved by one rank can be loaded by any, however many there are.
-
-What is seen when: the share of each source, whose turn it is, and which of its rows comes next.
-
-All three are functions of a few integers, so a run can be resumed anywhere, and every rank works out the same order alone.
+The order of samples is a function of the corpus, the shares and the seed: the share of each source, whose turn it is, and which of
+its rows comes next follow from a few integers. So a run can be resumed anywhere, and every rank works out the same order alone. A
+global batch is the next `batch` samples of it, and each rank reads its own stretch of that: the same batches come out for any number
+of ranks and of workers, and a state saved by one rank can be loaded by any, however many there are.
 """
 
 from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from etude.data.shards import Shard
+from etude.data.manifest import BUILD_AGAIN, load_manifest
+from etude.data.packing import Shard
 from etude.errors import UserError, nearest
-from etude.files import digest_of, read_json
+from etude.files import digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,12 +41,9 @@ WORD = (1 << 64) - 1
 
 
 def shares(
-    tokens: Mapping[str, int],
-    domains: Mapping[str, str],
-    weights: Mapping[str, float],
-    domain_shares: Mapping[str, float],
-    replay: tuple[str, float] | None,
-) -> dict[str, float]:
+    tokens: Mapping[str, int], domains: Mapping[str, str], weights: Mapping[str, float],
+    domain_shares: Mapping[str, float], replay: tuple[str, float] | None,
+) -> dict[str, float]:  # fmt: skip
     """Return the share of each source among the tokens seen; they add up to 1.
 
     A domain with a stated share gets exactly that, and so does the source of `replay`, which does not count to its domain.
@@ -69,9 +64,8 @@ def shares(
     for what, share, sources in [*stated, ("all that has no stated share", rest if rest > ROUNDING else 0.0, others)]:
         total = sum(mass.get(source, 0) for source in sources)
         if share and not total:
-            raise UserError(
-                f"{what} is to be {share:.3g} of the tokens but has none left; change the shares or the sources"
-            )
+            advice = "change the shares or the sources"
+            raise UserError(f"{what} is to be {share:.3g} of the tokens but has none left; {advice}")
         result |= {source: share * mass[source] / total for source in sources if total}
     return result
 
@@ -168,35 +162,29 @@ class Corpus:
     @classmethod
     def open(cls, folder: Path) -> Corpus:
         """Open the corpus in a folder; every shard must be what the manifest says."""
-        path = folder / "manifest.json"
-        try:
-            manifest = read_json(path)
-            shape = {key: int(manifest[key]) for key in ("length", "separator", "vocabulary")}
-            entries, shares = manifest["shards"], {source: float(share) for source, share in manifest["shares"].items()}
-            found: dict[str, dict[str, list[Shard]]] = {}
-            for entry in entries:
-                shard = _open(folder / "shards", entry, shape["length"], manifest["dtype"])
-                if len(shard):
-                    found.setdefault(entry["split"], {}).setdefault(entry["source"], []).append(shard)
-            domains = {entry["source"]: entry["domain"] for entry in entries}
-        except FileNotFoundError:
-            raise UserError(f"{folder} holds no corpus (no manifest.json); make one with `etude data build`") from None
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(
-                f"{path} is no manifest of a corpus ({error!r}); delete the corpus's folder and build it again"
-            ) from None
-        splits = {split: {name: Series(name, shards) for name, shards in each.items()} for split, each in found.items()}
-        return cls(folder, **shape, shares=shares, domains=domains, splits=splits, digest=digest_of([shape, entries]))
+        manifest = load_manifest(folder)
+        shape = {key: getattr(manifest, key) for key in ("length", "separator", "vocabulary")}
+        opened: dict[str, dict[str, list[Shard]]] = defaultdict(lambda: defaultdict(list))
+        for entry in manifest.shards:
+            shard = Shard.open(folder / "shards", entry.name)
+            if (len(shard), len(shard.tokens), shard.tokens.dtype.name) != (entry.rows, entry.tokens, manifest.dtype):
+                what = f"{folder / 'shards' / entry.name} is not the shard its manifest describes"
+                raise UserError(f"{what}; {BUILD_AGAIN}")
+            if len(shard):
+                opened[entry.split][entry.source].append(shard)
+        domains = {entry.source: entry.domain for entry in manifest.shards}
+        splits = {
+            split: {name: Series(name, shards) for name, shards in each.items()} for split, each in opened.items()
+        }
+        digest = digest_of([shape, [entry.model_dump() for entry in manifest.shards]])
+        return cls(folder, **shape, shares=manifest.shares, domains=domains, splits=splits, digest=digest)
 
     def read(self, places: Sequence[Place]) -> Batch:
         """Read rows, pad them to one length and number what they hold."""
         tokens = np.full((len(places), self.length), self.separator, dtype=np.int64)
         begins, numbers = [], []  # of the pieces and the padding of each row, which may be empty
-        for index, (source, shard, inside) in enumerate(places):
+        for index, (_, shard, inside) in enumerate(places):
             row = shard.row(inside)
-            if row.tokens.max() >= self.vocabulary:
-                raise UserError(f"a shard of {source!r} in {self.folder} is damaged: it has tokens that are not in the"
-                                f" vocabulary of {self.vocabulary}; delete the corpus's folder and build it again")  # fmt: skip
             tokens[index, : len(row.tokens)] = row.tokens
             begins.append(np.append(row.starts, len(row.tokens)) + index * self.length)
             numbers.append(np.append(np.arange(len(row.starts)), -1))
@@ -218,16 +206,6 @@ class Corpus:
         if rows is not None and rows < len(places):
             places = [places[index * len(places) // rows] for index in range(rows)]
         return (self.read(places[begin : begin + batch]) for begin in range(0, len(places), batch))
-
-
-def _open(folder: Path, entry: Mapping[str, Any], length: int, dtype: str) -> Shard:
-    shard = Shard.open(folder, entry["name"])
-    found = (len(shard), len(shard.tokens), shard.tokens.dtype.name)
-    if found != (entry["rows"], entry["tokens"], dtype) or np.diff(shard.rows).max(initial=0) > length:
-        raise UserError(
-            f"{folder / entry['name']} is not the shard its manifest describes; delete the corpus's folder and build it again"
-        )
-    return shard
 
 
 class Loader:
@@ -291,8 +269,9 @@ class Loader:
         """Go on where a state was taken; it must be of the same order."""
         for key, value in self._order().items():
             if state.get(key) != value:
-                raise UserError(f"the saved position is in another order of samples: its {key} is {state.get(key)!r}, here"
-                                f" {value!r}; resume with what the run began with, or begin anew")  # fmt: skip
+                differs = f"its {key} is {state.get(key)!r}, here {value!r}"
+                advice = "resume with what the run began with, or begin anew"
+                raise UserError(f"the saved position is in another order of samples: {differs}; {advice}")
         self._rows, self._mixer.taken = dict(state["rows"]), dict(state["tokens"])
         self._seen = self._counts()
         self._ahead.clear()
@@ -301,12 +280,11 @@ class Loader:
         """Return shares of the tokens handed over, on all ranks together: by source, by domain; and epochs by source."""
         tokens = self._seen["tokens"]
         sources = {source: count / max(sum(tokens.values()), 1) for source, count in tokens.items()}
-        domains: dict[str, float] = {}
+        domains: dict[str, float] = defaultdict(float)
         for source, share in sources.items():
-            domain = self.corpus.domains[source]
-            domains[domain] = domains.get(domain, 0.0) + share
+            domains[self.corpus.domains[source]] += share
         epochs = {source: count / len(self._series[source]) for source, count in self._seen["rows"].items()}
-        return {"sources": sources, "domains": domains, "epochs": epochs}
+        return {"sources": sources, "domains": dict(domains), "epochs": epochs}
 
     def close(self) -> None:
         """Stop the workers; batches not begun are not read."""

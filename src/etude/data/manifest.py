@@ -1,26 +1,31 @@
 """The manifest of a corpus: every source with its revision, digest and licences, every drop by reason, every shard by digest.
 
 It is made of facts only: the same inputs give the same file, byte for byte, whoever builds it and with however many workers.
+`SourceEntry` is also the one account of documents while the corpus is built: a worker counts its unit in one, and those of
+all units are added up.
 """
 
 from __future__ import annotations
 
-from importlib import metadata
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, field_serializer
 
 from etude.errors import UserError
 from etude.files import digest_of, read_json, sha256_file, write_json
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
+    from etude.data.document import Drop
     from etude.progress import Reporter
 
 MANIFEST = "manifest.json"
 TOOLS = ("fastokens", "identify", "kingfisher-bin", "licenseclassifier", "numpy", "pyarrow", "rensa", "tokenizers",
          "xxhash")  # fmt: skip
+BUILD_AGAIN = "delete the corpus's folder and build it again"
 
 
 class Entry(BaseModel, extra="forbid"):
@@ -28,30 +33,52 @@ class Entry(BaseModel, extra="forbid"):
 
 
 class SourceEntry(Entry):
-    """One source: what came in, what stayed, why the rest did not."""
+    """One source, or a unit of it: what came in, what stayed, why the rest did not."""
 
     name: str
     domain: str
-    location: str
-    revision: str | None
-    digest: str  # over the names and bytes of all documents that were read
+    location: str = ""
+    revision: str | None = None
+    digest: str = ""  # over the names and bytes of all documents that were read
     generated_by: str | None = None  # digest of the model that wrote it, if one did
-    documents_in: int
-    bytes_in: int
-    kept: int
-    kept_bytes: int
-    drops: dict[str, int]  # "step: reason" → documents; documents_in = kept + their sum
-    dropped_bytes: dict[str, int]
-    scrubbed: dict[str, int]  # what was replaced, duplicates and contaminated documents included
-    repositories: int
-    heldout_repositories: list[str]  # whole ones; for rows without a repository none is named
-    licences: dict[str, int]  # → bytes
-    languages: dict[str, int]  # → bytes
-    evidence: dict[str, int]  # what told the licence → bytes
-    tokens: dict[str, int]  # train, heldout
-    text_bytes: dict[str, int]  # train, heldout: what bits per byte are counted over
-    tokens_in: int  # estimated: the text that came in, at the bytes a token of what stayed
-    fim: int  # files with their middle at the end
+    documents_in: int = 0
+    bytes_in: int = 0
+    kept: int = 0
+    kept_bytes: int = 0
+    drops: Counter[str] = Counter()  # "step: reason" → documents; documents_in = kept + their sum
+    dropped_bytes: Counter[str] = Counter()
+    scrubbed: Counter[str] = Counter()  # what was replaced, duplicates and contaminated documents included
+    repositories: int = 0
+    heldout_repositories: list[str] = []  # whole ones; for rows without a repository none is named
+    licences: Counter[str] = Counter()  # → bytes
+    languages: Counter[str] = Counter()  # → bytes
+    evidence: Counter[str] = Counter()  # what told the licence → bytes
+    tokens: Counter[str] = Counter(train=0, heldout=0)
+    text_bytes: Counter[str] = Counter(train=0, heldout=0)  # what bits per byte are counted over
+    tokens_in: int = 0  # estimated: the text that came in, at the bytes a token of what stayed
+    fim: int = 0  # files with their middle at the end
+
+    @field_serializer("drops", "dropped_bytes", "scrubbed", "licences", "languages", "evidence")
+    def _largest_first(self, counts: Counter[str]) -> dict[str, int]:
+        return dict(sorted((+counts).items(), key=lambda entry: (-entry[1], entry[0])))
+
+    def drop(self, drop: Drop) -> None:
+        """Count a document that came in and does not stay."""
+        self.drops[f"{drop.step}: {drop.reason}"] += 1
+        self.dropped_bytes[f"{drop.step}: {drop.reason}"] += drop.size
+
+    def counts(self) -> dict[str, Any]:
+        """Return all that was counted, fit for JSON."""
+        plain = self.model_dump(mode="json")
+        return {key: value for key, value in plain.items() if isinstance(value, (int, dict))}
+
+    def add(self, counts: Mapping[str, Any]) -> None:
+        """Add the counts of another entry: numbers to numbers, tables key by key."""
+        for key, value in counts.items():
+            if isinstance(value, int):
+                setattr(self, key, getattr(self, key) + value)
+            else:
+                getattr(self, key).update(value)
 
 
 class ShardEntry(Entry):
@@ -93,7 +120,9 @@ class Manifest(Entry):
     def save(self, folder: Path) -> None:
         """Write it, after checking that everything is accounted for."""
         for source in self.sources:
-            assert source.documents_in == source.kept + sum(source.drops.values()), source.name
+            assert source.documents_in == source.kept + source.drops.total(), f"{source.name}: a document disappeared"
+            packed = sum(shard.tokens for shard in self.shards if shard.source == source.name)
+            assert packed == source.tokens.total(), f"{source.name}: {packed} tokens packed of {source.tokens}"
         write_json(folder / MANIFEST, self.model_dump(mode="json"))
 
 
@@ -106,27 +135,19 @@ def load_manifest(folder: Path) -> Manifest:
         raise UserError(f"{folder} is not a corpus: it has no {MANIFEST}; {advice}") from None
     except ValueError as error:  # pydantic's errors too
         why = str(error).splitlines()[0]
-        raise UserError(
-            f"{folder / MANIFEST} cannot be read: {why}; delete the corpus's folder and build it again"
-        ) from None
+        raise UserError(f"{folder / MANIFEST} cannot be read: {why}; {BUILD_AGAIN}") from None
 
 
 def check_shards(folder: Path, reporter: Reporter) -> None:
     """Refuse a corpus whose shards are not, byte for byte, those that were built: damaged ones would be trained on in silence."""
-    listed = [
-        (folder / "shards" / name, digest)
+    digests = {
+        folder / "shards" / name: digest
         for shard in load_manifest(folder).shards
         for name, digest in shard.files.items()
-    ]
-    with reporter.task(
-        "checking the corpus", sum(path.stat().st_size for path, _ in listed if path.exists()), "B"
-    ) as task:
-        for path, digest in listed:
+    }
+    size = sum(path.stat().st_size for path in digests if path.exists())
+    with reporter.task("checking the corpus", size, "B") as task:
+        for path, digest in digests.items():
             if not path.exists() or sha256_file(path, task.advance) != digest:
                 what = "is not what was built" if path.exists() else "is missing"
-                raise UserError(f"{path} {what}; delete the corpus's folder and build it again")
-
-
-def tools() -> dict[str, str]:
-    """Return the versions of what decides the result."""
-    return {name: metadata.version(name) for name in TOOLS}
+                raise UserError(f"{path} {what}; {BUILD_AGAIN}")

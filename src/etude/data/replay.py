@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from etude.data.document import Document
+from etude.data.heldout import draw, is_heldout
 from etude.data.manifest import SourceEntry
-from etude.data.shape import draw, is_heldout, shaped_writer
-from etude.data.shards import save_array
+from etude.data.packing import save_array
+from etude.data.settings import SELF
+from etude.data.tokenise import unit_writer
 from etude.errors import UserError
 from etude.files import digest_of, sha256_file
 from etude.models.load import weight_files
@@ -30,42 +32,40 @@ if TYPE_CHECKING:
     from etude.data.settings import DataSettings, ReplaySettings
     from etude.work import Work
 
-SOURCE, DOMAIN = "self", "replay"
-
 
 def sample_base(
-    base: Path, data: DataSettings, separator: int, vocabulary: int, folder: Path, work: Work, seed: int
+    base: Any, data: DataSettings, separator: int, vocabulary: int, folder: Path, work: Work, seed: int
 ) -> SourceEntry:
-    """Sample texts from the base into a unit's folder; return their entry in the manifest."""
-    assert data.replay is not None
-    texts = _sampled(base, data.replay, (separator, vocabulary), folder, work, seed)
-    tokens, digest = {"train": 0, "heldout": 0}, hashlib.sha256()
-    kept = [text for text in texts if len(text)]
-    with shaped_writer(folder) as write:
-        for number, text in enumerate(kept):
-            name = f"{SOURCE}#{number}"
+    """Sample texts from the model in the folder `base` into a unit's folder; return their entry in the manifest."""
+    settings: Any = data.replay
+    texts = _sampled(base, settings, (separator, vocabulary), folder, work, seed)
+    entry = SourceEntry(
+        name=SELF, domain="replay", location=f"sampled from the base, temperature {settings.temperature}",
+        generated_by=digest_of({file.name: sha256_file(file) for file in weight_files(base)}), documents_in=len(texts),
+    )  # fmt: skip
+    digest = hashlib.sha256()
+    with unit_writer(folder) as write:
+        for text in texts:
+            if not len(text):
+                entry.drops["replay: the base wrote nothing"] += 1
+                continue
+            name = f"{SELF}#{entry.kept}"
             held = is_heldout(name, data.heldout, seed)
             write(text, [Document(name, name, "", "generated", licence="")], held)
-            tokens["heldout" if held else "train"] += len(text)
+            entry.tokens["heldout" if held else "train"] += len(text)
+            entry.add({"kept": 1, "repositories": 1, "tokens_in": len(text)})
             digest.update(text.data)
-    teacher = digest_of({file.name: sha256_file(file) for file in weight_files(base)})
-    empty = len(texts) - len(kept)
-    return SourceEntry(
-        name=SOURCE, domain=DOMAIN, location=f"sampled from the base, temperature {data.replay.temperature}", revision=None,
-        digest=digest.hexdigest(), generated_by=teacher, documents_in=len(texts), bytes_in=0, kept=len(kept), kept_bytes=0,
-        drops={"replay: the base wrote nothing": empty} if empty else {}, dropped_bytes={}, scrubbed={}, repositories=len(kept),
-        heldout_repositories=[], licences={}, languages={}, evidence={}, tokens=tokens,
-        text_bytes={"train": 0, "heldout": 0}, tokens_in=sum(tokens.values()), fim=0,
-    )  # fmt: skip
+    entry.digest = digest.hexdigest()
+    return entry
 
 
-def check_length(base: Path, length: int) -> None:
+def check_length(base: Any, settings: Any) -> None:
     """Refuse texts longer than the base can write."""
     from etude.models.shape import model_shape
 
     context = model_shape(base).context
-    if length >= context:
-        raise UserError(f"data.replay.length {length} does not fit the base's context of {context}; lower it")
+    if settings.length >= context:
+        raise UserError(f"data.replay.length {settings.length} does not fit the base's context of {context}; lower it")
 
 
 def _sampled(
@@ -73,39 +73,33 @@ def _sampled(
 ) -> list[Any]:
     """Return the texts; those that the base ended have the separator at their end. Batches that are done are read again."""
     from etude.lineage.compute import forward_flops
+    from etude.models.load import choose_device, load_model
     from etude.models.shape import shape_of
 
-    separator, vocabulary = tokens
+    separator = tokens[0]
     count = -(-settings.tokens // settings.length)  # texts
     sizes = [min(settings.batch, count - start) for start in range(0, count, settings.batch)]
     units = [Unit(f"replay/{number:05d}", number, settings.length * size) for number, size in enumerate(sizes)]
     folder.mkdir(parents=True, exist_ok=True)
     model: Any = None
     for unit in work.pending("data: sampling replay from the base", units, "tokens"):
-        model = model or _load(base)
+        model = model or load_model(base, choose_device("auto"))
         began = time.perf_counter()
         texts, chance = sizes[unit.item], draw(seed, "replay", unit.key).getrandbits(32)
-        rows = _sample(model, (separator, vocabulary), settings, texts, chance, partial(work.tick, texts))
+        rows = sample(model, tokens, settings, texts, chance, partial(work.tick, texts))
         save_array(folder / f"{unit.item:05d}.npy", rows)
         flops = texts * forward_flops(shape_of(model.config).compute, rows.shape[1])
         spent = {"flops": flops, "sampling_flops": flops, "device_seconds": time.perf_counter() - began}
         work.metrics.put(unit.key, tokens=rows.size, **spent)
-    found = []
-    for number in range(len(sizes)):
-        for row in np.load(folder / f"{number:05d}.npy"):
-            ends = np.flatnonzero(row == separator)
-            text = row[: ends[0] + 1] if len(ends) else row
-            found.append(text if len(text) > 1 else text[:0])
-    return found
+    texts_of_rows = []
+    for row in (row for number in range(len(sizes)) for row in np.load(folder / f"{number:05d}.npy")):
+        ends = np.flatnonzero(row == separator)
+        text = row[: ends[0] + 1] if len(ends) else row
+        texts_of_rows.append(text if len(text) > 1 else text[:0])
+    return texts_of_rows
 
 
-def _load(base: Path) -> Any:
-    from etude.models.load import choose_device, load_model
-
-    return load_model(base, choose_device("auto"))
-
-
-def _sample(
+def sample(
     model: Any, tokens: tuple[int, int], settings: ReplaySettings, texts: int, chance: int, on_step: Callable[[], Any]
 ) -> Any:
     """Return [texts, ≤ length] tokens sampled after the separator; after the end of a text come separators."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from etude.data.filters.duplicates import ngram_runs
+from etude.data.filters.contamination import ngram_runs
 from etude.errors import UserError
 from etude.lineage.environment import git_says
 from etude.syntax import parse_python
@@ -30,7 +30,7 @@ from etude.tasks.generators.parsed import Cut, Definition, Parsed, paths_below
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from etude.data.filters.duplicates import Hashes
+    from etude.data.filters.contamination import Hashes
     from etude.tasks.task import Candidate, Codebase
 
 RUN = 8  # words; signs between words are words

@@ -116,7 +116,7 @@ def unpack(settings: PackageSettings, cache: Path, reporter: Reporter) -> Unpack
     )
     place = {"pypi": [settings.pypi]} if settings.pypi else place
     source = open_source(SourceSettings(name=settings.name, **place), LARGEST, cache, reporter)
-    archive = getattr(source.parts[0], "path", None)
+    archive = source.parts[0].archive or None
     documents = None if archive else [each for part in source.parts for each in part.read()]
     digest = sha256_file(Path(archive)) if archive else digest_of([[each.path, str(each)] for each in documents or ()])
     folder = cache / "codebases" / f"{settings.name}-{digest[:16]}"

@@ -18,7 +18,7 @@ def test_a_planted_task_is_found_and_shown() -> None:
     index = index_tasks([("intervals-1", TASK)], 13, 3)
     hit = index.hit(FILLER + TASK + FILLER)
     assert hit is not None
-    assert hit.tasks == ("intervals-1",)
+    assert hit.tasks == ["intervals-1"]
     assert hit.words[0].startswith("def merge_intervals(spans): merged = []")
 
 
@@ -83,7 +83,7 @@ def test_a_task_too_short_for_the_hits_needs_all_it_has() -> None:
     index = index_tasks([("short", " ".join(words)), ("long", TASK)], 13, 3)
     hit = index.hit(" ".join(["before", *words, "after"]))
     assert hit is not None
-    assert hit.tasks == ("short",)
+    assert hit.tasks == ["short"]
     assert index.hit(" ".join(words[:13])) is None
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.data.document import Document
-from etude.data.filters.content import Quality, alphanumeric, compresses, repeated_share
+from etude.data.filters.content import alphanumeric, compresses, quality, repeated_share
 from etude.data.settings import FilterSettings
 
 WORDS = ["alpha", "beta", "gamma", "delta", "order", "price", "queue", "graph", "node", "edge"]
@@ -21,7 +21,7 @@ def code(lines: int, seed: int = 0) -> str:
 
 
 def why(text: str, **settings: Any) -> str | None:
-    return Quality(FilterSettings(**settings))(Document("repository", "a.py", text))
+    return quality(Document("repository", "a.py", text), FilterSettings(**settings))
 
 
 def test_ordinary_code_stays() -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from etude.data.document import Part
+    from etude.data.sources.package import Archive
 
 MOST = 1000
 
@@ -31,25 +32,24 @@ def identity(**location: Any) -> dict[str, Any]:
     return identify_source(settings_of(**location))
 
 
-def entries(parts: Iterable[Part]) -> list[Raw | Drop]:
+def entries(parts: Iterable[Part | Archive]) -> list[Raw | Drop]:
     """Read everything as a worker does, after pickling; a part read twice gives the same."""
     found: list[Raw | Drop] = []
     for part in parts:
-        there: Part = pickle.loads(pickle.dumps(part))
+        there: Part | Archive = pickle.loads(pickle.dumps(part))
         read = list(there.read())
         assert read == list(part.read())
-        assert part.size >= 0
         found += read
     return found
 
 
-def texts(parts: Iterable[Part]) -> dict[str, bytes | str]:
+def texts(parts: Iterable[Part | Archive]) -> dict[str, bytes | str]:
     raws = [entry for entry in entries(parts) if isinstance(entry, Raw)]
     assert len({(raw.repository, raw.path) for raw in raws}) == len(raws)
     return {raw.path: raw.content for raw in raws}
 
 
-def reasons(parts: Iterable[Part]) -> dict[str, str]:
+def reasons(parts: Iterable[Part | Archive]) -> dict[str, str]:
     drops = [entry for entry in entries(parts) if isinstance(entry, Drop)]
     assert {drop.step for drop in drops} <= {"read"}
     return {drop.path: drop.reason for drop in drops}

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.data.document import Drop, LicenceFile, Raw
-from etude.data.sources.package import LONGEST_HEADER, ArchivePart
+from etude.data.sources.package import LONGEST_HEADER, Archive
 from tests.data.sources.reading import MOST, entries, reasons, texts
 
 METADATA = b"Metadata-Version: 2.4\nName: toolz\nLicense-Expression: mit\n\nBody\nLicense-Expression: GPL-3.0-only\n"
@@ -47,7 +47,7 @@ def package(path: Path, **files: bytes) -> Path:
 @pytest.mark.parametrize("suffix", ["tar.gz", "tgz", "tar.bz2", "tar.xz"])
 def test_a_package_is_read_in_its_order_without_its_leading_folder(tmp_path: Path, suffix: str) -> None:
     path = package(tmp_path / f"toolz-1.2.0.{suffix}", **{"b.py": b"b", "a/c.py": b"\xff", "empty.py": b""})
-    assert entries([ArchivePart(str(path), MOST)]) == [
+    assert entries([Archive(str(path), MOST)]) == [
         Raw("toolz-1.2.0", "b.py", b"b"),
         Raw("toolz-1.2.0", "a/c.py", b"\xff"),
         Raw("toolz-1.2.0", "empty.py", b""),
@@ -56,12 +56,12 @@ def test_a_package_is_read_in_its_order_without_its_leading_folder(tmp_path: Pat
 
 def test_without_a_common_folder_the_archive_names_the_repository(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "toolz-1.2.0.tar.gz", [member("setup.py", b"x"), member("toolz/a.py", b"y")])
-    assert [(raw.repository, raw.path) for raw in entries([ArchivePart(str(path), MOST)])] == [
+    assert [(raw.repository, raw.path) for raw in entries([Archive(str(path), MOST)])] == [
         ("toolz-1.2.0", "setup.py"),
         ("toolz-1.2.0", "toolz/a.py"),
     ]
     alone = write_tar(tmp_path / "one-1.tar.gz", [member("setup.py", b"x")])
-    assert entries([ArchivePart(str(alone), MOST)]) == [Raw("one-1", "setup.py", b"x")]
+    assert entries([Archive(str(alone), MOST)]) == [Raw("one-1", "setup.py", b"x")]
 
 
 NAMES = st.lists(st.text("aä/.\n =", min_size=1, max_size=200), min_size=1, max_size=6)
@@ -76,7 +76,7 @@ def test_any_tar_is_read_as_the_standard_library_reads_it(names: list[str], form
             write_tar(path, members, form)
         except ValueError:  # ustar cannot hold the name
             return
-        read = entries([ArchivePart(str(path), MOST)])
+        read = entries([Archive(str(path), MOST)])
         with tarfile.open(path) as archive:
             expected = {info.name: archive.extractfile(info).read() for info in archive}  # type: ignore[union-attr]
     kept = {entry.path: entry.content for entry in read if isinstance(entry, Raw)}
@@ -99,7 +99,7 @@ def test_members_that_lead_out_are_dropped(tmp_path: Path, suffix: str) -> None:
                 archive.writestr(name, b"x")
     else:
         write_tar(path, [member(name, b"x") for name in names])
-    part = ArchivePart(str(path), MOST)
+    part = Archive(str(path), MOST)
     assert texts([part]) == {"good.py": b"x", "late.py": b"x"}
     read = entries([part])
     assert len(read) == len(names)
@@ -119,7 +119,7 @@ def test_links_and_devices_are_dropped_and_folders_are_no_documents(tmp_path: Pa
     }
     odd = [member(f"top/{name}", b"", kind, "good.py") for name, kind in kinds.items()]
     members = [member("top/", kind=tarfile.DIRTYPE), *odd, member("top/good.py", b"x")]
-    part = ArchivePart(str(write_tar(tmp_path / "top.tar.gz", members)), MOST)
+    part = Archive(str(write_tar(tmp_path / "top.tar.gz", members)), MOST)
     special = "a special file"
     assert reasons([part]) == {"s": "a link", "h": "a link", "c": special, "f": special, "?": special, "S": special}
     assert texts([part]) == {"good.py": b"x"}
@@ -133,14 +133,14 @@ def test_links_in_a_zip_and_unusual_compression_are_dropped(tmp_path: Path) -> N
         archive.writestr("top/a.py", b"x" * 500, zipfile.ZIP_DEFLATED)
         archive.writestr("top/b.py", b"x" * 500, zipfile.ZIP_LZMA)
         archive.mkdir("top/folder")
-    part = ArchivePart(str(tmp_path / "top.zip"), MOST)
+    part = Archive(str(tmp_path / "top.zip"), MOST)
     assert reasons([part]) == {"link": "a link", "b.py": "unusual compression"}
     assert texts([part]) == {"a.py": b"x" * 500}
 
 
 def test_a_name_that_is_not_utf8_is_dropped(tmp_path: Path) -> None:
     members = [member("top/caf\udce9.py", b"x"), member("top/é.py", b"y")]
-    part = ArchivePart(str(write_tar(tmp_path / "top.tar.gz", members, tarfile.GNU_FORMAT)), MOST)
+    part = Archive(str(write_tar(tmp_path / "top.tar.gz", members, tarfile.GNU_FORMAT)), MOST)
     assert reasons([part]) == {r"caf\xe9.py": "name not UTF-8"}
     assert texts([part]) == {"é.py": b"y"}
 
@@ -152,10 +152,10 @@ def test_a_large_member_is_dropped_in_little_memory(tmp_path: Path) -> None:
         archive.writestr("top/large.py", large)
     del large
     tracemalloc.start()
-    part = ArchivePart(str(path), MOST)
+    part = Archive(str(path), MOST)
     assert entries([part])[1] == Drop("toolz-1.2.0", "large.py", "read", "over max_bytes", 30_000_000)
     assert list(texts([part])) == ["a.py", "b.py"]
-    assert reasons([ArchivePart(str(tmp_path / "z.zip"), MOST)]) == {"top/large.py": "over max_bytes"}
+    assert reasons([Archive(str(tmp_path / "z.zip"), MOST)]) == {"top/large.py": "over max_bytes"}
     assert tracemalloc.get_traced_memory()[1] < 2_000_000
     tracemalloc.stop()
 
@@ -163,9 +163,9 @@ def test_a_large_member_is_dropped_in_little_memory(tmp_path: Path) -> None:
 def test_a_bomb_is_left_where_it_shows(tmp_path: Path) -> None:
     path = package(tmp_path / "toolz-1.2.0.tar.gz", **{"a.py": b"x", "bomb": b"\0" * 3_000_000, "b.py": b"y"})
     assert path.stat().st_size < 10_000
-    harmless = ArchivePart(str(path), MOST)
+    harmless = Archive(str(path), MOST)
     assert list(texts([harmless])) == ["a.py", "b.py"]
-    bounded = ArchivePart(str(path), MOST, most_unpacked=1_000_000)
+    bounded = Archive(str(path), MOST, most_unpacked=1_000_000)
     assert reasons([bounded]) == {"toolz-1.2.0.tar.gz": TOO_MUCH}
     assert list(texts([bounded])) == ["a.py"]
 
@@ -175,7 +175,7 @@ def test_a_zip_is_counted_by_what_comes_out_not_by_what_it_declares(tmp_path: Pa
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for at in range(20):
             archive.writestr(f"top/{at}.py", bytes([at]) * MOST)
-    part = ArchivePart(str(path), MOST, most_unpacked=5 * MOST)
+    part = Archive(str(path), MOST, most_unpacked=5 * MOST)
     assert list(texts([part])) == [f"{at}.py" for at in range(5)]
     assert reasons([part]) == {"top.zip": TOO_MUCH}
 
@@ -187,7 +187,7 @@ def test_a_zip_is_counted_by_what_comes_out_not_by_what_it_declares(tmp_path: Pa
     assert content.count(declared) == 2
     path.write_bytes(content.replace(declared, (10).to_bytes(4, "little")))
     tracemalloc.start()
-    lying = ArchivePart(str(path), MOST)
+    lying = Archive(str(path), MOST)
     assert texts([lying]) == {"a.py": b"a"}
     assert reasons([lying]) == {"top.zip": "archive is damaged"}
     assert tracemalloc.get_traced_memory()[1] < 2_000_000
@@ -218,7 +218,7 @@ def test_hostile_headers_cost_the_rest_of_the_archive_and_no_more(tmp_path: Path
     good = raw_header(b"top/a.py", b"1", b"0") + b"a".ljust(512, b"\0")
     path = tmp_path / "top.tar.gz"
     path.write_bytes(gzip.compress(good + headers + good.replace(b"a.py", b"c.py") + b"\0" * 1024))
-    part = ArchivePart(str(path), MOST)
+    part = Archive(str(path), MOST)
     assert texts([part]) == {"a.py": b"a"}
     assert reasons([part]) == {"top.tar.gz": why}
 
@@ -231,7 +231,7 @@ def test_a_truncated_archive_keeps_what_came_before(tmp_path: Path) -> None:
     kept_before = 51
     for share in (0.99, 0.6, 0.2, 0.0):
         path.write_bytes(whole[: int(len(whole) * share)])
-        part = ArchivePart(str(path), MOST)
+        part = Archive(str(path), MOST)
         kept = texts([part])
         assert reasons([part]) == DAMAGED
         assert kept == dict(list(files.items())[: len(kept)])
@@ -245,7 +245,7 @@ def test_damage_that_only_the_checksum_shows_is_reported(tmp_path: Path) -> None
     content = bytearray(path.read_bytes())
     content[-8] ^= 1
     path.write_bytes(content)
-    part = ArchivePart(str(path), MOST)
+    part = Archive(str(path), MOST)
     assert reasons([part]) == DAMAGED
     assert list(texts([part])) == ["a.py", "b.py"]
 
@@ -254,7 +254,7 @@ def test_damage_that_only_the_checksum_shows_is_reported(tmp_path: Path) -> None
 def test_what_is_no_archive_is_one_drop(tmp_path: Path, content: bytes) -> None:
     for name in ("a.tar.gz", "a.zip", "a.tar.xz", "a.tar.bz2"):
         (tmp_path / name).write_bytes(content)
-        found = reasons([ArchivePart(str(tmp_path / name), MOST)])
+        found = reasons([Archive(str(tmp_path / name), MOST)])
         assert set(found.values()) <= {"archive is damaged"}
         assert found
 
@@ -265,7 +265,7 @@ def test_licences_are_found_with_the_folder_they_speak_for(tmp_path: Path) -> No
         "license.py": b"code", "NOTICE": b"n", "src/licenses.json": b"{}", "LICENSE-BIG": b"x" * 2000,
         "toolz.egg-info/PKG-INFO": b"License: GPL-3.0-only\n", "PKG-INFO": METADATA,
     }  # fmt: skip
-    part = ArchivePart(str(package(tmp_path / "toolz-1.2.0.tar.gz", **files)), MOST)
+    part = Archive(str(package(tmp_path / "toolz-1.2.0.tar.gz", **files)), MOST)
     assert sorted(part.licence_files(), key=lambda file: file.name) == [
         LicenceFile("src/vendor", "COPYING.LESSER", "lesser"),
         LicenceFile("", "LICENSE", "top"),
@@ -278,7 +278,7 @@ def test_licences_are_found_with_the_folder_they_speak_for(tmp_path: Path) -> No
 
 def test_more_licence_texts_than_anybody_has_do_not_fill_the_memory(tmp_path: Path) -> None:
     files = {f"{at}/LICENSE": b" " * 1_000_000 for at in range(40)}
-    part = ArchivePart(str(package(tmp_path / "toolz-1.2.0.tar.gz", **files)), 1_000_000)
+    part = Archive(str(package(tmp_path / "toolz-1.2.0.tar.gz", **files)), 1_000_000)
     assert len(part.licence_files()) == 32
     assert len(list(part.read())) == 40
 
@@ -293,7 +293,7 @@ def test_an_archive_is_walked_twice_at_most(tmp_path: Path, monkeypatch: pytest.
         unchanged(*arguments, **options)
 
     monkeypatch.setattr(gzip.GzipFile, "__init__", counted)
-    part = ArchivePart(str(path), MOST)
+    part = Archive(str(path), MOST)
     assert (part.stated_licence(), len(part.licence_files()), len(list(part.read()))) == ("MIT", 1, 3)
     assert len(opened) == 2
 
@@ -304,7 +304,7 @@ def test_a_zip_made_on_windows_is_read_like_any_other(tmp_path: Path) -> None:
             info = zipfile.ZipInfo("x")
             info.filename = name
             archive.writestr(info, b"" if name.endswith("\\") else b"x")
-    part = ArchivePart(str(tmp_path / "w.zip"), MOST)
+    part = Archive(str(tmp_path / "w.zip"), MOST)
     assert entries([part]) == [Raw("top", name, b"x") for name in ("a.py", "folder/b.py", "LICENSE")]
     assert part.licence_files() == [LicenceFile("", "LICENSE", "x")]
 
@@ -321,7 +321,7 @@ def test_long_names_and_headers_do_not_add_up_in_memory(tmp_path: Path) -> None:
         for at in range(30):
             file.write(header(b"comment%d=" % at))
         file.write(raw_header(b"last.py", b"0", b"0"))
-    part = ArchivePart(str(path), MOST)
+    part = Archive(str(path), MOST)
     tracemalloc.start()
     assert sum(1 for _ in part.read()) == 31
     assert tracemalloc.get_traced_memory()[1] < 10_000_000

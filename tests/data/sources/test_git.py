@@ -8,7 +8,7 @@ import pytest
 
 from etude.data.document import Drop, LicenceFile, Raw
 from etude.data.sources import open_source
-from etude.data.sources.git import shown
+from etude.data.sources.repository import shown
 from etude.errors import Interrupted, UserError
 from etude.progress import Reporter
 from tests import tiny

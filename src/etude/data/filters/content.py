@@ -1,38 +1,25 @@
-"""From bytes to text: UTF-8 unless the file itself says otherwise, line ends as LF, nothing else changed.
+"""What a file is, and whether its text is worth training on. Nothing here looks at more than one document.
 
-Encodings are never guessed: a wrong guess gives fluent nonsense. Unicode is not normalised either (no NFC): in code the
-code points are the meaning. A test of normalisation, or a pattern over combining marks, would no longer do what it says.
+**Decoding**: from bytes to text, UTF-8 unless the file itself says otherwise, line ends as LF, nothing else changed. Encodings are
+never guessed: a wrong guess gives fluent nonsense. Unicode is not normalised either (no NFC): in code the code points are the
+meaning. A test of normalisation, or a pattern over combining marks, would no longer do what it says.
 
-What a file is written in: by its name first (library `identify`), by its first lines where the name can mean two things.
+**Language**: by a file's name first (library `identify`), by its first lines where the name can mean two things. Kept as code:
+programs, markup and style sheets, build files and configuration that people write (TOML, YAML, INI, Dockerfile, Makefile). Kept as
+prose: Markdown, reStructuredText, plain text, TeX and the like. HTML counts as code: as prose it is mostly tags. Left out: data
+(JSON, CSV, XML, notebooks, translations, keys) and everything not known by name.
 
-Kept as code: programs, markup and style sheets, build files and configuration that people write (TOML, YAML, INI,
-Dockerfile, Makefile). Kept as prose: Markdown, reStructuredText, plain text, TeX and the like. HTML counts as code: as
-prose it is mostly tags. Left out: data (JSON, CSV, XML, notebooks, translations, keys) and everything not known by name.
+**Generated**: what nobody wrote here (vendored copies, generated and minified files, lock files), by path, and by what a file says
+of itself in its heading. Words about generating elsewhere in a file mean nothing: code generators, their templates and their tests
+are hand-written. Very long lines are left to `quality`.
 
-What nobody wrote here: vendored copies, generated and minified files, lock files.
-
-By path, and by what a file says of itself in its heading. Words about generating elsewhere in a file mean
-nothing: code generators, their templates and their tests are hand-written. Very long lines are `quality`'s affair.
-
-Is a text worth training on? Counts only, the cheapest first, each with its own limit in `[data.filters]`.
-
-The filters of the corpus, each a small function or class that returns why a document is dropped, or None.
-
-Their order is cheap and certain first, so that the dear ones see little, and no step reads what an earlier one dropped:
-
-1. `decode`: bytes become text, or the file is no text at all.
-2. `language`: code or prose? Data files, images and the like leave here; the later steps know what they look at.
-3. `generated`: what no person wrote here (vendored, generated, minified, lock files), by path and by its own heading.
-4. `quality`: too short, too long lines, too repetitive: counts over the whole text.
-5. `licence`: who may use it, file by file; after the counts, because a classifier may have to read licence texts.
-6. `private`: secrets and personal data are replaced, not dropped; in batches, because the detector is a program to start.
-   Before duplicates, so that two copies that differ in a scrubbed address only count as copies.
-7. `contamination`, against the tasks, and 8. `duplicates`, across all sources: both need to see final texts.
+**Quality**: counts only, the cheapest first, each with its own limit in `[data.filters]`.
 """
 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import io
 import re
 import string
@@ -42,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from identify import identify
 
-from etude.data.document import PROSE, UNKNOWN, Document, Raw
+from etude.data.document import UNKNOWN, Document, Raw
 
 if TYPE_CHECKING:
     from etude.data.settings import FilterSettings
@@ -59,55 +46,46 @@ DECLARED = re.compile(rb"(?:[^\n]*\n)?[^\n]*?coding[:=][ \t]*[\"']?([-\w.]+)")
 CHARACTER_SETS = re.compile(r"iso8859|cp\d|koi8|mac|euc|shift_jis|iso2022|gb|big5|ascii")
 
 
-class _Unreadable(Exception):  # noqa: N818 - a reason to drop, nobody's error
-    """The content is no text; the argument says why."""
-
-
 def decode(raw: Raw) -> Document | str:
     """Return the document, or the reason to drop it."""
-    try:
-        text = _normalised(raw.content if isinstance(raw.content, str) else _decoded(raw.content))
-    except _Unreadable as reason:
-        return str(reason)
-    licence, evidence = (raw.licence, "metadata") if raw.licence else (UNKNOWN, "")
-    return Document(raw.repository, raw.path, text, kind=raw.kind, licence=licence, evidence=evidence)
-
-
-def _decoded(content: bytes) -> str:
-    marked = next((name for mark, name in BOMS.items() if content.startswith(mark)), None)
-    if b"\0" in content and marked is None:
-        raise _Unreadable("binary")
-    try:
-        return content.decode(marked or "utf-8")
-    except UnicodeDecodeError:
-        declared = DECLARED.match(content[:1000])
-    try:
-        encoding = codecs.lookup(declared[1].decode()).name if declared else ""
-        if CHARACTER_SETS.match(encoding):
-            return content.decode(encoding)
-    except (LookupError, UnicodeDecodeError):
-        pass
-    raise _Unreadable("not UTF-8")
-
-
-def _normalised(text: str) -> str:
+    text = raw.content if isinstance(raw.content, str) else _decoded(raw.content)
+    if text is None:
+        return "not UTF-8"
     if "\0" in text:
-        raise _Unreadable("binary")
+        return "binary"
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
     text = text.removeprefix("\ufeff")
     if not text or text.isspace():
-        raise _Unreadable("empty")
+        return "empty"
     try:
         encoded = text.encode()
     except UnicodeEncodeError:
-        raise _Unreadable("lone surrogates") from None
+        return "lone surrogates"
     if len(encoded) - len(encoded.translate(None, CONTROLS)) > max(FEW, len(encoded) // 1000):
-        raise _Unreadable("control characters")
-    return text
+        return "control characters"
+    licence, evidence = (raw.licence, "metadata") if raw.licence else (UNKNOWN, "")
+    return Document(raw.repository, raw.path, text, kind=raw.kind, licence=licence, evidence=evidence)
+
+
+def _decoded(content: bytes) -> str | None:
+    """Return the text of a file; one that holds a NUL where there is none in text stands for binary files."""
+    marked = next((name for mark, name in BOMS.items() if content.startswith(mark)), None)
+    if b"\0" in content and marked is None:
+        return "\0"
+    try:
+        return content.decode(marked or "utf-8")
+    except UnicodeDecodeError:
+        declared = DECLARED.match(content[:1000])
+    with contextlib.suppress(LookupError, UnicodeDecodeError):
+        encoding = codecs.lookup(declared[1].decode()).name if declared else ""
+        if CHARACTER_SETS.match(encoding):
+            return content.decode(encoding)
+    return None
 
 
 # fmt: off
+PROSE = frozenset({"asciidoc", "bib", "markdown", "mdx", "myst", "org", "plain-text", "pod", "quarto", "rst", "tex", "texinfo"})
 DATA = frozenset({
     "avro-schema", "cson", "csv", "dbc", "dotenv", "icalendar", "image", "json", "json5", "lazarus-form", "mailmap", "manifest",
     "map", "pem", "plist", "pofile", "sln", "swiftdeps", "tsv", "vdx", "wkt", "xcodebuild", "xml",
@@ -156,11 +134,6 @@ def is_code(language: str) -> bool:
     return bool(language) and language not in PROSE | DATA
 
 
-def is_text(language: str) -> bool:
-    """Say whether it is prose."""
-    return language in PROSE
-
-
 @lru_cache(maxsize=10_000)
 def _by_name(name: str) -> str:
     name = name.removesuffix(".in")  # config.h.in is filled in by a build, and reads like config.h
@@ -197,8 +170,8 @@ def heading(text: str) -> str:
     What a file says about itself (who licenses it, what generated it) stands there. The same words further down are what
     it says about other files: the template of a code generator, a licence checker's patterns, a test's example.
     """
-    found = _HEADING.match(text, 0, HEAD)
-    return _SIGN.sub("", found.group()) if found else ""
+    match = _HEADING.match(text, 0, HEAD)
+    return _SIGN.sub("", match.group()) if match else ""
 
 
 # `build`, `dist` and `external` are names of packages too, so they count at the top of a repository only; `dist` also over web files.
@@ -246,39 +219,33 @@ NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 FEWEST_LINES = 20  # below, a share of repeated lines says nothing
 
 
-class Quality:
-    """Drops documents that are too short, too long, too wide, too bare of words or too repetitive."""
-
-    def __init__(self, settings: FilterSettings) -> None:
-        self.limits = settings
-
-    def __call__(self, document: Document) -> str | None:
-        """Return why the document is dropped, or None."""
-        text, limits = document.text, self.limits
-        if len(text) < limits.min_chars:
-            return "too short"
-        if len(text) > limits.max_bytes:
-            return "too long"
-        # A paragraph of prose may well be one line.
-        if document.language not in PROSE and len(text) / (text.count("\n") + 1) > limits.max_mean_line:
-            return "long lines on average"
-        lines = text.split("\n")
-        if len(text) > limits.max_line and len(max(lines, key=len)) > limits.max_line:
-            return "a very long line"
-        enough = limits.min_alphanumeric * len(text)
-        # Half a text mostly has enough for all.
-        if alphanumeric(text[: len(text) // 2]) < enough and alphanumeric(text) < enough:
-            return "few letters and digits"
-        if len(lines) > FEWEST_LINES and repeated_share(lines) > limits.max_repeated_lines:
-            return "repeated lines"
-        return "repetitive" if compresses(text, limits.max_compression) else None
+def quality(document: Document, limits: FilterSettings) -> str | None:
+    """Return why a document is dropped: too short, too long, too wide, too bare of words, too repetitive; or None."""
+    text = document.text
+    if len(text) < limits.min_chars:
+        return "too short"
+    if len(text) > limits.max_bytes:
+        return "too long"
+    # A paragraph of prose may well be one line.
+    if document.language not in PROSE and len(text) / (text.count("\n") + 1) > limits.max_mean_line:
+        return "long lines on average"
+    lines = text.split("\n")
+    if len(text) > limits.max_line and len(max(lines, key=len)) > limits.max_line:
+        return "a very long line"
+    enough = limits.min_alphanumeric * len(text)
+    # Half a text mostly has enough for all.
+    if alphanumeric(text[: len(text) // 2]) < enough and alphanumeric(text) < enough:
+        return "few letters and digits"
+    if len(lines) > FEWEST_LINES and repeated_share(lines) > limits.max_repeated_lines:
+        return "repeated lines"
+    return "repetitive" if compresses(text, limits.max_compression) else None
 
 
 def alphanumeric(text: str) -> int:
     """Count letters and digits of any script."""
     plain = text.encode("ascii", "ignore")
-    found = len(plain) - len(plain.translate(None, ALPHANUMERIC))
-    return found + sum(map(str.isalnum, "".join(NOT_ASCII.findall(text)))) if len(plain) < len(text) else found
+    count = len(plain) - len(plain.translate(None, ALPHANUMERIC))
+    return count + sum(map(str.isalnum, "".join(NOT_ASCII.findall(text)))) if len(plain) < len(text) else count
 
 
 def repeated_share(lines: list[str]) -> float:

@@ -1,4 +1,4 @@
-"""The licence of each document, by the surest evidence there is, cheapest first.
+"""The licence of each document, by the surest evidence there is, cheapest first; and whether a source's policy allows it.
 
 1. an SPDX tag in the file's heading;
 2. the words of a grant in the heading ("… redistribute it and/or modify it under the terms of the GNU …"). The name of a
@@ -8,10 +8,8 @@
 4. what the metadata state; where they and the licence file differ, both must be allowed;
 5. what the user declares.
 
-SPDX licence expressions, what a package's metadata state as one, and what a source's policy says of them.
-
-`A OR B` needs one side to be allowed, `A AND B` both; `A WITH exception` is judged as A, because an exception only adds
-permissions. The lists are facts for engineering, not legal advice.
+Licences are SPDX expressions: `A OR B` needs one side to be allowed, `A AND B` both; `A WITH exception` is judged as A, because
+an exception only adds permissions. The lists are facts for engineering, not legal advice.
 """
 
 from __future__ import annotations
@@ -175,13 +173,13 @@ CONDITIONS = re.compile(
     re.IGNORECASE,
 )
 LEFT_OVER = 15  # words of explanation that no second witness has to confirm
-Told = tuple[str, str]  # a licence, and what told it
+Finding = tuple[str, str]  # a licence, and the evidence for it
 
 
 class LicenceText(NamedTuple):
     """What a licence file says: the licences in it, how that is known, and whether it says more than they do."""
 
-    found: tuple[str, ...]
+    licences: tuple[str, ...]
     evidence: str
     more: bool = False  # explanations besides; the metadata have to agree
     changed: bool = False  # conditions that are none of the licences found
@@ -198,70 +196,74 @@ class Licences:
             if not ATTRIBUTION.match(file.name):  # in a wheel, they speak for what lies beside its metadata
                 folder = re.sub(r"(?:^|/)[^/]+\.dist-info(?:/.*)?$", "", file.folder.strip("/"))
                 texts[folder].append(read_licence(file.text))
-        self._folders = {folder: told for folder in texts if (told := self._together(folder, texts[folder]))}
+        self._folders = {folder: finding for folder in texts if (finding := self._together(folder, texts[folder]))}
 
-    def of(self, document: Document) -> Told:
-        """Return the licence of a document and what told it."""
-        told = from_heading(document.text)
-        if told is None and document.licence != UNKNOWN:
-            told = canonical(document.licence) or UNKNOWN, document.evidence
-        if told is None:
+    def refusal(self, document: Document, policy: Policy) -> str | None:
+        """Set the licence of a document and its evidence; return why the policy does not allow it, or None."""
+        document.licence, document.evidence = self.of(document)
+        return policy.reason(document.licence)
+
+    def of(self, document: Document) -> Finding:
+        """Return the licence of a document and its evidence."""
+        finding = from_heading(document.text)
+        if finding is None and document.licence != UNKNOWN:
+            finding = canonical(document.licence) or UNKNOWN, document.evidence
+        if finding is None:
             above = [str(folder) for folder in PurePosixPath(document.path).parents]
             nearest = next((self._folders[name] for name in above if name in self._folders), self._folders.get(""))
-            told = nearest or ((self._stated, "metadata") if self._stated else (UNKNOWN, ""))
-        return (self._declared, "declared") if told[0] == UNKNOWN and self._declared else told
+            finding = nearest or ((self._stated, "metadata") if self._stated else (UNKNOWN, ""))
+        return (self._declared, "declared") if finding[0] == UNKNOWN and self._declared else finding
 
-    def _together(self, folder: str, texts: list[LicenceText]) -> Told | None:
+    def _together(self, folder: str, texts: list[LicenceText]) -> Finding | None:
         """Put together what the files of one folder say, at the top also the metadata; None if they only point elsewhere."""
-        texts = [text for text in texts if text.found or text.more or text.changed]
+        texts = [text for text in texts if text.licences or text.more or text.changed]
         if not texts:
             return None
-        found = list(dict.fromkeys(spdx for text in texts for spdx in text.found))
-        families, stated = set(map(_family, found)), set(map(_family, ids(self._stated or "")))
+        named = list(dict.fromkeys(spdx for text in texts for spdx in text.licences))
+        families, stated = set(map(_family, named)), set(map(_family, ids(self._stated or "")))
         agreed = bool(stated) and stated <= families
-        if not found or any(text.changed or (text.more and not agreed) for text in texts):
+        if not named or any(text.changed or (text.more and not agreed) for text in texts):
             return UNKNOWN, "classifier"
         evidence = "text-hash" if all(text.evidence == "text-hash" for text in texts) else "classifier"
         if self._stated and stated == families:
             return self._stated, evidence  # it also knows "or" from "and", and "or later" from "only"
-        return _joined([*found, *([self._stated] if self._stated and not agreed and not folder else [])]), evidence
+        return all_of([*named, *([self._stated] if self._stated and not agreed and not folder else [])]), evidence
 
 
 def _family(spdx: str) -> str:
     return re.sub(r"(?:-only|-or-later|\+)$", "", spdx)
 
 
-def _joined(expressions: Iterable[str]) -> str:
-    parts = (part for one in expressions for part in ([one] if "(" in one else one.split(" AND ")))
+def all_of(expressions: Iterable[str]) -> str:
+    """Return the expression that asks for all of these, each named once."""
+    parts = (part for one in expressions for part in ([one] if "(" in one or " OR " in one else one.split(" AND ")))
     distinct = list(dict.fromkeys(parts))
     return " AND ".join(f"({one})" if " OR " in one and len(distinct) > 1 else one for one in distinct)
 
 
-def from_heading(text: str) -> Told | None:
+def from_heading(text: str) -> Finding | None:
     """Return the licence that a file's own heading grants, and how it says so."""
     head = text[:HEAD].lower()
     if not any(clue in head for clue in CLUES):
         return None
     top = heading(text)
     if tags := [canonical(tag) or UNKNOWN for tag in TAG.findall(top)]:
-        return (UNKNOWN if UNKNOWN in tags else _joined(tags)), "spdx-tag"
+        return (UNKNOWN if UNKNOWN in tags else all_of(tags)), "spdx-tag"
     names = NAME.finditer(top.replace("İ", "I").lower())  # the one letter that grows in lower case
-    granted = [told for name in names if (told := _granted(top, name))]
-    return (_joined(granted), "header") if granted else None
+    granted = [licence for name in names if (licence := _granted(top, name))]
+    return (all_of(granted), "header") if granted else None
 
 
 def _granted(top: str, name: re.Match[str]) -> str | None:
     """Return the licence that is named at a place, if what stands before the name grants it."""
     family = next(family for family, pattern in FAMILIES.items() if re.fullmatch(pattern, name[0]))
-    if family == PROPRIETARY:
-        return family
     grant = GRANT.search(top[max(0, name.start() - 160) : name.start()])
-    if not grant:
-        return None
+    if family == PROPRIETARY or not grant:
+        return family if family == PROPRIETARY else None
     rest = top[name.end() : name.end() + 150]
     versions = re.findall(r"(?:\bv|\bversion|[ -])\.?\s*(\d(?:\.\d)?)\b", rest, re.IGNORECASE)
-    told = grant["version"] or (versions[0] if versions else None)
-    number = f"{told}.0" if told and "." not in told else told
+    version = grant["version"] or (versions[0] if versions else None)
+    number = f"{version}.0" if version and "." not in version else version
     if family.endswith("GPL"):
         any_version = "2.0" if family == "LGPL" else "1.0"
         return f"{family}-{number or any_version}-{'or-later' if number is None or 'later' in rest else 'only'}"
@@ -274,16 +276,15 @@ def read_licence(text: str) -> LicenceText:
     if known := identify(text):
         return LicenceText((next(entry["spdx"] for entry in obligations() if entry["id"] == known),), "text-hash")
     text = GNU_APPENDIX.sub("", text)
-    found = [canonical(tag) for tag in TAG.findall(text)]
+    named = [canonical(tag) for tag in TAG.findall(text)]
     rest, position = "", 0
     for match in identify_license(text, 0):
-        found.append(canonical(match.id) or match.id)
+        named.append(canonical(match.id) or match.id)
         rest, position = rest + text[position : match.start] + "\n", max(position, match.end)
     rest += text[position:]
     words = len(re.findall(r"[^\W_]{2,}", TAG.sub("", OWNER.sub("", rest))))
-    licences = tuple(dict.fromkeys(filter(None, found)))
+    licences = tuple(dict.fromkeys(filter(None, named)))
     pointer = not licences and words < 60 and POINTER.search(rest) is not None
     more = not pointer and (words > LEFT_OVER or not licences)
     owners = re.findall(r"(?i)(?:\A|\n\s*\n)\W*copyright.*", text)  # the classifier takes any such line for one
-    told = [rest, *owners]
-    return LicenceText(licences, "classifier", more=more, changed=any(map(CONDITIONS.search, told)))
+    return LicenceText(licences, "classifier", more=more, changed=any(map(CONDITIONS.search, [rest, *owners])))

@@ -17,7 +17,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,9 +62,8 @@ def scrub(documents: Sequence[Document], workspace: Path) -> Counter[str]:
     replaced: Counter[str] = Counter()
     findings = _findings(documents, workspace)
     for index, document in enumerate(documents):
-        found = findings.get(index, [])
-        replaced.update(f"secret: {finding['rule']}" for finding in found)
-        document.text = without_addresses(without_secrets(document.text, found) if found else document.text, replaced)
+        replaced.update(f"secret: {finding['rule']}" for finding in findings[index])
+        document.text = without_addresses(without_secrets(document.text, findings[index]), replaced)
     return replaced
 
 
@@ -83,13 +82,12 @@ def _findings(documents: Sequence[Document], workspace: Path) -> dict[int, list[
     if done.returncode not in WENT_WELL or read != [len(documents)]:
         what = f"exit code {done.returncode}, {sum(read)} of {len(documents)} texts read"
         raise UserError(f"the secret detector kingfisher failed ({what}): {' '.join(done.stderr.split())[:300]}")
-    found: dict[int, list[dict[str, Any]]] = {}
+    findings: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
-        if "finding" in line:
-            finding = line["finding"]
+        if finding := line.get("finding"):
             here = {"rule": line["rule"]["name"], "line": finding["line"] - 1}
-            found.setdefault(int(Path(finding["path"]).name), []).append(finding | here)
-    return found
+            findings[int(Path(finding["path"]).name)].append(finding | here)
+    return findings
 
 
 def _detector() -> str:
@@ -104,6 +102,8 @@ def _detector() -> str:
 
 def without_secrets(text: str, findings: list[dict[str, Any]]) -> str:
     """Replace what the detector found: at its place; long secrets, and the other halves of pairs, everywhere."""
+    if not findings:
+        return text
     lines = text.split("\n")
     starts = [0, *accumulate(len(line) + 1 for line in lines)]
     spans, everywhere = [], set()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from etude.data.sources.folder import identify_folder, open_folder
-from etude.data.sources.git import commit_of, open_git, shown
 from etude.data.sources.package import open_pypi, pins_of
+from etude.data.sources.repository import commit_of, identify_folder, open_folder, open_git, shown
 from etude.data.sources.source import OpenSource
 from etude.data.sources.table import dataset_of, identify_tables, open_dataset, open_tables
 from etude.errors import UserError

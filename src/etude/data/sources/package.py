@@ -3,10 +3,9 @@
 pip's own index client fetches them, so that the user's index, proxy and credentials hold. `pip download` would run a
 package's setup.py to learn its dependencies; here no package code runs. pip's internals stay in a process of their own.
 
-Source archives, read as streams: nothing is ever unpacked to disk, and no member takes more memory than it may.
-
-An archive may come from anybody. Members that lead out of it, links and devices are dropped by their headers, declared
-sizes are not believed, and what unpacks to too much is left where that shows.
+Archives are read as streams: nothing is ever unpacked to disk, and no member takes more memory than it may. An archive may
+come from anybody. Members that lead out of it, links and devices are dropped by their headers, declared sizes are not
+believed, and what unpacks to too much is left where that shows.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import parse
 
-from etude.data.document import Drop, LicenceFile, Raw
+from etude.data.document import Drop, LicenceFile, Part, Raw
 from etude.data.filters.licence import stated_in
 from etude.data.sources.source import MOST_LICENCES, USUAL_RATIO, Entry, OpenSource, entry_of, is_licence, licence_file
 from etude.errors import UserError, nearest
@@ -51,13 +50,17 @@ DAMAGE = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, Val
 
 
 @dataclass(frozen=True)
-class ArchivePart:
+class Archive:
     """One source archive. It is walked twice at most: once for its licences, once for its documents."""
 
     path: str
     most_bytes: int
-    size: int = 0  # about what it unpacks to, in bytes
     most_unpacked: int = 4_000_000_000
+
+    def part(self) -> Part:
+        """Return it as a part of a source."""
+        about = USUAL_RATIO * Path(self.path).stat().st_size
+        return Part(about, self.read, self.licence_files, self.stated_licence, self.path)
 
     def licence_files(self) -> list[LicenceFile]:
         """Return the licence texts in it."""
@@ -66,8 +69,8 @@ class ArchivePart:
 
     def stated_licence(self) -> str | None:
         """Return the licence that its outermost PKG-INFO states, if there is one and it is understood."""
-        found = [(path.count("/"), text) for path, text in self._survey[1] if not is_licence(path)]
-        return stated_in(min(found)[1]) if found else None
+        metadata = [(path.count("/"), text) for path, text in self._survey[1] if not is_licence(path)]
+        return stated_in(min(metadata)[1]) if metadata else None
 
     def read(self) -> Iterator[Raw | Drop]:
         """Yield its members in their order; what is wrong with the archive as a whole comes last, as one drop."""
@@ -206,8 +209,7 @@ def open_pypi(settings: SourceSettings, most_bytes: int, cache: Path, reporter: 
                 task.advance()
         finally:
             pool.shutdown(cancel_futures=True)
-    paths = [folder / name for name in archives]
-    parts = [ArchivePart(str(path), most_bytes, USUAL_RATIO * path.stat().st_size) for path in paths]
+    parts = [Archive(str(folder / name), most_bytes).part() for name in archives]
     return OpenSource(f"package {', '.join(pins)}", digest_of(archives), parts)
 
 

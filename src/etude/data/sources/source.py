@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from etude.data.codebase import CODE_SUFFIXES
-from etude.data.document import Drop, LicenceFile, Raw
+from etude.data.document import Drop, LicenceFile, Part, Raw
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from etude.data.document import Part
+    from collections.abc import Callable, Iterator
 
     Contents = Callable[[list[str]], Iterator[bytes | str]]  # from keys: what is behind each, or why it cannot be had
 
@@ -30,26 +27,12 @@ LICENCE = re.compile(r"(.*/)?((?i:((un)?licen[cs]es?|copying)([-_. ][^/]*)?)|LIC
 NO_LICENCE = CODE_SUFFIXES | {".html", ".json", ".png", ".svg", ".toml", ".xml", ".yaml", ".yml"}
 
 
-@dataclass(frozen=True)
-class OpenSource:
+class OpenSource(NamedTuple):
     """Where a source lies, in words; its revision, if it has one; and everything in it."""
 
     location: str
     revision: str | None
-    parts: Sequence[Part]
-
-
-@dataclass(frozen=True)
-class DeferredPart:
-    """A part of a source without metadata, as functions that a worker calls later; they can be pickled."""
-
-    size: int
-    read: Callable[[], Iterator[Raw | Drop]]
-    licence_files: Callable[[], list[LicenceFile]] = list
-
-    def stated_licence(self) -> str | None:
-        """Return None: there are no metadata."""
-        return None
+    parts: list[Part]
 
 
 class Entry(NamedTuple):
@@ -64,8 +47,9 @@ class Entry(NamedTuple):
 def entry_of(path: str, key: str, size: int, fault: str, most_bytes: int) -> Entry:
     """Return the entry of a file, with a fault if its name or its size is one."""
     shown = printable(path)
-    fault = fault or ("name not UTF-8" if shown != path else TOO_LARGE if size > most_bytes else "")
-    return Entry(shown, key, size, fault)
+    return Entry(
+        shown, key, size, fault or ("name not UTF-8" if shown != path else TOO_LARGE if size > most_bytes else "")
+    )
 
 
 def printable(path: str) -> str:
@@ -80,22 +64,22 @@ def local(path: str) -> Path:
 
 def share_out(
     repository: str, entries: list[Entry], contents: Contents, licences: list[LicenceFile], kind: str = "file"
-) -> list[DeferredPart]:
+) -> list[Part]:
     """Return the files of a repository, or its commits, in parts that workers read side by side."""
     parts = []
     for start in range(0, len(entries), AT_ONCE):
         some = entries[start : start + AT_ONCE]
         size = sum(COSTS[kind] + (0 if entry.fault else entry.size) for entry in some)
         read = partial(_read, printable(repository), kind, some, contents)
-        parts.append(DeferredPart(size, read, partial(list, licences)))
+        parts.append(Part(size, read, partial(list, licences)))
     return parts
 
 
 def _read(repository: str, kind: str, entries: list[Entry], contents: Contents) -> Iterator[Raw | Drop]:
     """Yield each entry, as a document or as a drop."""
-    found = contents([entry.key for entry in entries if not entry.fault])
+    readable = contents([entry.key for entry in entries if not entry.fault])
     for entry in entries:
-        content = entry.fault or next(found)
+        content = entry.fault or next(readable)
         if isinstance(content, str):
             yield Drop(repository, entry.path, "read", content, entry.size)
         else:

@@ -12,8 +12,9 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etude.data.document import Drop, Raw
-from etude.data.sources.source import TOO_LARGE, USUAL_RATIO, DeferredPart, OpenSource, local, printable
+from etude.data.document import Drop, Part, Raw
+from etude.data.filters.licence import all_of
+from etude.data.sources.source import TOO_LARGE, USUAL_RATIO, OpenSource, local, printable
 from etude.errors import UserError, one_line
 from etude.files import digest_of
 from etude.models.fetch import fetch_files
@@ -76,7 +77,7 @@ def open_dataset(settings: SourceSettings, most_bytes: int, cache: Path, reporte
     return OpenSource(f"dataset {name}", root.name, _parts(files, root, settings, most_bytes))
 
 
-def _parts(files: list[Path], root: Path, settings: SourceSettings, most_bytes: int) -> list[DeferredPart]:
+def _parts(files: list[Path], root: Path, settings: SourceSettings, most_bytes: int) -> list[Part]:
     """Return the parts of each file: row groups, all of a compressed file, or ranges of bytes."""
     parts = []
     for file in files:
@@ -89,7 +90,7 @@ def _parts(files: list[Path], root: Path, settings: SourceSettings, most_bytes: 
             starts = range(0, size, CHUNK)
             pieces = [(min(CHUNK, size - start), partial(lines, start, start + CHUNK)) for start in starts]
         read = partial(_read, settings, most_bytes, printable(str(file.relative_to(root))))
-        parts += [DeferredPart(about, partial(read, rows)) for about, rows in pieces]
+        parts += [Part(about, partial(read, rows)) for about, rows in pieces]
     return parts
 
 
@@ -120,8 +121,7 @@ def _words(columns: dict[str, Any], name: str | None) -> str:
     value = columns.get(name) if name else None
     values = [one for one in (value if isinstance(value, list) else [value]) if one is not None]
     texts = [one if isinstance(one, bytes) else str(one).encode(errors="backslashreplace") for one in values]
-    words = [text.decode(errors="backslashreplace") for text in texts]
-    return words[0] if len(words) == 1 else " AND ".join(f"({word})" if " OR " in word else word for word in words)
+    return all_of(text.decode(errors="backslashreplace") for text in texts)
 
 
 def jsonl_rows(path: Path, most_bytes: int, start: int, end: float) -> Iterator[Row]:

@@ -213,7 +213,7 @@ def _stated(settings: SftSettings, size: int) -> dict[str, int]:
 def _packed(settings: SftSettings, template: ChatTemplate, length: int, seed: int) -> tuple[Corpus, list[str]]:
     """Return the conversations in rows, and what became of them, in words."""
     from etude.data.chat import conversations_from_code, pack_chat, read_conversations, split
-    from etude.data.deduplicate import choose_heldout
+    from etude.data.heldout import choose_heldout
 
     every: list[Conversation] = [
         each for name in settings.conversations for each in read_conversations(Path(name).expanduser())

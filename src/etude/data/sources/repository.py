@@ -1,7 +1,11 @@
-"""A git repository: its files at a revision, or its last commits as messages with their changes.
+"""A repository, as a folder of files or as git has it.
 
-A repository may come from anybody: only plumbing is called, which no configuration can make run a program, and a broken
-object costs one document. Local repositories are read in place, others from a bare clone in the cache.
+**A folder** is one repository, or holds several. In a git checkout the tracked files count, elsewhere all but those in hidden,
+installed and built folders. Links are never followed, so there are no loops and no ways out.
+
+**Git**: the files at a revision, or its last commits as messages with their changes. A repository may come from anybody: only
+plumbing is called, which no configuration can make run a program, and a broken object costs one document. Local repositories
+are read in place, others from a bare clone in the cache.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import fcntl
 import hashlib
 import os
 import re
+import stat
 import subprocess
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +22,19 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etude.data.sources.source import TOO_LARGE, Entry, OpenSource, entry_of, licences_among, local, share_out
+from etude.data.codebase import git_revision, passed_over, tracked_files, walked
+from etude.data.sources.source import (
+    TOO_LARGE,
+    Entry,
+    OpenSource,
+    entry_of,
+    licences_among,
+    local,
+    printable,
+    share_out,
+)
 from etude.errors import UserError
+from etude.files import digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +44,7 @@ if TYPE_CHECKING:
 
     Done = subprocess.CompletedProcess[bytes]
 
+FILE_FAULTS = {stat.S_IFREG: "", stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder not entered"}
 GIT = ["git", "--no-pager", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "core.quotePath=false",
        "-c", "safe.bareRepository=all"]  # fmt: skip
 # Would lead to another repository.
@@ -39,9 +56,74 @@ CHANGES = ["diff-tree", "--root", "-p", "--format=%B%x00", "--encoding=UTF-8", "
 REFS = ("+refs/heads/*:refs/heads/*", "+refs/tags/*:refs/tags/*")  # branches and tags
 MOST_REPORTS = 20  # a message that mentions more is a list
 BROKEN = "broken object"
-FAULTS = {b"120000": "a link", b"160000": "a submodule"}  # by mode
+GIT_FAULTS = {b"120000": "a link", b"160000": "a submodule"}  # by mode
 PEOPLE = re.compile(rb"^([\w-]+-by|cc):.*\n?", re.IGNORECASE | re.MULTILINE)  # trailers with names and addresses
 OBJECT_NAMES = re.compile(rb"^index [0-9a-f]+\.\.[0-9a-f]+.*\n", re.MULTILINE)  # nothing to be learnt from
+
+
+def identify_folder(settings: SourceSettings) -> str:
+    """Return a digest of what is listed; files by size and time of change, without reading any."""
+    root = _root(settings)
+    listed = [path for paths in _repositories(root).values() for path in paths]
+    return digest_of(sorted([printable(os.path.relpath(path, root)), *_status(path)] for path in listed))
+
+
+def open_folder(settings: SourceSettings, most_bytes: int) -> OpenSource:
+    """List the files of each repository, and share them out in parts."""
+    root = _root(settings)
+    parts = []
+    for folder, paths in _repositories(root).items():
+        entries = []
+        for path in sorted(paths):
+            name, (fault, size, _) = os.path.relpath(path, folder), _status(path)
+            entries.append(entry_of(name, name, size, fault, most_bytes))
+        contents = partial(_contents, folder, most_bytes)
+        parts += share_out(folder.name, entries, contents, licences_among(entries, contents))
+    return OpenSource(printable(f"folder {settings.folder}"), git_revision(root), parts)
+
+
+def _root(settings: SourceSettings) -> Path:
+    root = local(settings.folder or "").resolve()
+    if not root.is_dir():
+        raise UserError(f"source {settings.name!r}: there is no folder {settings.folder!r} (looked in {Path.cwd()})")
+    return root
+
+
+def _repositories(root: Path) -> dict[Path, list[Path]]:
+    """Return what lies in each repository.
+
+    A folder of repositories has nothing but folders in it, or checkouts; what lies loose beside those is its own.
+    """
+    tracked = tracked_files(root)
+    top = sorted(root.iterdir())
+    folders = [path for path in top if path.is_dir()]
+    of_repositories = len(folders) == len(top) or any(os.path.lexists(folder / ".git") for folder in folders)
+    if tracked or os.path.lexists(root / ".git") or not of_repositories:
+        return {root: tracked or list(walked(root))}
+    entered = {folder: tracked_files(folder) or list(walked(folder)) for folder in folders if not passed_over(folder)}
+    return entered | {root: [path for path in top if path not in entered]}
+
+
+def _status(path: Path) -> tuple[str, int, int]:
+    """Return why a path is not read, if so; else its size and time of change."""
+    try:
+        about = path.lstat()
+    except OSError:  # it vanished meanwhile, or its folder gives no more than names
+        return "unreadable", 0, 0
+    fault = FILE_FAULTS.get(stat.S_IFMT(about.st_mode), "a special file")
+    return (fault, 0, 0) if fault else ("", about.st_size, about.st_mtime_ns)
+
+
+def _contents(root: Path, most_bytes: int, names: list[str]) -> Iterator[bytes | str]:
+    """Read each file, in bounded memory even if it has grown since it was listed."""
+    for name in names:
+        try:
+            with (root / name).open("rb") as file:
+                content = file.read(most_bytes + 1)
+        except OSError:
+            yield "unreadable"
+        else:
+            yield content if len(content) <= most_bytes else TOO_LARGE
 
 
 def shown(where: str) -> str:
@@ -119,7 +201,9 @@ def _environment(folder: Path, *, network: bool = False) -> dict[str, str]:
     return kept | FIXED | ({} if network else OFFLINE) | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
 
 
-def _git(folder: Path, *arguments: str, network: bool = False, refusal: str = "", given: str = "") -> Done:
+def _git(
+    folder: Path, *arguments: str, network: bool = False, refusal: str = "", given: str = ""
+) -> subprocess.CompletedProcess[bytes]:
     """Run git to its end; if it fails, raise the refusal with git's reason, if there is one."""
     command, environment = [*GIT, "-C", str(folder), *arguments], _environment(folder, network=network)
     try:
@@ -145,7 +229,7 @@ def _files(folder: Path, tree: str, most_bytes: int, prefix: str = "") -> list[E
         if kind == b"tree":
             entries += _files(folder, key.decode(), most_bytes, f"{path}/")
         else:
-            fault = FAULTS.get(mode) or ("" if size.isdigit() else BROKEN)
+            fault = GIT_FAULTS.get(mode) or ("" if size.isdigit() else BROKEN)
             entries.append(entry_of(path, key.decode(), 0 if fault else int(size), fault, most_bytes))
     return entries
 

@@ -7,18 +7,19 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.data.shape import FimTokens, Pieces, draw, rearrange
+from etude.data.heldout import draw
+from etude.data.tokenise import rearrange
 
-TOKENS = FimTokens(prefix=3, middle=4, suffix=5)
+PREFIX, MIDDLE, SUFFIX = TOKENS = (3, 4, 5)
 
 
-def restored(pieces: Pieces) -> str:
+def restored(pieces: list[str | int]) -> str:
     """Put the parts back into order, reading nothing but the special tokens."""
     parts: dict[int, str] = {}
     for marker, text in zip(pieces, [*pieces[1:], ""], strict=True):
         if isinstance(marker, int):
             parts[marker] = text if isinstance(text, str) else ""
-    return parts[TOKENS.prefix] + parts[TOKENS.middle] + parts[TOKENS.suffix]
+    return parts[PREFIX] + parts[MIDDLE] + parts[SUFFIX]
 
 
 @given(text=st.text(max_size=80), seed=st.integers(0, 10**6), spm=st.sampled_from([0.0, 0.5, 1.0]))

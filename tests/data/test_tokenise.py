@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 import etude
-from etude.data import tokeniser
-from etude.data.tokeniser import Encoder
+from etude.data import tokenise
+from etude.data.tokenise import Encoder
 from etude.errors import UserError
 from tests import tiny
 
@@ -67,13 +67,13 @@ def test_a_broken_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_trained_tokeniser_writes_everything_and_has_the_chat_tokens(tmp_path: Path) -> None:
-    source = Path(tokeniser.__file__).read_text()
-    tokeniser.train([source] * 20, 512, tmp_path)
+    source = Path(tokenise.__file__).read_text()
+    tokenise.train_tokeniser([source] * 20, 512, tmp_path)
     encoder = Encoder(tmp_path / "tokenizer.json")
     assert encoder.vocabulary == 512
     text = "naïve\t漢字 \U0001f600\n\n  def f(x):\r\n    return 1_000\n"
     assert encoder.reference.decode(encoder.encode([text])[0].tolist()) == text
-    assert [encoder.token(name) for name in tokeniser.NAMED_TOKENS] == list(range(len(tokeniser.NAMED_TOKENS)))
+    assert [encoder.added[name] for name in tokenise.NAMED_TOKENS] == list(range(len(tokenise.NAMED_TOKENS)))
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     chat = loaded.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     assert chat == "<|im_start|>user\nhi<|im_end|>\n"
@@ -81,11 +81,11 @@ def test_a_trained_tokeniser_writes_everything_and_has_the_chat_tokens(tmp_path:
 
 def test_training_on_too_little_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"lower data\.tokeniser\.vocabulary"):
-        tokeniser.train(["a b c"], 1000, tmp_path)
+        tokenise.train_tokeniser(["a b c"], 1000, tmp_path)
 
 
 def test_a_tokeniser_is_taken_over_from_a_model(tiny_base: Path, tmp_path: Path) -> None:
-    tokeniser.take_over(tiny_base, tmp_path / "tokeniser")
+    tokenise.copy_tokeniser(tiny_base, tmp_path / "tokeniser")
     taken = Encoder(tmp_path / "tokeniser" / "tokenizer.json")
     assert taken.vocabulary == len(tiny.tokeniser())
     assert taken.encode(["def add"])[0].tolist() == tiny.tokeniser()("def add")["input_ids"]
@@ -101,5 +101,5 @@ def test_tokens_that_are_declared_ordinary_cannot_be_spelled_either(tmp_path: Pa
         encoder.encode(["a<|fim_middle|>b<|endoftext|>"])[0].tolist()
         == Encoder(SPROUT).encode(["a<|fim_middle|>b<|endoftext|>"])[0].tolist()
     )
-    assert encoder.token("<|fim_middle|>") == 4
-    assert encoder.token("the") is None  # an ordinary token is no separator
+    assert encoder.added["<|fim_middle|>"] == 4
+    assert "the" not in encoder.added  # an ordinary token is no separator

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.data.document import Document
-from etude.data.shape import header, in_order, joined
+from etude.data.tokenise import header, in_groups, in_order, joined_length
 
 
 def file(path: str, text: str = "x\n") -> Document:
@@ -67,7 +67,7 @@ def test_any_import_graph_without_cycles_is_respected(case: tuple[int, list[tupl
 @given(st.lists(st.integers(0, 300), max_size=20), st.integers(50, 400))
 def test_joining_keeps_every_file_once_and_in_order(sizes: list[int], most: int) -> None:
     files = [file(f"f{number:02d}.py", "y" * size) for number, size in enumerate(sizes)]
-    groups = list(joined(files, most))
+    groups = list(in_groups(files, joined_length, most))
     assert [each for group in groups for each in group] == files
     for group in groups:
         length = sum(len(header(each.path)) + len(each.text) + 1 for each in group)

@@ -12,14 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.data.filters import duplicates
-from etude.data.filters.duplicates import EXACT, NEAR, band_keys, find_duplicates, signatures, text_hash, without_notice
+from etude.data import deduplicate
+from etude.data.deduplicate import EXACT, NEAR, band_keys, find_duplicates, signatures, text_hash
+from etude.data.filters.contamination import without_notice
 from etude.data.settings import DuplicateSettings
 
 DEFAULT = DuplicateSettings()
 
 
-def found_in(texts: list[str], how: DuplicateSettings = DEFAULT) -> duplicates.Duplicates:
+def found_in(texts: list[str], how: DuplicateSettings = DEFAULT) -> deduplicate.Duplicates:
     matrix = signatures(texts, how)
     hashes = np.array([text_hash(text) for text in texts], np.uint64).reshape(-1, 2)
     return find_duplicates(hashes, band_keys(matrix, how).T, matrix, how.similarity)
@@ -112,18 +113,18 @@ def test_texts_whose_first_half_hash_collides_are_not_taken_for_equal() -> None:
 def test_slices_change_nothing(values: list[int], size: int) -> None:
     keys = np.array(values, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     whole = pairs_of(keys)
-    before = duplicates.SLICE
-    duplicates.SLICE = size
+    before = deduplicate.SLICE
+    deduplicate.SLICE = size
     try:
         assert pairs_of(keys) == whole
     finally:
-        duplicates.SLICE = before
+        deduplicate.SLICE = before
     groups = {(values.index(value), index) for index, value in enumerate(values) if values.index(value) != index}
     assert groups <= whole
 
 
 def pairs_of(keys: Any) -> set[tuple[int, int]]:
-    found = duplicates._equal_pairs(keys, np.arange(len(keys)))
+    found = deduplicate._equal_pairs(keys, np.arange(len(keys)))
     return {pair for first, later in found for pair in zip(first.tolist(), later.tolist(), strict=True)}
 
 
