@@ -43,20 +43,20 @@ depth = 1
     [
         (["name"], 2),
         (["stages"], 3),
-        (["stages", 1], 3),
+        (["stages", "1"], 3),
         (["compare"], 8),
         (["compare", "on"], 9),
         (["compare", "window"], 10),
         (["compare", "nested", "deep", "key"], 11),
         (["compare", "absent"], 8),
         (["sft", "more", "x", "z"], 18),
-        (["data", "source", 0, "name"], 21),
-        (["data", "source", 1, "name"], 23),
-        (["data", "source", 1, "options", "depth"], 25),
+        (["data", "source", "0", "name"], 21),
+        (["data", "source", "1", "name"], 23),
+        (["data", "source", "1", "options", "depth"], 25),
         (["nothing"], None),
     ],
 )
-def test_lines(path: list[str | int], line: int | None) -> None:
+def test_lines(path: list[str], line: int | None) -> None:
     tomllib.loads(TEXT)
     assert key_line(TEXT, path) == line
 
@@ -78,7 +78,7 @@ def test_every_key_of_a_written_file_is_found_on_the_line_that_holds_it(table: d
         assert lines[line - 1].strip().startswith((f"{key} =", f"[{key}]"))
         if isinstance(value, dict):
             for inner in value:
-                found = key_line(text, [key, inner])
-                assert found is not None
-                assert lines[found - 1].startswith(f"{inner} =")
-                assert found > line
+                inner_line = key_line(text, [key, inner])
+                assert inner_line is not None
+                assert lines[inner_line - 1].startswith(f"{inner} =")
+                assert inner_line > line

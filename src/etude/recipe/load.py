@@ -1,16 +1,11 @@
 """From recipe files and `--set` to a checked recipe; or one line that says what is wrong, where, and what is right.
 
 Files layer left to right: a later one changes single keys of tables, and replaces lists and values. `--set` comes last.
-
-Where in a TOML text a key stands, so that an error can name its line.
-
-tomllib says what a file means, not where. This finds the line of a key by walking the table headers and assignments; for
-a key inside an inline table or an array it gives the line of the assignment that holds it.
+Errors name the file and the line of the key at fault, which tomllib does not tell: see `key_line`.
 """
 
 from __future__ import annotations
 
-import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,89 +21,6 @@ if TYPE_CHECKING:
 
     from pydantic.fields import FieldInfo
     from pydantic_core import ErrorDetails
-
-_BARE = r"[A-Za-z0-9_-]+"
-_QUOTED = r'"(?:[^"\\]|\\.)*"|\'[^\']*\''
-_KEY = rf"(?:{_BARE}|{_QUOTED})"
-_DOTTED = rf"{_KEY}(?:\s*\.\s*{_KEY})*"
-HEADER = re.compile(rf"\s*(\[\[?)\s*({_DOTTED})\s*\]")
-ASSIGNMENT = re.compile(rf"\s*({_DOTTED})\s*=(.*)")
-
-
-def key_line(text: str, path: Sequence[str | int]) -> int | None:
-    """Return the line (from 1) of the key at `path`, or of the closest key around it; None if there is none."""
-    wanted = [str(part) for part in path]
-    best: tuple[int, int] | None = None  # how much of the path is matched, line
-    table: list[str] = []
-    counts: dict[tuple[str, ...], int] = {}
-    for number, line, in_value in _lines(text):
-        if in_value:
-            continue
-        header = HEADER.match(line)
-        assignment = ASSIGNMENT.match(line)
-        if header:
-            table = _header_path(header, counts)
-            here = table[:-1] if table[:-1] == wanted else table  # the array itself is meant, not an entry of it
-        elif assignment:
-            here = table + _parts(assignment[1])
-        else:
-            continue
-        shared = len(here) if here == wanted[: len(here)] else 0
-        if shared and (best is None or shared > best[0]):
-            best = (shared, number)
-    return best[1] if best else None
-
-
-def _header_path(header: re.Match[str], counts: dict[tuple[str, ...], int]) -> list[str]:
-    """Return the path of a table header; the entries of an array of tables are counted from 0."""
-    names: list[str] = []
-    parts = _parts(header[2])
-    for index, part in enumerate(parts):
-        names.append(part)
-        if header[1] == "[[" and index == len(parts) - 1:
-            counts[tuple(names)] = counts.get(tuple(names), -1) + 1
-        if tuple(names) in counts:
-            names.append(str(counts[tuple(names)]))
-    return names
-
-
-def _parts(dotted: str) -> list[str]:
-    return [part[1:-1] if part[0] in "\"'" else part for part in re.findall(_KEY, dotted)]
-
-
-def _lines(text: str) -> list[tuple[int, str, bool]]:
-    """Return (number, line, whether it is inside a value that began on an earlier line)."""
-    lines = []
-    depth, fence = 0, ""
-    for number, line in enumerate(text.splitlines(), start=1):
-        lines.append((number, line, bool(depth or fence)))
-        header = not (depth or fence) and HEADER.match(line)
-        if not header:
-            depth, fence = _open_after(line, depth, fence)
-    return lines
-
-
-def _open_after(line: str, depth: int, fence: str) -> tuple[int, str]:
-    """Return the bracket depth and the multi-line quote still open after a line."""
-    position = 0
-    while position < len(line):
-        rest = line[position:]
-        if fence:
-            end = rest.find(fence)
-            if end < 0:
-                return depth, fence
-            position, fence = position + end + 3, ""
-        elif rest.startswith(('"""', "'''")):
-            fence, position = rest[:3], position + 3
-        elif (quoted := re.match(_QUOTED, rest)) is not None:
-            position += quoted.end()
-        elif rest[0] == "#":
-            return depth, fence
-        else:
-            depth += (rest[0] in "[{") - (rest[0] in "]}")
-            position += 1
-    return depth, fence
-
 
 Table = dict[str, Any]
 
@@ -129,7 +41,6 @@ def load_recipe(files: Sequence[Path], changes: Sequence[str], kinds: Mapping[st
 
 
 def read_layer(file: Path) -> Layer:
-    """Read one recipe file."""
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -170,7 +81,6 @@ def merge(lower: Table, upper: Table) -> Table:
 
 
 def check(layers: Sequence[Layer], kinds: Mapping[str, type[BaseModel]]) -> Recipe:
-    """Return the recipe the layers make together, or raise with the place of the first mistake."""
     merged: Table = {}
     for layer in layers:
         merged = merge(merged, layer.table)
@@ -180,14 +90,10 @@ def check(layers: Sequence[Layer], kinds: Mapping[str, type[BaseModel]]) -> Reci
     tables = {key: value for key, value in merged.items() if key not in head}
     corpus = tables.pop(DATA, None)
     if corpus is None and not header.stages:
-        raise UserError(
-            f'{_where(layers, ["stages"])}nothing to do: list stages = ["…"], or describe a corpus in [data]'
-        )
-    for name in tables:
-        if name not in header.stages:
-            raise UserError(
-                f"{_where(layers, [name])}section [{name}] is not in stages = {header.stages}{nearest(name, header.stages)}"
-            )
+        raise _wrong(layers, ["stages"], 'nothing to do: list stages = ["…"], or describe a corpus in [data]')
+    for name in (name for name in tables if name not in header.stages):
+        unlisted = f"section [{name}] is not in stages = {header.stages}{nearest(name, header.stages)}"
+        raise _wrong(layers, [name], unlisted)
     entries = tuple(_entry(name, tables.get(name, {}), layers, kinds) for name in header.stages)
     data = StageEntry(DATA, DATA, _validated(kinds[DATA], corpus, [DATA], layers)) if corpus is not None else None
     return Recipe(header.name, header.base, header.seed, entries, data)
@@ -198,17 +104,15 @@ def _refuse_stages_that_are_no_tables(merged: Table, layers: Sequence[Layer]) ->
     listed = merged.get("stages")
     for name in [DATA, *(listed if isinstance(listed, list) else [])]:
         if isinstance(name, str) and not isinstance(merged.get(name, {}), dict) and name not in Header.model_fields:
-            raise UserError(
-                f"{_where(layers, [name])}{name!r} is a stage: its settings stand in a table, written [{name}]"
-            )
+            raise _wrong(layers, [name], f"{name!r} is a stage: its settings stand in a table, written [{name}]")
 
 
 def _entry(name: str, table: Table, layers: Sequence[Layer], kinds: Mapping[str, type[BaseModel]]) -> StageEntry:
     kind = table.get("kind", name)
     known = [each for each in kinds if each != DATA]
     if kind not in known:
-        where = _where(layers, [name, "kind"] if "kind" in table else ["stages"])
-        raise UserError(f"{where}unknown stage {kind!r}{nearest(str(kind), known)}")
+        place = [name, "kind"] if "kind" in table else ["stages"]
+        raise _wrong(layers, place, f"unknown stage {kind!r}{nearest(str(kind), known)}")
     settings = {key: value for key, value in table.items() if key != "kind"}
     return StageEntry(name, kind, _validated(kinds[kind], settings, [name], layers))
 
@@ -217,26 +121,25 @@ def _validated(model: type[BaseModel], table: Table, path: list[str], layers: Se
     try:
         return model.model_validate(table)
     except ValidationError as error:
-        raise UserError(_explain(error.errors()[0], model, path, layers)) from None
+        first = error.errors()[0]
+        place = [*path, *(str(part) for part in first["loc"])]
+        raise _wrong(layers, place, _explain(first, ".".join(place), model)) from None
 
 
-def _explain(error: ErrorDetails, model: type[BaseModel], path: list[str], layers: Sequence[Layer]) -> str:
-    place = [*path, *(str(part) for part in error["loc"])]
-    name = ".".join(place)
-    where = _where(layers, place)
+def _explain(error: ErrorDetails, name: str, model: type[BaseModel]) -> str:
+    """Return what pydantic has against a setting, with what would be right."""
+    *around, key = error["loc"] or [""]
+    fields = _fields(model, around)
     if error["type"] == "extra_forbidden":
-        return f"{where}unknown key {name!r}{nearest(place[-1], _fields(model, error['loc'][:-1]))}"
-    field = _fields(model, error["loc"][:-1]).get(place[-1])
-    if error["type"] == "missing" and field:
-        about = field.description or ""
-        in_list = any(isinstance(part, int) for part in error["loc"])  # which --set cannot reach
-        return (
-            f"{where}{name!r} is missing: {about}; set it in the recipe{'' if in_list else f' or with --set {name}=…'}"
-        )
+        return f"unknown key {name!r}{nearest(str(key), fields)}"
+    if error["type"] == "missing" and key in fields:
+        in_list = any(isinstance(part, int) for part in around)  # which --set cannot reach
+        how = "set it in the recipe" + ("" if in_list else f" or with --set {name}=…")
+        return f"{name!r} is missing: {fields[str(key)].description or ''}; {how}"
     ours = error["type"] == "value_error"  # our own checks say what they were given
     given = "" if ours or isinstance(error["input"], dict) else f", not {error['input']!r}"
     message = error["msg"].removeprefix("Value error, ")
-    return f"{where}{name + ': ' if name else ''}{message[0].lower() + message[1:]}{given}"
+    return f"{name + ': ' if name else ''}{message[0].lower() + message[1:]}{given}"
 
 
 def _fields(model: type[BaseModel], place: Sequence[str | int]) -> dict[str, FieldInfo]:
@@ -254,23 +157,41 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models(inner)
 
 
-def _where(layers: Sequence[Layer], place: Sequence[str]) -> str:
-    """Return `file:line: ` of the last layer that sets a key, or of the last file."""
-    for layer in reversed(layers):
-        found: Any = layer.table
-        for part in place:
-            if isinstance(found, list):
-                found = found[int(part)] if part.isdecimal() and int(part) < len(found) else None
-            else:
-                found = found.get(part) if isinstance(found, dict) else None
-        if found is not None:
-            return _title(layer, place)
-    for layer in reversed(layers):
-        if layer.text is not None:
-            return _title(layer, place)
-    return ""
+def _wrong(layers: Sequence[Layer], place: Sequence[str], message: str) -> UserError:
+    """Return an error with `file:line: ` of the last layer that sets a key, or of the last file."""
+    setting = [layer for layer in layers if _depth(layer.table, place) == len(place)]
+    for layer in reversed(setting or [layer for layer in layers if layer.text is not None]):
+        line = key_line(layer.text, place) if layer.text is not None else None
+        return UserError(f"{layer.title}{f':{line}' if line else ''}: {message}")
+    return UserError(message)
 
 
-def _title(layer: Layer, place: Sequence[str]) -> str:
-    line = key_line(layer.text, place) if layer.text is not None else None
-    return f"{layer.title}:{line}: " if line else f"{layer.title}: "
+def key_line(text: str, path: Sequence[str]) -> int | None:
+    """Return the line (from 1) of the assignment or header that sets a key, or else the closest key around it.
+
+    The text is parsed one line longer each time. A key is set by the lines between the last part that parses without it
+    and the first that parses with it; inside a value of several lines nothing parses. This takes milliseconds, and only
+    where there is an error to tell.
+    """
+    lines, first = text.split("\n"), 1
+    deepest: tuple[int, int | None] = (0, None)
+    for last in range(1, len(lines) + 1):
+        try:
+            table = tomllib.loads("\n".join(lines[:last]))
+        except tomllib.TOMLDecodeError:
+            continue
+        if (depth := _depth(table, path)) > deepest[0]:
+            deepest = (depth, first)
+        first = last + 1
+    return deepest[1]
+
+
+def _depth(table: Any, path: Sequence[str]) -> int:
+    """Return how many parts of a path exist in a table; the entries of a list are counted from 0."""
+    for depth, part in enumerate(path):
+        if isinstance(table, list):
+            table = {str(index): entry for index, entry in enumerate(table)}
+        if not isinstance(table, dict) or part not in table:
+            return depth
+        table = table[part]
+    return len(path)

@@ -1,14 +1,14 @@
-"""What a recipe says, checked.
+"""A recipe: its base, its corpus and its stages, with every setting checked.
 
     name = "mine"              # names the run's folder
     base = "smollm2-135m"      # the model the stages start from; may be left out if no stage needs one
     seed = 0
     stages = ["compare"]       # in order
 
-    [compare]                  # the settings of a stage stand under its name
+    [compare]                  # settings of a stage, under its name
     on = "src"
 
-    [data]                     # the corpus the stages learn from, if any; made after the base and before the stages
+    [data]                     # the corpus that stages train on, if any; built after the base and before the stages
     [[data.source]]
     name = "mine"
     git = "~/my-project"
@@ -18,16 +18,14 @@ A stage's name is also its kind, unless its table says `kind = "…"`: so a reci
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from etude.files import digest_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 STAGE_NAME = re.compile(r"[a-z][a-z0-9_-]*")
@@ -40,10 +38,10 @@ class Header(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    name: str = Field(pattern=r"^\w[\w.-]*$", description="names the run; letters, digits, dot, dash and underscore")
+    name: str = Field(pattern=r"^\w[\w.-]*$", description="name of the run: letters, digits, dot, dash, underscore")
     base: str | None = Field(default=None, description="known name, folder, or hub id (owner/name@revision)")
-    seed: int = Field(default=0, ge=0, description="where all random choices start")
-    stages: list[str] = Field(default=[], description="the stages to run, in order")
+    seed: int = Field(default=0, ge=0, description="random seed of all stages")
+    stages: list[str] = Field(default=[], description="stages to run, in order")
 
     @field_validator("stages")
     @classmethod
@@ -52,7 +50,7 @@ class Header(BaseModel):
             if not STAGE_NAME.fullmatch(name):
                 raise ValueError(f"{name!r} cannot name a stage: use lower-case letters, digits, dash and underscore")
             if name in RESERVED:
-                raise ValueError(f"{name!r} cannot name a stage: a run's folder uses that name itself")
+                raise ValueError(f"{name!r} cannot name a stage: the run's folder uses that name itself")
             if names.count(name) > 1:
                 raise ValueError(f"{name!r} is listed twice; give each stage its own name and set its `kind`")
         return names
@@ -78,7 +76,6 @@ class Recipe:
     data: StageEntry | None = None
 
     def resolved(self) -> dict[str, Any]:
-        """Return the recipe with every setting written out."""
         head: dict[str, Any] = {"name": self.name, "seed": self.seed, "stages": [stage.name for stage in self.stages]}
         if self.base is not None:
             head["base"] = self.base
@@ -88,7 +85,6 @@ class Recipe:
 
     @property
     def hash(self) -> str:
-        """The digest of the resolved recipe."""
         return digest_of(self.resolved())
 
 
@@ -104,26 +100,16 @@ def as_toml(recipe: Recipe) -> str:
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, str):
-        return _string(value)
+    """Write a value in TOML, whose strings, whole numbers and truth values are JSON's, but for one control character."""
+    if isinstance(value, dict):
+        given = {key: item for key, item in value.items() if item is not None}
+        return "{ " + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in given.items()) + " }"
     if isinstance(value, (list, tuple)):
-        return _list(value)
-    assert isinstance(value, dict), value
-    return "{ " + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items() if item is not None) + " }"
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _key(key: str) -> str:
-    return key if BARE_KEY.fullmatch(key) else _string(key)
-
-
-def _string(value: str) -> str:
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08X}" for c in escaped) + '"'
-
-
-def _list(values: Sequence[Any]) -> str:
-    return "[" + ", ".join(_value(value) for value in values) + "]"
+    return key if BARE_KEY.fullmatch(key) else _value(key)
