@@ -121,7 +121,7 @@ def test_the_tree_of_a_finished_run(etude: Etude, tmp_path: Path, code_tree: Pat
     assert said.code == 0, said.err
     assert "compare: sprout is among the candidates already; it is measured once" in said.err
     assert [result["name"] for result in json.loads((run / "compare/results.json").read_text())] == ["sprout"]
-    assert said.out.splitlines()[-1] == f"done: {run}; its record: {run}/compare/record.json"
+    assert said.out.splitlines()[-1] == f"done: {run}; record: {run}/compare/record.json"
     shown = etude("lineage", "show", run, "--verify").out
     assert "└─ base (base, weights)" in shown
     assert "   └─ pretrain (pretrain, weights)" in shown

@@ -9,7 +9,7 @@ import pytest
 
 from etude.files import read_json, write_json
 from etude.rl.ledger import Ledger, Weighted
-from etude.run.folder import RunLock
+from etude.run.folder import lock_run
 from tests.conftest import Etude
 from tests.rl.runs import write
 
@@ -89,7 +89,7 @@ def test_watch_shows_a_run_once_where_nobody_is_at_work(etude: Etude, run: Path)
     assert "step 4 of 9, 8 s, 10 s left" in shown
     assert "ready 2" in shown
     assert "best of group" in shown
-    with RunLock(run, print):
+    with lock_run(run, print):
         assert etude("rl", "watch", run).out == shown  # in a pipe, also while somebody is
 
 

@@ -339,15 +339,15 @@ def test_a_run_of_two_stages_ends_with_the_screen_and_one_of_one_stage_does_not(
     words = ["run", recipe, "--out", run, "--cache", tmp_path / "cache"]
     short = etude(*words, "--until", "one")
     assert short.code == 0, short.err
-    assert "to try next" not in short.out
+    assert "next steps" not in short.out
     said = etude(*words).out
     assert "linear of base, other1" in said  # what a stage itself shows stays above
-    ending = said[said.index("what came of rené") :].splitlines()
+    ending = said[said.index("results of rené") :].splitlines()
     assert [line.split() for line in ending if line.startswith("two")] == [
         ["two", "merged", "models", "not", "measured"]
     ]
     assert f"   etude serve {shlex.quote(str(run / 'two'))}" in ending
-    assert ending[-1] == f"done: {run}; its record: {run}/two/record.json"
+    assert ending[-1] == f"done: {run}; record: {run}/two/record.json"
     assert sorted(json.loads(etude(*words, "--json").out)) == ["folder", "records", "steps"]
     plain = subprocess.run([sys.executable, "-m", "etude", *map(str, words)], env={**os.environ, "PYTHONIOENCODING": "ascii"},
                            capture_output=True, check=True)  # fmt: skip

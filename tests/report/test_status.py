@@ -9,7 +9,7 @@ from rich.console import Console
 from etude.errors import Interrupted, UserError
 from etude.progress import Reporter
 from etude.report.status import headline, run_status, status_table
-from etude.run.folder import RunLock
+from etude.run.folder import lock_run
 from tests.run.toy import ScaleStage, recipe_of, runner
 
 
@@ -48,7 +48,7 @@ def test_states_of_a_stopped_run(stopped: Path) -> None:
 
 
 def test_a_run_at_work_shows_rate_and_time_left(stopped: Path) -> None:
-    with RunLock(stopped, print):
+    with lock_run(stopped, print):
         status = run_status(stopped)
         assert status.stages[2].state == "running"
         assert status.owner is not None

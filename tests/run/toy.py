@@ -8,7 +8,6 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 from safetensors.numpy import load_file, save_file
 
-from etude.lineage.record import Parent
 from etude.recipe.load import Layer, check
 from etude.run.folder import MODEL, RunFolder
 from etude.run.runner import Runner
@@ -33,26 +32,20 @@ class ScaleSettings(BaseModel):
     steps: int = 4
 
 
-class ScaleStage:
+class ScaleStage(Stage):
     """Multiplies every weight, one step at a time; `log` hears of every step done, `on_step` may interfere."""
 
-    version = 1
     settings = ScaleSettings
     makes_model = True
-    reads_corpus = False
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.on_step: Callable[[int], None] = lambda step: None
 
-    def check(self, settings: ScaleSettings) -> None:
-        pass
-
     def inputs(self, settings: ScaleSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:
         return {"settings": settings.model_dump(), "seed": seed}
 
     def run(self, settings: ScaleSettings, job: Job) -> Outcome:
-        assert job.parent is not None
         units = [Unit(f"step/{index}", index) for index in range(settings.steps)]
         for unit in job.work.pending("scaling", units, "steps"):
             self.on_step(unit.item)
@@ -60,15 +53,14 @@ class ScaleStage:
             job.work.metrics.put(unit.key, tokens=10, flops=100, device_seconds=0.5)
         model = job.work.folder / MODEL
         model.mkdir(exist_ok=True)
-        for file in job.parent.folder.iterdir():
+        for file in job.model.folder.iterdir():
             if file.suffix == ".safetensors":
                 factor = np.float32(settings.by**settings.steps)
                 save_file({name: values * factor for name, values in load_file(file).items()}, model / file.name)
             elif file.name in {"config.json", "tokenizer.json", "tokenizer_config.json"}:
                 (model / file.name).write_bytes(file.read_bytes())
-        record = job.parent.record
-        parent = Parent(name=record.stage, role="weights", record=record.id, model_digest=record.model_digest)
-        return Outcome(parents=[parent], lineages=[job.parent.lineage], device="toy", summary={"by": settings.by})
+        edges, lineages = [job.model.as_parent()], [job.model.lineage]
+        return Outcome(parents=edges, lineages=lineages, device="toy", summary={"by": settings.by})
 
     def show(self, folder: Path, console: Console) -> None:
         console.print(folder)

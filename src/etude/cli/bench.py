@@ -1,4 +1,4 @@
-"""`etude bench`: models at a set of tasks, measured along four axes; results of earlier runs, side by side."""
+"""`etude bench`: models on a set of tasks, measured along four axes; results of several benchmarks, side by side."""
 
 from __future__ import annotations
 
@@ -10,8 +10,19 @@ import typer
 from pydantic import ValidationError
 from typer.core import TyperGroup
 
-from etude.cli.options import CacheFolder, ToolNames, chosen_tools, token_in
-from etude.errors import Interrupted, UserError
+from etude.cli.options import (
+    CacheFolder,
+    Device,
+    Minutes,
+    Temperature,
+    TokenFile,
+    ToolNames,
+    Turns,
+    chosen_tools,
+    interruptible,
+    token_in,
+)
+from etude.errors import UserError
 from etude.files import digest_of, read_json
 from etude.progress import Reporter
 
@@ -31,36 +42,30 @@ class _RunUnlessNamed(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(
-    cls=_RunUnlessNamed, no_args_is_help=True, help="Agents, measured: `etude bench MODEL... --tasks SET`, and results compared."
-)  # fmt: skip
-PriceRead = Annotated[float, typer.Option(min=0.0, help="Price of a million tokens of prompts that were not cached.")]
-PriceCached = Annotated[float, typer.Option(min=0.0, help="Price of a million tokens of prompts that were.")]
+about = "Benchmark agents: `etude bench MODEL... --tasks SET`; compare results."
+app = typer.Typer(cls=_RunUnlessNamed, no_args_is_help=True, help=about)
+PriceRead = Annotated[float, typer.Option(min=0.0, help="Price of a million prompt tokens, uncached.")]
+PriceCached = Annotated[float, typer.Option(min=0.0, help="Price of a million prompt tokens, cached.")]
 PriceWritten = Annotated[float, typer.Option(min=0.0, help="Price of a million sampled tokens.")]
 
 
 @app.command(epilog="Example: etude bench runs/mine smollm2-135m --tasks recipes/tasks/quick.jsonl --k 5")
 def run(  # noqa: PLR0913, PLR0917 - an argument for every option
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="As --model of `etude agent`, or URL#NAME; oracle; noop.")],
-    tasks: Annotated[Path, typer.Option(metavar="SET", help="A manifest of tasks, a task's folder, or a folder of those.")],
+    tasks: Annotated[Path, typer.Option(metavar="SET", help="Task manifest, task folder, or folder of task folders.")],
     k: Annotated[int, typer.Option(help="Attempts of every model at every task.")] = 5,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results; default runs/bench/NAME. Run again to go on.")] = None,
-    style: Annotated[str, typer.Option(help="Of the requests: terse, trace, premise, full, shown or told.")] = "terse",
-    limit: Annotated[int, typer.Option(help="Only so many tasks; a larger number includes a smaller one's; 0: all.")] = 0,
-    concurrency: Annotated[int, typer.Option(help="Attempts at once; 0: two a core.")] = 0,
-    tools: ToolNames = "",
-    turns: Annotated[int, typer.Option(help="Turns of an attempt at most.")] = 50,
-    minutes: Annotated[float, typer.Option(help="Minutes of an attempt at most.")] = 30.0,
-    temperature: Annotated[float, typer.Option(help="Of sampling; 0 takes the likeliest token.")] = 0.7,
+    out: Annotated[Path | None, typer.Option(help="Results folder; default runs/bench/NAME. Run again to resume.")] = None,
+    style: Annotated[str, typer.Option(help="Style of the requests: terse, trace, premise, full, shown or told.")] = "terse",
+    limit: Annotated[int, typer.Option(help="Number of tasks (0 = all); a larger number includes a smaller one's tasks.")] = 0,
+    concurrency: Annotated[int, typer.Option(help="Concurrent attempts (0 = two a core).")] = 0,
+    tools: ToolNames = "", turns: Turns = 50, minutes: Minutes = 30.0, temperature: Temperature = 0.7,
     price_read: PriceRead = 0.0, price_cached: PriceCached = 0.0, price_written: PriceWritten = 0.0,
-    token_file: Annotated[Path | None, typer.Option(help="File with the endpoints' token.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    cache: CacheFolder = None,
+    token_file: TokenFile = None, device: Device = "auto", cache: CacheFolder = None,
 ) -> None:  # fmt: skip
-    """Have every model try every task k times; killed at any moment, the same command goes on."""
+    """Run k attempts of every model at every task; an interrupted benchmark resumes with the same command."""
     from etude.bench.agents import run_benchmark
     from etude.models.fetch import default_cache
-    from etude.run.folder import RunLock, StopRequest
+    from etude.run.folder import lock_run
 
     offered = chosen_tools(tools).tools
     given = {"k": k, "limit": limit, "concurrency": concurrency, "style": style, "tools": {"tools": offered},
@@ -72,29 +77,24 @@ def run(  # noqa: PLR0913, PLR0917 - an argument for every option
 
     async def work() -> Path:
         contestants = await _contestants(models, token_file, device, place)
-        found = _tasks(tasks, place, reporter)
-        folder = out or Path("runs", "bench", found.name)
-        with RunLock(folder, reporter.say):
-            await run_benchmark(found, contestants, settings, folder, place, reporter)
+        task_set = _tasks(tasks, place, reporter)
+        folder = out or Path("runs", "bench", task_set.name)
+        with lock_run(folder, reporter.say):
+            await run_benchmark(task_set, contestants, settings, folder, place, reporter)
         return folder
 
-    with StopRequest(reporter.say) as stop:
-        reporter.check_stop = stop.check
-        try:
-            folder = asyncio.run(work())
-        except Interrupted as interruption:
-            reporter.say("stopped; all trials that had ended are kept; run the same command to go on")
-            raise typer.Exit(128 + interruption.signal_number) from None
+    with interruptible(reporter, "all finished trials are kept; run the same command to resume"):
+        folder = asyncio.run(work())
     _report([folder], folder, read=price_read, cached=price_cached, written=price_written)
 
 
 @app.command(epilog="Example: etude bench compare runs/bench/before runs/bench/after")
 def compare(
-    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders that `etude bench` wrote.")],
-    out: Annotated[Path | None, typer.Option(help="Folder of the report; default runs/bench/A-B.")] = None,
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Results folders of `etude bench`.")],
+    out: Annotated[Path | None, typer.Option(help="Report folder; default runs/bench/A-B.")] = None,
     price_read: PriceRead = 0.0, price_cached: PriceCached = 0.0, price_written: PriceWritten = 0.0,
 ) -> None:  # fmt: skip
-    """Report on the results of one run, or of several side by side; those made by other rules are refused."""
+    """Report on one benchmark, or on several side by side; those run under different rules are refused."""
     target = out or Path("runs", "bench", "-".join(folder.absolute().name for folder in folders))
     _report(folders, target, read=price_read, cached=price_cached, written=price_written)
 
@@ -110,7 +110,7 @@ def _settings(given: dict[str, Any]) -> BenchSettings:
 
 
 async def _contestants(words: Sequence[str], token_file: Path | None, device: str, cache: Path) -> list[Contestant]:
-    """Return who is measured. All are found before any is loaded."""
+    """Return the models to measure. All are found before any is loaded."""
     from etude.agent.policies import find
     from etude.bench.agents import BUILT_IN, entrant
 
@@ -134,12 +134,12 @@ def _tasks(path: Path, cache: Path, reporter: Reporter) -> TaskSet:
         read = [read_task(folder, cache, reporter) for folder in folders]
         codebases = {f"{codebase.name}=={codebase.version}": codebase for _, codebase in read}
         digest = digest_of([read_json(folder / "tests" / "etude.json") for folder in folders])
-        found = TaskSet(path.absolute().name, digest, tuple(task for task, _ in read), codebases)
+        task_set = TaskSet(path.absolute().name, digest, tuple(task for task, _ in read), codebases)
     else:
-        found = load_set(path, cache, reporter)
-    if not found.tasks:
+        task_set = load_set(path, cache, reporter)
+    if not task_set.tasks:
         raise UserError(f"{path} holds no tasks; make a set with `etude tasks make`")
-    return found
+    return task_set
 
 
 def _report(folders: Sequence[Path], target: Path, **prices: float) -> None:

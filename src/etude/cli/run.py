@@ -1,8 +1,6 @@
-"""`etude run`, `etude data build`, `etude compare`: a recipe, from a file or from the words of the command, is carried out.
+"""Commands around a recipe: run it, build its corpus, compare bases; and commands that only look, or export.
 
-`etude status`, `etude bases` and `etude data report`: looking, without changing anything.
-
-`etude mtp`: heads that predict several tokens ahead, for other programs.
+`etude compare` is a recipe made from its options, so that all of them resume, reuse and record alike.
 """
 
 from __future__ import annotations
@@ -18,14 +16,23 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 from rich.live import Live
+from rich.table import Table
 
-from etude.cli.options import AsJson, CacheFolder, Changes, DryRun, OutFolder, RecipeFiles, print_json
-from etude.errors import Interrupted, UserError, nearest, storage_error
+from etude.cli.options import (
+    AsJson,
+    CacheFolder,
+    Changes,
+    DryRun,
+    OutFolder,
+    PageFolder,
+    RecipeFiles,
+    interruptible,
+    print_json,
+)
+from etude.errors import UserError, nearest, storage_error
 from etude.progress import Reporter
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from etude.models.bases import KnownBase
     from etude.recipe.recipe import Recipe
     from etude.run.runner import Runner, Step
@@ -33,10 +40,10 @@ if TYPE_CHECKING:
 
 def run(
     recipes: RecipeFiles, change: Changes = None, out: OutFolder = None,
-    until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
+    until: Annotated[str | None, typer.Option(metavar="STAGE", help="Last stage to run.")] = None,
     dry_run: DryRun = False, cache: CacheFolder = None, as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Run a recipe. What is finished is kept; what was interrupted goes on where it stopped."""
+    """Run a recipe. Finished stages are kept; an interrupted one resumes where it stopped."""
     _run_recipe(_load(recipes, change), out, cache, until=until, dry_run=dry_run, as_json=as_json)
 
 
@@ -44,7 +51,7 @@ def build_corpus(
     recipes: RecipeFiles, change: Changes = None, out: OutFolder = None,
     dry_run: DryRun = False, cache: CacheFolder = None, as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Build the corpus of a recipe, and nothing after it. What is finished is kept."""
+    """Build the corpus of a recipe, and nothing after it."""
     recipe = _load(recipes, change)
     if recipe.data is None:
         raise UserError(f"{recipes[-1]} describes no corpus; give it [data] with at least one [[data.source]]")
@@ -61,36 +68,27 @@ def _load(recipes: list[Path], change: list[str] | None) -> Recipe:
 def _run_recipe(
     recipe: Recipe, out: Path | None, cache: Path | None, *, until: str | None, dry_run: bool, as_json: bool
 ) -> None:
-    """Carry out a checked recipe, or say what would be done."""
+    """Run a checked recipe, or print the plan."""
     from etude.models.fetch import default_cache
-    from etude.run.folder import RunFolder, StopRequest
+    from etude.run.folder import RunFolder
     from etude.run.runner import Runner, command_line
     from etude.run.stages import STAGES
     from etude.run.stages.training import dismiss_ranks, join_trainings
 
-    reporter = Reporter()
-    folder = out if out is not None else Path("runs") / recipe.name
-    with StopRequest(reporter.say) as stop:
-        reporter.check_stop = stop.check
-        kept = cache.absolute() if cache is not None else default_cache()
-        runner = Runner(RunFolder(folder), kept, reporter, STAGES)
-        if dry_run:
-            _print_plan(runner, recipe, until, as_json=as_json)
-            return
+    reporter, folder = Reporter(), out or Path("runs") / recipe.name
+    runner = Runner(RunFolder(folder), cache.absolute() if cache else default_cache(), reporter, STAGES)
+    if dry_run:
+        _print_plan(runner, recipe, until, as_json=as_json)
+        return
+    with interruptible(reporter, f"all finished steps are kept in {folder}. Resume with:\n  {command_line()}"):
         if int(os.environ.get("RANK", "0")) > 0:  # torchrun started several of us, and this is not the one that leads
             join_trainings()
             return
         try:
             steps = runner.execute(recipe, until)
             dismiss_ranks()
-        except Interrupted as interruption:
-            reporter.say(f"stopped; all finished steps are kept in {folder}. Go on with:\n  {command_line()}")
-            raise typer.Exit(128 + interruption.signal_number) from None
         except OSError as error:
-            told = storage_error(error, f"in {folder}")
-            if told is None:
-                raise
-            raise told from None
+            raise storage_error(error, f"in {folder}") or error from None
     _print_outcome(steps, folder, as_json=as_json)
 
 
@@ -98,26 +96,21 @@ def _print_plan(runner: Runner, recipe: Recipe, until: str | None, *, as_json: b
     """Print what would be done; then refuse, if a stage lacks something, as the run itself would."""
     from etude.recipe.recipe import as_toml
 
-    steps = runner.plan(recipe, until)
-    folder = str(runner.folder.path)
+    steps, folder = runner.plan(recipe, until), str(runner.folder.path)
     if as_json:
-        sources = [str(step.source) if step.source else None for step in steps]
-        listed = [{"stage": step.entry.name, "action": step.action, "from": source, "lacks": step.lacks}
-                  for step, source in zip(steps, sources, strict=True)]  # fmt: skip
+        listed = [{"stage": step.entry.name, "action": step.action, "from": str(step.source) if step.source else None,
+                   "lacks": step.lacks} for step in steps]  # fmt: skip
         print_json({"recipe": recipe.resolved(), "hash": recipe.hash, "folder": folder, "steps": listed})
     else:
         typer.echo(f"# resolved recipe {recipe.hash[:12]}, to run in {folder}\n{as_toml(recipe)}")
-        _print_steps(steps)
+        for step in steps:
+            words = {"kept": "is finished, would be kept", "finish": "is finished, would be published",
+                     "reuse": f"would be reused from {step.source}", "run": "would run"}  # fmt: skip
+            state = f"cannot run yet: {step.lacks}" if step.lacks else words[step.action]
+            typer.echo(f"{step.entry.name}: {state}")
     if lacking := [step.lacks for step in steps if step.lacks]:
         more = f" ({len(lacking) - 1} more above)" if len(lacking) > 1 else ""
         raise UserError(f"{lacking[0]}{more}")
-
-
-def _print_steps(steps: list[Step]) -> None:
-    for step in steps:
-        words = {"kept": "is finished, would be kept", "finish": "is finished, would be published",
-                 "reuse": f"would be reused from {step.source}", "run": "would run"}  # fmt: skip
-        typer.echo(f"{step.entry.name}: " + (f"cannot run yet: {step.lacks}" if step.lacks else words[step.action]))
 
 
 def _print_outcome(steps: list[Step], folder: Path, *, as_json: bool) -> None:
@@ -125,8 +118,9 @@ def _print_outcome(steps: list[Step], folder: Path, *, as_json: bool) -> None:
     from etude.recipe.recipe import DATA
     from etude.run.stages import BASE, STAGES
 
+    names = [step.entry.name for step in steps]
     if as_json:
-        records = {step.entry.name: load_record(folder / step.entry.name).model_dump(mode="json") for step in steps}
+        records = {name: load_record(folder / name).model_dump(mode="json") for name in names}
         actions = {step.entry.name: step.action for step in steps}
         print_json({"folder": str(folder), "steps": actions, "records": records})
         return
@@ -135,36 +129,33 @@ def _print_outcome(steps: list[Step], folder: Path, *, as_json: bool) -> None:
         sys.stdout.reconfigure(errors="replace")  # a terminal without → must not spoil the end of a long run
     for step in steps:
         STAGES[step.entry.kind].show(folder / step.entry.name, console)
-    made = [step.entry.name for step in steps if STAGES[step.entry.kind].makes_model]
-    if made and sum(step.entry.kind not in {BASE, DATA} for step in steps) > 1:
-        _print_ending([step.entry.name for step in steps], made[-1], folder, console)
-    last = folder / steps[-1].entry.name
-    console.print(f"done: {folder}; its record: {last / 'record.json'}", highlight=False, soft_wrap=True)
+    models = [step.entry.name for step in steps if STAGES[step.entry.kind].makes_model]
+    if models and sum(step.entry.kind not in {BASE, DATA} for step in steps) > 1:
+        _print_ending(names, models[-1], folder, console)
+    console.print(f"done: {folder}; record: {folder / names[-1] / 'record.json'}", highlight=False, soft_wrap=True)
 
 
 def _print_ending(names: list[str], model: str, folder: Path, console: Console) -> None:
-    """Print what a chain of stages came to, in one screen."""
+    """Print the results of a chain of stages on one screen."""
     from etude.lineage.record import load_lineage
     from etude.report.ending import next_steps, read_ended, screen
 
     stages = [read_ended(folder / name) for name in names]
     plain = console.options.ascii_only
-    console.rule(f"what came of {folder.absolute().name}", characters="-" if plain else "─")
+    console.rule(f"results of {folder.absolute().name}", characters="-" if plain else "─")
     console.print(screen(stages, load_lineage(folder / model / "model"), wide=console.width, plain=plain))
-    console.print("\n[bold]to try next[/]")
-    for at, (what, command) in enumerate(next_steps(folder, stages), 1):
-        console.print(f"{at}. {what}\n   {command}", highlight=False, markup=False, soft_wrap=True)
+    console.print("\n[bold]next steps[/]")
+    for number, (what, command) in enumerate(next_steps(folder, stages), 1):
+        console.print(f"{number}. {what}\n   {command}", highlight=False, markup=False, soft_wrap=True)
 
 
 def compare(
-    bases: Annotated[list[str], typer.Argument(help="Known names, folders or hub ids.")],
-    on: Annotated[str, typer.Option(help="Folder with your code.")],
-    change: Annotated[
-        list[str] | None, typer.Option("--set", help="A setting of the comparison: window=2048, max_bytes=0, …")
-    ] = None,
+    bases: Annotated[list[str], typer.Argument(metavar="BASE...", help="Known names, model folders or hub ids.")],
+    on: Annotated[str, typer.Option(metavar="FOLDER", help="Your code, to measure on.")],
+    change: Changes = None,
     out: OutFolder = None, cache: CacheFolder = None, as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Choose a base: bits per byte, state tracking, speed, memory and licence of each candidate on your code."""
+    """Compare bases on your code: bits per byte, state tracking, speed, memory and licence."""
     from etude.recipe.load import Layer, check, parse_change
     from etude.run.runner import stage_settings
 
@@ -177,11 +168,11 @@ def compare(
 
 
 def status(
-    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
-    watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until the run ends.")] = False,
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
+    watch: Annotated[bool, typer.Option("--watch", help="Live view until the run ends.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show how a run stands: stages, progress, rate, time left, best metrics."""
+    """Show the state of a run: stages, progress, rate, time left, metrics."""
     from etude.report.status import headline, run_status, status_table
 
     if as_json:
@@ -201,17 +192,17 @@ def status(
 
 
 def bases(
-    name: Annotated[str | None, typer.Argument(help="One base, with the source of each fact.")] = None,
+    name: Annotated[str | None, typer.Argument(help="One base in detail, with the source of each fact.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the known bases; any Hugging Face folder or hub id works as well."""
+    """List the known bases. Any Hugging Face folder or hub id works as well."""
     from etude.models.bases import known_bases
 
     known = known_bases()
     if name is not None and name not in known:
         raise UserError(f"unknown base {name!r}{nearest(name, known)}")
-    chosen = {name: known[name]} if name is not None else known
     if as_json:
+        chosen = {name: known[name]} if name is not None else known
         print_json({key: base.model_dump(mode="json", exclude_none=True) for key, base in chosen.items()})
     elif name is not None:
         _print_base(name, known[name])
@@ -220,11 +211,9 @@ def bases(
 
 
 def _bases_table(known: dict[str, KnownBase]) -> Table:
-    from rich.table import Table
-
     from etude.report.tables import human
 
-    caption = "tokens: of pretraining; +: on top of its parent; ?: not known. etude bases NAME shows the sources."
+    caption = "tokens: pretraining tokens; +: on top of its parent's; ?: unknown. etude bases NAME shows the sources."
     table = Table(title="Known bases", caption=caption, box=None, pad_edge=False)
     table.title_justify = table.caption_justify = "left"
     for column in ("name", "params", "active", "tokens", "context", "licence"):
@@ -256,11 +245,11 @@ def _print_base(name: str, base: KnownBase) -> None:
 
 
 def corpus_report(
-    corpus: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or a corpus inside one.")],
-    out: Annotated[Path | None, typer.Option(help="Write the page (HTML, Markdown, PNG) into this folder.")] = None,
+    corpus: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or a corpus inside one.")],
+    out: PageFolder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what is in a corpus, where it is from and what was left out; the whole page lies in the corpus as report.html."""
+    """Show the contents of a corpus: sources, licences, and what was filtered out. The full report is report.html beside it."""
     from etude.data.manifest import MANIFEST, load_manifest
     from etude.report.corpus import show_report, write_report
 
@@ -274,18 +263,15 @@ def corpus_report(
     show_report(folder, Console(), out or folder)
 
 
-Model = Annotated[Path, typer.Argument(help="A model's folder with MTP heads, as the stage `mtp` makes it.")]
-Out = Annotated[Path, typer.Argument(help="A new folder.")]
-LayoutWish = Annotated[
-    Literal["transformers", "mimo"],
-    typer.Option(
-        help="transformers: the model with its heads, DeepSeek-V3's shape; mimo: heads for vLLM, Llama's shape."
-    ),
-]
-
-
-def export(model: Model, out: Out, layout: LayoutWish) -> None:
-    """Write MTP heads as transformers or vLLM load them."""
+def export(
+    model: Annotated[Path, typer.Argument(help="Model folder with MTP heads, as the stage `mtp` writes it.")],
+    out: Annotated[Path, typer.Argument(help="New folder.")],
+    layout: Annotated[
+        Literal["transformers", "mimo"],
+        typer.Option(help="transformers: model and heads in DeepSeek-V3's layout; mimo: heads for vLLM, Llama layout."),
+    ],
+) -> None:
+    """Write MTP heads in a layout that transformers or vLLM loads."""
     from etude.models.mtp_heads import export_heads
 
     typer.echo(export_heads(model, out, layout))

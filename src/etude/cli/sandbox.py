@@ -1,4 +1,4 @@
-"""`etude sandbox`: what this machine can isolate, and a look inside."""
+"""`etude sandbox`: which backends work on this machine, and a shell inside one."""
 
 from __future__ import annotations
 
@@ -16,34 +16,33 @@ from etude.cli.options import AsJson, print_json
 if TYPE_CHECKING:
     from etude.sandbox.box import Result, Sandbox
 
-app = typer.Typer(help="Where code that a model wrote runs.", no_args_is_help=True)
-Task = Annotated[
-    Path, typer.Argument(metavar="TASK", help="A task's folder, or any folder: a copy of it is the workspace.")
-]
-Backend = Annotated[str, typer.Option(help="auto, namespaces, bubblewrap, docker:IMAGE or podman:IMAGE.")]
-Seconds = Annotated[float, typer.Option(min=1, help="Seconds for one line.")]
+app = typer.Typer(help="Sandboxes for code that a model wrote: test backends, open a shell.", no_args_is_help=True)
+_task = typer.Argument(metavar="TASK", help="Task folder, or any folder: the workspace is a copy of it.")
+Task = Annotated[Path, _task]
+Backend = Annotated[str, typer.Option(help="Backend: auto, namespaces, bubblewrap, docker:IMAGE or podman:IMAGE.")]
+Seconds = Annotated[float, typer.Option(min=1, help="Time limit of one line in seconds.")]
 # A line is run where the last one ended. Only that is carried over: variables and what runs in the background are not.
 LINE = 'cd -- "$1" && eval "$2"; code=$?; printf "%s%s" "$3" "$PWD" >&2; exit $code'
 
 
 @app.command("probe", epilog="Example: etude sandbox probe")
 def probe(as_json: AsJson = False) -> None:
-    """Try every backend once, for real, and say what works here and what enforces the limits."""
-    from etude.sandbox.probe import probe as tried
+    """Start a sandbox with every backend; show which ones work here and what enforces the limits."""
+    from etude.sandbox.probe import probe as probe_backends
 
-    found = tried()
+    results = probe_backends()
     if as_json:
-        print_json([{"backend": each.backend, "works": each.works, "detail": each.detail} for each in found])
+        print_json([{"backend": each.backend, "works": each.works, "detail": each.detail} for each in results])
     else:
-        for each in found:
+        for each in results:
             typer.echo(f"{each.backend:<12}{'works' if each.works else 'no':<8}{each.detail}")
-    if not any(each.works for each in found):
+    if not any(each.works for each in results):
         raise typer.Exit(1)
 
 
 @app.command("shell", epilog="Example: etude sandbox shell ~/my-project")
 def shell(task: Task, backend: Backend = "auto", seconds: Seconds = 120.0) -> None:
-    """Look around in a task's workspace as an agent sees it. Nothing is kept; `exit` or Ctrl-D leaves."""
+    """Open a shell in a task's workspace as an agent sees it. Changes are discarded; `exit` or Ctrl-D leaves."""
     from etude.errors import UserError, one_line
     from etude.sandbox.box import Place, SandboxError
     from etude.sandbox.layers import prepare
@@ -61,9 +60,8 @@ def shell(task: Task, backend: Backend = "auto", seconds: Seconds = 120.0) -> No
         except SandboxError as error:
             raise UserError(f"{one_line(error)}; `etude sandbox probe` says what works here") from error
         try:
-            typer.echo(
-                f"a sandbox by {box.backend}, a copy of {tree}; no network; `exit` leaves and keeps nothing", err=True
-            )
+            about = f"sandbox: {box.backend}, with a copy of {tree}; no network; `exit` leaves and discards changes"
+            typer.echo(about, err=True)
             _converse(runner, box, seconds)
         finally:
             runner.run(box.close())
@@ -76,7 +74,6 @@ def workspace_of(task: Path) -> Path:
 
 
 def _converse(runner: asyncio.Runner, box: Sandbox, seconds: float) -> None:
-    """Run line after line."""
     where = "/workspace"
     while (line := _ask(where)) is not None:
         mark = secrets.token_hex(16)  # not to be guessed by what runs
@@ -85,17 +82,15 @@ def _converse(runner: asyncio.Runner, box: Sandbox, seconds: float) -> None:
         except KeyboardInterrupt:
             typer.echo(f"^C: no longer waited for; it ends after {seconds:g} s at most", err=True)
             continue
-        said, _, ended = done.err.rpartition(mark.encode())
-        if mark.encode() in done.err:
+        errors, marked, ended = done.err.partition(mark.encode())
+        if marked:  # else it was killed, or has left the shell
             where = ended.decode(errors="surrogateescape")
-        else:  # it was killed, or has left the shell
-            said = done.err
-        _show(done, said)
+        _show(done, errors)
 
 
-def _show(done: Result, said: bytes) -> None:
-    """Print what a line gave. What comes out may try to command the terminal: control characters are shown, not sent."""
-    for text, left_out, err in ((done.out, done.cut[0], False), (said, done.cut[1], True)):
+def _show(done: Result, errors: bytes) -> None:
+    """Print the output of a line. It may try to control the terminal: control characters are shown, not sent."""
+    for text, left_out, err in ((done.out, done.cut[0], False), (errors, done.cut[1], True)):
         typer.echo(visible(text), err=err, nl=False)
         if left_out:
             typer.echo(f"[{left_out:,} bytes left out of the middle]", err=True)
@@ -106,28 +101,24 @@ def _show(done: Result, said: bytes) -> None:
 
 def visible(text: bytes) -> str:
     """Return text whose control characters are harmless: ^[ for escape, and so on; lines and tabs stay."""
-    words = text.decode(errors="replace")
-    return "".join(
-        char
-        if char in "\n\t" or char.isprintable()
-        else f"^{chr(ord(char) + 64)}"
-        if ord(char) < 32
-        else f"\\x{ord(char):02x}"
-        for char in words
-    )
+    return "".join(map(_visible_char, text.decode(errors="replace")))
+
+
+def _visible_char(char: str) -> str:
+    if char in "\n\t" or char.isprintable():
+        return char
+    return f"^{chr(ord(char) + 64)}" if ord(char) < 32 else f"\\x{ord(char):02x}"
 
 
 def _ask(where: str) -> str | None:
-    """Return what is typed, or comes through a pipe; None after `exit` or at the end."""
+    """Return the next line, typed or from a pipe; None after `exit` or at the end."""
     try:
         if sys.stdin.isatty():
             import readline  # noqa: F401 - gives input() its editing and its history
 
             line = input(f"{where}$ ")
-        else:
-            line = sys.stdin.readline()
-            if not line:
-                return None
+        elif not (line := sys.stdin.readline()):
+            return None
     except EOFError:
         return None
     except KeyboardInterrupt:

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from etude.cli.options import AsJson, CacheFolder, ToolNames, chosen_tools, print_json
-from etude.errors import Interrupted, UserError
+from etude.cli.options import AsJson, CacheFolder, ToolNames, chosen_tools, interruptible, print_json
+from etude.errors import UserError
 from etude.jsonl import MetricsLog
 from etude.progress import Reporter
 
@@ -44,20 +44,15 @@ def make(
     """Make a set anew from its recipe. Every try is kept: run the same command again to go on."""
     from etude.jsonl import MetricsLog
     from etude.models.fetch import default_cache
-    from etude.run.folder import StopRequest
     from etude.tasks.make import Maker, read_settings
 
     settings = read_settings(recipe)
     reporter = Reporter()
     folder = work or Path("runs", "tasks", settings.name)
-    with StopRequest(reporter.say) as stop, MetricsLog(folder / "log.jsonl") as log:
-        reporter.check_stop = stop.check
+    advice = f"all tries are kept in {folder}; run the same command to go on"
+    with interruptible(reporter, advice), MetricsLog(folder / "log.jsonl") as log:
         maker = Maker(settings, folder, log, cache or default_cache(), reporter)
-        try:
-            asyncio.run(maker.make(workers))
-        except Interrupted as interruption:
-            reporter.say(f"stopped; all tries are kept in {folder}; run the same command to go on")
-            raise typer.Exit(128 + interruption.signal_number) from None
+        asyncio.run(maker.make(workers))
         header = maker.finish(out or recipe.with_suffix(".jsonl"))
     if as_json:
         print_json(header)
@@ -193,7 +188,6 @@ def demos(  # noqa: PLR0913, PLR0917 - an argument for every option
     from etude.models.bases import locate
     from etude.models.fetch import default_cache
     from etude.models.load import load_tokeniser
-    from etude.run.folder import StopRequest
     from etude.tasks.demos import TRACES, DemoSettings, make, refuse_benchmarks, studio_for
 
     refuse_benchmarks(manifest)
@@ -210,13 +204,9 @@ def demos(  # noqa: PLR0913, PLR0917 - an argument for every option
     choose_template(tokeniser, template)  # as the sft stage will leave it
     studio, wanted = studio_for(settings, tokeniser, place, reporter, seed)
     folder = out or Path("runs", "demos", studio.tasks.name)
-    with StopRequest(reporter.say) as stop, MetricsLog(folder / "log.jsonl") as log:
-        reporter.check_stop = stop.check
-        try:
-            made = asyncio.run(make(studio, folder, log, reporter, wanted))
-        except Interrupted as interruption:
-            reporter.say(f"stopped; what was made is kept in {folder}; run the same command to go on")
-            raise typer.Exit(128 + interruption.signal_number) from None
+    advice = f"what was made is kept in {folder}; run the same command to go on"
+    with interruptible(reporter, advice), MetricsLog(folder / "log.jsonl") as log:
+        made = asyncio.run(make(studio, folder, log, reporter, wanted))
     typer.echo(f"{made['kept']} of {made['wanted']} demonstrations in {folder / TRACES}")
     for what in ("tokens", "styles", "wrong turns", "left out", "other ways"):
         typer.echo(f"{what}: {made[what]}")

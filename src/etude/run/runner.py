@@ -1,9 +1,9 @@
 """Run a recipe: each stage is kept, taken over from elsewhere, continued or run; then published with its record.
 
-A stage's fingerprint is the digest of all that decides its result: kind and version, settings, seed, the parent's model
-and the data it reads. Equal fingerprints mean equal work, so finished work is used again: in the same run, after a change
-that does not concern it, and across runs on this machine. The parent counts by the files of its model, not by how they
-came about.
+A stage's fingerprint is the digest of everything that decides its result: kind and version, settings, seed, the parent's
+model and the data it reads. Equal fingerprints mean equal work, so finished work is used again: in the same run, after a
+change that does not concern it, and across runs on this machine. The parent counts by the files of its model, not by how
+they were made.
 """
 
 from __future__ import annotations
@@ -21,31 +21,11 @@ from etude.files import digest_of, files_below, fsync_tree, remove_parts, write_
 from etude.jsonl import MetricsLog
 from etude.lineage import environment
 from etude.lineage.licences import carry, held, refuse_losses
-from etude.lineage.record import (
-    LINEAGE_FILE,
-    RECORD_FILE,
-    Compute,
-    Lineage,
-    RecipeUse,
-    Record,
-    load_lineage,
-    load_record,
-)
+from etude.lineage.record import LINEAGE_FILE, RECORD_FILE, Compute, Lineage, RecipeUse, Record, load_lineage
 from etude.models.load import digest_files
 from etude.recipe.recipe import DATA, Recipe, StageEntry, as_toml
-from etude.run.folder import (
-    LOCK_FILE,
-    METRICS,
-    MODEL,
-    PROGRESS,
-    RunFolder,
-    RunLock,
-    StageIndex,
-    adopt,
-    finished,
-    publish_stage,
-    readable_record,
-)
+from etude.run import folder as layout
+from etude.run.folder import METRICS, MODEL, PROGRESS, RunFolder, StageIndex, finished, readable_record
 from etude.run.stage import Job, Model, Outcome, Stage
 from etude.run.stages import BASE, STAGES, base_entry
 from etude.work import Work
@@ -56,6 +36,7 @@ if TYPE_CHECKING:
     from etude.lineage.record import CarriedLicence
     from etude.progress import Reporter
 
+SESSION = "etude/session/"  # keys of the rows that say when somebody worked on a stage
 Action = Literal["kept", "finish", "reuse", "run"]
 
 
@@ -64,9 +45,10 @@ class Step:
     """One stage of a run and what is to be done about it."""
 
     entry: StageEntry
-    fingerprint: str | None  # None while its parent has not been made
-    action: Action
+    fingerprint: str = ""  # empty while its parent has not been made
+    action: Action = "run"
     source: Path | None = None  # where finished work is taken from
+    record: Record | None = None  # of the finished work
     lacks: str | None = None  # what is seen to be wrong or missing before it runs; in a plan only
 
 
@@ -84,27 +66,20 @@ class Runner:
 
         After a stage that must run, fingerprints are not known.
         """
-        wanted = _wanted(recipe, until)
         steps: list[Step] = []
-        parent_digest: str | None = None
+        model: Record | None = None
         corpus: Record | None = None
-        known = corpus_known = True
-        for entry in wanted:
+        model_known = corpus_known = True
+        for entry in _wanted(recipe, until):
             stage = self.stages[entry.kind]
-            lacks = self._lacks(entry)
-            ready = known and lacks is None and (corpus_known or not stage.reads_corpus)
-            step = (
-                self._step(entry, recipe.seed, parent_digest, corpus)
-                if ready
-                else Step(entry, None, "run", lacks=lacks)
-            )
+            step = Step(entry, lacks=self._lacks(entry))
+            if step.lacks is None and model_known and (corpus_known or not stage.reads_corpus):
+                step = self._step(entry, recipe.seed, model, corpus)
             steps.append(step)
-            done = self._record_of(step)
             if stage.makes_model:
-                known = known and done is not None
-                parent_digest = done.content_digest if done else None
+                model, model_known = step.record, step.record is not None
             elif entry.kind == DATA:
-                corpus, corpus_known = done, done is not None
+                corpus, corpus_known = step.record, step.record is not None
         return steps
 
     def execute(self, recipe: Recipe, until: str | None = None) -> list[Step]:
@@ -113,24 +88,23 @@ class Runner:
         for entry in wanted:  # all of them before the first runs
             self.stages[entry.kind].check(entry.settings)
         self._refuse_foreign_folder()
-        with RunLock(self.folder.path, self.reporter.say):
+        with layout.lock_run(self.folder.path, self.reporter.say):
             remove_parts(self.folder.path)
             self._write_head(recipe)
-            done: list[Step] = []
-            parent: Model | None = None
+            steps: list[Step] = []
+            model: Model | None = None
             corpus: Record | None = None
             for entry in wanted:
-                step = self._step(entry, recipe.seed, parent.record.content_digest if parent else None, corpus)
-                step = self._do(step, recipe, parent)
-                done.append(step)
+                step = self._step(entry, recipe.seed, model.record if model else None, corpus)
+                steps.append(self._do(step, recipe, model))
                 if self.stages[entry.kind].makes_model:
-                    parent = self._model(entry)
+                    model = self._model(entry)
                 elif entry.kind == DATA:
-                    corpus = load_record(self.folder.stage(entry.name))
-            return done
+                    corpus = readable_record(self.folder.stage(entry.name))
+            return steps
 
     def _lacks(self, entry: StageEntry) -> str | None:
-        """Return what the stage's check has against it: a plan tells it of every stage, so that all is put right at once."""
+        """Return what the stage's check has against it: a plan lists it for every stage, so that all is fixed at once."""
         try:
             self.stages[entry.kind].check(entry.settings)
         except UserError as error:
@@ -138,37 +112,34 @@ class Runner:
         return None
 
     def _refuse_foreign_folder(self) -> None:
-        """A folder with somebody's files in it is not ours to sort out."""
+        """Refuse a folder with somebody's files in it."""
         path = self.folder.path
-        if path.is_dir() and any(path.iterdir()) and not ((path / "run.json").exists() or (path / LOCK_FILE).exists()):
+        ours = (path / "run.json").exists() or (path / layout.LOCK_FILE).exists()
+        if path.is_dir() and any(path.iterdir()) and not ours:
             raise UserError(f"{path} is not empty and not a run; choose another folder with --out")
 
     def _write_head(self, recipe: Recipe) -> None:
         write_text(self.folder.path / "recipe.toml", as_toml(recipe))
         listed = [{"name": entry.name, "kind": entry.kind} for entry in entries(recipe)]
-        write_json(
-            self.folder.path / "run.json",
-            {"name": recipe.name, "stages": listed, "command": command_line(), "in": str(Path.cwd())},
-        )
+        head = {"name": recipe.name, "stages": listed, "command": command_line(), "in": str(Path.cwd())}
+        write_json(self.folder.path / "run.json", head)
 
     def _model(self, entry: StageEntry) -> Model:
-        folder = self.folder.stage(entry.name)
-        lineage = load_lineage(folder / MODEL)
-        return Model(folder / MODEL, lineage.records[lineage.head], lineage)
+        folder = self.folder.stage(entry.name) / MODEL
+        lineage = load_lineage(folder)
+        return Model(folder, lineage.records[lineage.head], lineage)
 
-    def _record_of(self, step: Step) -> Record | None:
-        if step.fingerprint is None or step.source is None:
-            return None
-        return finished(step.source, step.fingerprint)
-
-    def _step(self, entry: StageEntry, seed: int, parent_digest: str | None, corpus: Record | None) -> Step:
+    def _step(self, entry: StageEntry, seed: int, model: Record | None, corpus: Record | None) -> Step:
+        """Return what is to be done about a stage whose parent and corpus are known."""
         stage = self.stages[entry.kind]
-        inputs = stage.inputs(entry.settings, parent_digest, seed)
+        parent = model.content_digest if model else None
+        if stage.needs_model and parent is None:
+            advice = "set `base` in the recipe, or put a stage before it that makes one"
+            raise UserError(f"{entry.name} needs a model to start from; {advice}")
+        inputs = stage.inputs(entry.settings, parent, seed)
         if stage.reads_corpus and corpus:
             inputs = {**inputs, "corpus": corpus.outputs["manifest.json"].sha256}
-        fingerprint = digest_of(
-            {"kind": entry.kind, "version": stage.version, "parent": parent_digest, "inputs": inputs}
-        )
+        fingerprint = digest_of({"kind": entry.kind, "version": stage.version, "parent": parent, "inputs": inputs})
         places: list[tuple[Action, Path | None]] = [
             ("kept", self.folder.stage(entry.name)),
             ("finish", self.folder.work(entry.name, fingerprint)),
@@ -176,43 +147,37 @@ class Runner:
             ("reuse", StageIndex(self.cache).find(fingerprint)),
         ]
         for action, place in places:
-            if place is not None and finished(place, fingerprint):
-                return Step(entry, fingerprint, action, place)
-        return Step(entry, fingerprint, "run")
+            if place and (record := finished(place, fingerprint)):
+                return Step(entry, fingerprint, action, place, record)
+        return Step(entry, fingerprint)
 
     def _do(self, step: Step, recipe: Recipe, parent: Model | None) -> Step:
         """Bring one stage to its finished state."""
-        name, fingerprint = step.entry.name, step.fingerprint
-        assert fingerprint is not None
-        index = StageIndex(self.cache)
-        work = self.folder.work(name, fingerprint)
+        name, index = step.entry.name, StageIndex(self.cache)
+        work = self.folder.work(name, step.fingerprint)
         if step.action == "reuse":
             assert step.source is not None
-            adopted = self.folder.adopting(name, fingerprint)
-            if adopt(step.source, adopted, self.reporter):
+            adopted = work.with_name(f"{work.name}.adopting")
+            if layout.adopt(step.source, adopted, self.reporter):
                 work = adopted
             else:
-                step = Step(step.entry, fingerprint, "run")
+                step = Step(step.entry, step.fingerprint)
         if step.action == "run":
-            self._mention_other_work(name, fingerprint)
+            self._mention_other_work(name, step.fingerprint)
             self._run(step, recipe, parent, work)
         if step.action == "kept":
-            index.add(fingerprint, self.folder.stage(name))
+            index.add(step.fingerprint, self.folder.stage(name))
         else:
-            publish_stage(self.folder, name, work, index)
+            layout.publish_stage(self.folder, name, work, index)
         os.utime(self.folder.stage(name))  # newer than any work on it: `status` tells abandoned work by that
-        words = {
-            "kept": "unchanged, kept",
-            "finish": "finished earlier, published",
-            "reuse": f"reused from {step.source}",
-            "run": "done",
-        }
-        self.reporter.say(f"{name}: {words[step.action]}")
+        words = {"kept": "unchanged, kept", "finish": "finished earlier, published", "run": "done"}
+        self.reporter.say(f"{name}: {words.get(step.action, f'reused from {step.source}')}")
         return step
 
     def _mention_other_work(self, name: str, fingerprint: str) -> None:
-        for other in self.folder.other_work(name, fingerprint):
-            self.reporter.say(f"{name}: unfinished work under other settings is kept in {other}")
+        for _, other in self.folder.works(name):
+            if other != self.folder.work(name, fingerprint):
+                self.reporter.say(f"{name}: unfinished work under other settings is kept in {other}")
         before = self.folder.stage(name)
         if before.exists():
             record = readable_record(before)
@@ -220,45 +185,38 @@ class Runner:
             self.reporter.say(f"{name}: {why}; the result so far will be kept in {self.folder.path / '.replaced'}")
 
     def _run(self, step: Step, recipe: Recipe, parent: Model | None, folder: Path) -> None:
-        assert step.fingerprint is not None
-        stage = self.stages[step.entry.kind]
+        name, say = step.entry.name, self.reporter.say
         for place in [folder, *folder.rglob("*/")]:
             remove_parts(place)
         (folder / RECORD_FILE).unlink(missing_ok=True)  # of work that was not whole
         with MetricsLog(folder / METRICS) as metrics:
             if metrics.torn_bytes:
-                self.reporter.say(
-                    f"{step.entry.name}: dropped {metrics.torn_bytes} bytes after the last whole line of {METRICS}"
-                )
-            sessions = 1 + sum(1 for _ in metrics.rows("etude/session/"))
-            if sessions > 1:
-                self.reporter.say(f"{step.entry.name}: continuing ({sessions - 1} earlier session(s))")
-            metrics.put(f"etude/session/{sessions:04d}", command=command_line())
+                say(f"{name}: dropped {metrics.torn_bytes} bytes after the last whole line of {METRICS}")
+            if sessions := len(list(metrics.rows(SESSION))):
+                say(f"{name}: continuing ({sessions} earlier session(s))")
+            metrics.put(f"{SESSION}{sessions + 1:04d}", command=command_line())
             self.reporter.listener = lambda state: write_json(folder / PROGRESS, state)
+            corpus = self.folder.stage(DATA) if recipe.data else None
+            job = Job(name, Work(folder, metrics, self.reporter, self.cache), parent, recipe.seed, corpus)
             try:
-                work = Work(folder, metrics, self.reporter, self.cache)
-                corpus = self.folder.stage(DATA) if recipe.data else None
-                outcome = stage.run(step.entry.settings, Job(step.entry.name, work, parent, recipe.seed, corpus))
+                outcome = self.stages[step.entry.kind].run(step.entry.settings, job)
             finally:
                 self.reporter.listener = None
             (folder / PROGRESS).unlink(missing_ok=True)
             metrics.close()
-            self._write_record(step, recipe, parent, folder, outcome, metrics)
+            self._write_record(step, recipe, job, outcome)
 
-    def _write_record(
-        self, step: Step, recipe: Recipe, parent: Model | None, folder: Path, outcome: Outcome, metrics: MetricsLog
-    ) -> None:
-        assert step.fingerprint is not None
-        stage = self.stages[step.entry.kind]
+    def _write_record(self, step: Step, recipe: Recipe, job: Job, outcome: Outcome) -> None:
+        stage, folder = self.stages[step.entry.kind], job.work.folder
         model = folder / MODEL
-        licences = self._carried(outcome, parent, model) if stage.makes_model else []
-        notes = {folder / RECORD_FILE, model / LINEAGE_FILE}  # which this writes
-        files = [file for file in files_below(folder) if file not in notes]
+        licences = _carried(outcome, job.parent, model) if stage.makes_model else []
+        written_here = {folder / RECORD_FILE, model / LINEAGE_FILE}
+        files = [file for file in files_below(folder) if file not in written_here]
         weights = [file for file in files if file.suffix == ".safetensors" and file.parent == model]
         others = [file for file in files if file not in weights]
-        sessions = list(metrics.rows("etude/session/"))
+        sessions = list(job.work.metrics.rows(SESSION))
         record = Record(
-            stage=step.entry.name,
+            stage=job.name,
             kind=step.entry.kind,
             kind_version=stage.version,
             fingerprint=step.fingerprint,
@@ -270,11 +228,9 @@ class Runner:
             seeds={"recipe": recipe.seed},
             packages=environment.packages(),
             hardware=environment.hardware(),
-            compute=_spent(metrics, outcome.device),
-            weights=digest_files(weights, model, self.reporter, f"{step.entry.name}: hashing weights")
-            if weights
-            else {},
-            outputs=digest_files(others, folder, self.reporter, f"{step.entry.name}: hashing outputs"),
+            compute=_spent(job.work.metrics, outcome.device),
+            weights=digest_files(weights, model, self.reporter, f"{job.name}: hashing weights"),
+            outputs=digest_files(others, folder, self.reporter, f"{job.name}: hashing outputs"),
             licences=licences,
             summary=outcome.summary,
             started=_iso(sessions[0]["time"]),
@@ -286,19 +242,19 @@ class Runner:
         fsync_tree(folder)  # the record says that all else is there: it must reach the disk last
         record.save(folder)
 
-    @staticmethod
-    def _carried(outcome: Outcome, parent: Model | None, model: Path) -> list[CarriedLicence]:
-        """Carry the licence files of all ancestors; a model that would lose one is not finished."""
-        for ancestor, folder in outcome.licence_folders.items():
-            carry(folder, model, ancestor)
-        if parent is not None:
-            carry(parent.folder, model, parent.record.origin.name if parent.record.origin else parent.record.stage)
-        refuse_losses(model, outcome.lineages)
-        return held(model)
+
+def _carried(outcome: Outcome, parent: Model | None, model: Path) -> list[CarriedLicence]:
+    """Carry the licence files of all ancestors; a model that would lose one is not finished."""
+    for ancestor, folder in outcome.licence_folders.items():
+        carry(folder, model, ancestor)
+    if parent is not None:
+        carry(parent.folder, model, parent.record.origin.name if parent.record.origin else parent.record.stage)
+    refuse_losses(model, outcome.lineages)
+    return held(model)
 
 
 def _spent(metrics: MetricsLog, device: str | None) -> Compute:
-    """Return the compute of a stage: what its rows add up to; of sampling and sandboxes only where rows tell of them."""
+    """Return the compute of a stage: the sums of its rows; sampling and sandboxes only where rows have them."""
     apart = {field for row in metrics.rows() for field in ("sampling_flops", "sandbox_seconds") if field in row}
     return Compute(
         tokens=round(metrics.total("tokens")),
@@ -311,7 +267,6 @@ def _spent(metrics: MetricsLog, device: str | None) -> Compute:
 
 
 def _wanted(recipe: Recipe, until: str | None) -> list[StageEntry]:
-    """Return the stages to do."""
     listed = entries(recipe)
     names = [entry.name for entry in listed]
     if until is not None and until not in names:

@@ -1,22 +1,30 @@
 """What a stage is: settings, the inputs that decide its result, and the work.
 
-Every stage lives in `run/stages/`, one file each, and is listed there in STAGES. The runner does what all have in common:
-folders, reuse, digests, licences, records.
+Every kind of stage is a class in `run/stages/`, one file each, listed there in STAGES. The runner does what all have in
+common: folders, reuse, digests, licences, records.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal
+
+from etude.files import digest_of_files, sha256_file
+from etude.lineage.record import LINEAGE_FILE, DataUse, Parent, load_lineage
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
     from pathlib import Path
 
     from pydantic import BaseModel
     from rich.console import Console
 
-    from etude.lineage.record import DataUse, Lineage, Origin, Parent, Record
+    from etude.lineage.record import Lineage, Origin, Record
+    from etude.models.bases import Base
     from etude.work import Work
+
+Role = Literal["weights", "compared", "teacher"]
 
 
 @dataclass(frozen=True)
@@ -27,10 +35,15 @@ class Model:
     record: Record
     lineage: Lineage
 
+    def as_parent(self, role: Role = "weights", name: str = "") -> Parent:
+        """Return the edge of the family tree from a child to this model."""
+        record = self.record
+        return Parent(name=name or record.stage, role=role, record=record.id, model_digest=record.model_digest)
+
 
 @dataclass(frozen=True)
 class Job:
-    """One stage to do."""
+    """One stage to run."""
 
     name: str
     work: Work
@@ -38,10 +51,16 @@ class Job:
     seed: int
     corpus: Path | None = None  # the run's own, for stages that read it
 
+    @property
+    def model(self) -> Model:
+        """The parent, which a stage with `needs_model` always has."""
+        assert self.parent is not None
+        return self.parent
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a stage tells about its work, for the record. Its artefacts lie in the work folder."""
+    """What a stage reports for its record. Its artefacts are in the work folder."""
 
     parents: list[Parent] = field(default_factory=list)
     lineages: list[Lineage] = field(default_factory=list)  # of the parents that have one
@@ -52,41 +71,74 @@ class Outcome:
     summary: dict[str, float | int | str | None] = field(default_factory=dict)
 
 
-class Stage(Protocol):
+class Stage:
     """One kind of stage."""
 
-    @property
-    def version(self) -> int:
-        """A number to raise when the same inputs would give another result: finished work is then done again."""
-        ...
-
-    @property
-    def settings(self) -> type[BaseModel]:
-        """The model of its settings in a recipe."""
-        ...
-
-    @property
-    def makes_model(self) -> bool:
-        """Whether it turns its parent into a child, or into a report."""
-        ...
-
-    @property
-    def reads_corpus(self) -> bool:
-        """Whether the run's corpus, if there is one, decides its result."""
-        ...
+    version = 1  # to be raised when the same inputs give another result: finished work is then done again
+    settings: type[BaseModel]
+    needs_model = False  # whether it is refused as the first stage of a recipe without a base
+    makes_model = False  # else it makes a report
+    reads_corpus = False  # whether the run's corpus, if there is one, decides its result
 
     def check(self, settings: Any) -> None:
-        """Raise UserError for what can be seen to be wrong before anything is done, such as a missing folder."""
-        ...
+        """Raise UserError for what can be seen to be wrong before any stage runs, such as a missing folder."""
 
     def inputs(self, settings: Any, parent_digest: str | None, seed: int) -> dict[str, Any]:
-        """Return everything that decides the result besides the parent's weights, as JSON-like values."""
-        ...
+        """Return everything that decides the result besides the parent's model, as JSON-like values."""
+        raise NotImplementedError
 
     def run(self, settings: Any, job: Job) -> Outcome:
         """Do the work in `job.work.folder`."""
-        ...
+        raise NotImplementedError
 
     def show(self, folder: Path, console: Console) -> None:
-        """Print what a finished stage achieved, in a few lines."""
-        ...
+        """Print the results of a finished stage in a few lines."""
+        raise NotImplementedError
+
+
+def print_lines(console: Console, lines: Iterable[str]) -> None:
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def file_used(path: Path, name: str, licences: dict[str, int] | None = None) -> DataUse:
+    """Return a file as data of a record."""
+    return DataUse(
+        name=name,
+        source=f"file {path.absolute()}",
+        revision=None,
+        digest=sha256_file(path),
+        files=1,
+        bytes=path.stat().st_size,
+        left_out={},
+        licences=licences or {},
+    )
+
+
+def lineage_in(folder: Path) -> Lineage | None:
+    """Return the family tree that a model's folder carries, if Etude made it."""
+    return load_lineage(folder) if (folder / LINEAGE_FILE).is_file() else None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Another model that a stage reads besides its parent."""
+
+    folder: Path
+    edge: Parent
+    lineage: Lineage | None
+
+
+def fetch_source(base: Base, job: Job, role: Role, taken: Collection[str]) -> Source:
+    """Fetch a model and hash its weights; its name is numbered if another one has it."""
+    from etude.models.fetch import fetch
+    from etude.models.load import digest_files
+
+    folder = fetch(base, job.work.cache, job.work.reporter).folder
+    names = (f"{base.name}-{number}" if number > 1 else base.name for number in itertools.count(1))
+    name = next(name for name in names if name not in taken)
+    files = digest_files(folder.glob("*.safetensors"), folder, job.work.reporter, f"{name}: hashing weights")
+    digest = digest_of_files({file: each.sha256 for file, each in files.items()})
+    lineage = lineage_in(folder)
+    edge = Parent(name=name, role=role, record=lineage.head if lineage else None, model_digest=digest)
+    return Source(folder, edge, lineage)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from etude.files import link_or_copy, read_json
-from etude.lineage.record import LINEAGE_FILE, Parent, load_lineage, load_record
+from etude.lineage.record import load_record
 from etude.models.bases import resolve
 from etude.run.folder import MODEL
-from etude.run.stage import Job, Outcome
+from etude.run.stage import Job, Model, Outcome, Stage, lineage_in, print_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,33 +21,25 @@ if TYPE_CHECKING:
     from etude.models.fetch import Fetched
 
 
-class BaseSettings(BaseModel):
+class BaseSettings(BaseModel, extra="forbid"):
     """The base, as the recipe names it."""
-
-    model_config = ConfigDict(extra="forbid")
 
     base: str
 
 
-class BaseStage:
+class BaseStage(Stage):
     """Places a base into the run."""
 
-    version = 1
     settings = BaseSettings
     makes_model = True
-    reads_corpus = False
 
     def check(self, settings: BaseSettings) -> None:
-        """Refuse an unknown base."""
         resolve(settings.base)
 
     def inputs(self, settings: BaseSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:  # noqa: ARG002
-        """Return what decides the base's bytes; chance has no part in it."""
-        assert parent_digest is None
         return resolve(settings.base).identity()
 
     def run(self, settings: BaseSettings, job: Job) -> Outcome:
-        """Fetch and check the base, and link its files."""
         from etude.models.fetch import fetch, model_files
         from etude.models.load import weight_files
 
@@ -55,31 +47,23 @@ class BaseStage:
         weight_files(fetched.folder)
         for file in model_files(fetched):
             _place(file, job.work.folder / MODEL / file.relative_to(fetched.folder), fetched)
-        # A base that Etude itself made carries its tree: ours goes on from there.
-        lineages = [load_lineage(fetched.folder)] if (fetched.folder / LINEAGE_FILE).is_file() else []
-        heads = [lineage.records[lineage.head] for lineage in lineages]
+        lineage = lineage_in(fetched.folder)  # of a base that Etude itself made: the tree goes on from there
+        made = [Model(fetched.folder, lineage.records[lineage.head], lineage)] if lineage else []
         return Outcome(
-            parents=[
-                Parent(name=head.stage, role="weights", record=head.id, model_digest=head.model_digest)
-                for head in heads
-            ],
-            lineages=lineages,
+            parents=[model.as_parent() for model in made],
+            lineages=[model.lineage for model in made],
             origin=fetched.origin,
             licence_folders={fetched.origin.name: fetched.folder},
             summary={"base": fetched.origin.name},
         )
 
     def show(self, folder: Path, console: Console) -> None:
-        """Print what the base is."""
         record = load_record(folder)
-        config = read_json(folder / MODEL / "config.json")
+        family = read_json(folder / MODEL / "config.json").get("model_type")
         licences = sorted({licence.licence or "unknown text" for licence in record.licences}) or ["no licence file"]
         size = sum(file.bytes for file in record.weights.values()) / 1e6
-        assert record.origin is not None
-        console.print(
-            f"base: {record.origin.name} ({config.get('model_type')}, {size:,.0f} MB, {', '.join(licences)}) in {folder / MODEL}",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+        about = f"{family}, {size:,.0f} MB, {', '.join(licences)}"
+        print_lines(console, [f"base: {record.summary['base']} ({about}) in {folder / MODEL}"])
 
 
 def _place(source: Path, target: Path, fetched: Fetched) -> None:

@@ -14,10 +14,10 @@ from etude.data.codebase import Codebase, git_revision, read_codebase
 from etude.errors import UserError
 from etude.files import digest_of, read_json, write_json, write_text
 from etude.lineage import environment
-from etude.lineage.record import LINEAGE_FILE, DataUse, Parent, load_lineage
+from etude.lineage.record import DataUse, Parent
 from etude.models.bases import known_bases, resolve
 from etude.report.bases import draw, markdown, ranked, table, verdict
-from etude.run.stage import Job, Outcome
+from etude.run.stage import Job, Outcome, Stage, fetch_source, print_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,22 +28,18 @@ RESULTS = "results.json"  # the same on every run
 SPEED = "speed.json"  # not
 
 
-class CompareStage:
+class CompareStage(Stage):
     """Measures candidates on a source tree."""
 
-    version = 1
     settings = CompareConfig
-    makes_model = False
-    reads_corpus = False
 
     def check(self, settings: CompareConfig) -> None:
-        """Refuse unknown bases and a folder without code."""
         for word in settings.bases:
             resolve(word)
         read_codebase(_code_folder(settings), settings.keep)
 
     def inputs(self, settings: CompareConfig, parent_digest: str | None, seed: int) -> dict[str, Any]:
-        """Return the code and the tasks by content, the candidates by identity, and the machine, on which speed depends."""
+        """Return the code and the tasks by content, the candidates by identity, and the machine, which decides the speed."""
         if parent_digest is None and not settings.bases:
             raise UserError("compare: nothing to compare; set `base` in the recipe or `bases` in [compare]")
         code = read_codebase(_code_folder(settings), settings.keep)
@@ -58,7 +54,6 @@ class CompareStage:
         }
 
     def run(self, settings: CompareConfig, job: Job) -> Outcome:
-        """Measure every candidate and write the report."""
         from etude.models.load import choose_device
 
         everything = read_codebase(_code_folder(settings), settings.keep)
@@ -82,17 +77,13 @@ class CompareStage:
         )
 
     def show(self, folder: Path, console: Console) -> None:
-        """Print the table and what it means."""
         results = load_results(folder)
-        page = (folder / "report.md").read_text(encoding="utf-8")
         console.print(table(results))
-        for line in page.splitlines():
+        for line in (folder / "report.md").read_text(encoding="utf-8").splitlines():
             if line.startswith("- "):
                 console.print(line, style="dim", highlight=False, markup=False)
         console.print(verdict(results), style="bold", highlight=False, markup=False)
-        console.print(
-            f"report: {folder / 'report.md'}, picture: {folder / 'comparison.png'}", highlight=False, soft_wrap=True
-        )
+        print_lines(console, [f"report: {folder / 'report.md'}, picture: {folder / 'comparison.png'}"])
 
 
 def _code_folder(settings: CompareConfig) -> Path:
@@ -104,7 +95,6 @@ def _chains(code: Codebase, settings: CompareConfig, seed: int) -> list[EditChai
 
 
 def load_results(folder: Path) -> list[CandidateResult]:
-    """Read the results of a finished comparison."""
     speeds = read_json(folder / SPEED)
     entries = [{**entry, "speed": speeds[entry["name"]]} for entry in read_json(folder / RESULTS)]
     return TypeAdapter(list[CandidateResult]).validate_python(entries)
@@ -112,10 +102,6 @@ def load_results(folder: Path) -> list[CandidateResult]:
 
 def _candidates(settings: CompareConfig, job: Job, device: Any) -> tuple[list[Candidate], list[Parent]]:
     """Return the candidates, checked, with their places in the family tree: the recipe's own model first."""
-    from etude.files import digest_of_files
-    from etude.models.fetch import fetch
-    from etude.models.load import digest_files, weight_files
-
     candidates: list[Candidate] = []
     parents: list[Parent] = []
     if job.parent:
@@ -123,25 +109,15 @@ def _candidates(settings: CompareConfig, job: Job, device: Any) -> tuple[list[Ca
         origin = job.parent.record.origin
         known = known_bases().get(name) if origin and origin.source.startswith(("hub ", "package ")) else None
         candidates.append(Candidate(name, job.parent.folder, device, known.licence if known else None))
-        parents.append(
-            Parent(name=name, role="compared", record=job.parent.record.id, model_digest=job.parent.record.model_digest)
-        )
-    for word in settings.bases:
-        base = resolve(word)
-        fetched = fetch(base, job.work.cache, job.work.reporter)
-        name = _unique(base.name, [candidate.name for candidate in candidates])
-        digests = digest_files(
-            weight_files(fetched.folder), fetched.folder, job.work.reporter, f"{name}: hashing weights"
-        )
-        digest = digest_of_files({file: found.sha256 for file, found in digests.items()})
-        if digest in (parent.model_digest for parent in parents):
-            job.work.reporter.say(f"compare: {word} is among the candidates already; it is measured once")
+        parents.append(job.parent.as_parent("compared", name))
+    for base in map(resolve, settings.bases):
+        source = fetch_source(base, job, "compared", [parent.name for parent in parents])
+        if source.edge.model_digest in (parent.model_digest for parent in parents):
+            job.work.reporter.say(f"compare: {base.name} is among the candidates already; it is measured once")
             continue
-        candidates.append(Candidate(name, fetched.folder, device, base.known.licence if base.known else None))
-        lineage = load_lineage(fetched.folder) if (fetched.folder / LINEAGE_FILE).is_file() else None
-        parents.append(
-            Parent(name=name, role="compared", record=lineage.head if lineage else None, model_digest=digest)
-        )
+        licence = base.known.licence if base.known else None
+        candidates.append(Candidate(source.edge.name, source.folder, device, licence))
+        parents.append(source.edge)
     return candidates, parents
 
 
@@ -153,19 +129,8 @@ def _measured(
     try:
         return measure(candidate, code, chains, settings, job.work, job.seed)
     except torch.cuda.OutOfMemoryError:
-        raise UserError(
-            f"{candidate.name} does not fit into the GPU's memory with these settings; "
-            "lower compare.window or compare.speed_batch, or set compare.device=cpu"
-        ) from None
-
-
-def _unique(name: str, taken: list[str]) -> str:
-    """Return the name, numbered if another candidate has it."""
-    return (
-        name
-        if name not in taken
-        else next(f"{name}-{n}" for n in range(2, len(taken) + 3) if f"{name}-{n}" not in taken)
-    )
+        advice = "lower compare.window or compare.speed_batch, or set compare.device=cpu"
+        raise UserError(f"{candidate.name} does not fit into the GPU's memory with these settings; {advice}") from None
 
 
 def _write(results: list[CandidateResult], code: Codebase, total_files: int, folder: Path) -> None:

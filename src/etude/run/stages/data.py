@@ -1,4 +1,4 @@
-"""The stage that makes the corpus: `[data]` in a recipe."""
+"""The stage that builds the corpus: `[data]` in a recipe."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from etude.data.settings import DataSettings
 from etude.errors import UserError
 from etude.files import digest_of_files, files_below, sha256_file
 from etude.lineage import environment
-from etude.lineage.record import DataUse, Parent
-from etude.run.stage import Job, Outcome
+from etude.lineage.record import DataUse
+from etude.run.stage import Job, Outcome, Stage
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,60 +18,52 @@ if TYPE_CHECKING:
     from etude.data.manifest import Manifest
 
 
-class DataStage:
+class DataStage(Stage):
     """Builds the corpus of a run."""
 
     version = 3
     settings = DataSettings
-    makes_model = False
-    reads_corpus = False
 
     def check(self, settings: DataSettings) -> None:
-        """Refuse sources, tasks and tokenisers that are not there."""
         from etude.data.filters.contamination import read_tasks
         from etude.data.sources import identify_source
 
         for source in settings.source:
             identify_source(source)
         read_tasks(_tasks(settings))
-        named = settings.tokeniser.source
-        if named not in {"base", "train"} and not Path(named).expanduser().is_dir():
-            raise UserError(f'data.tokeniser.source {named!r} is neither "base" nor "train" nor a folder')
+        for folder in _tokeniser(settings):
+            if not folder.is_dir():
+                named = settings.tokeniser.source
+                raise UserError(f'data.tokeniser.source {named!r} is neither "base" nor "train" nor a folder')
 
     def inputs(self, settings: DataSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:
         """Return the sources by identity, the tasks and the tokeniser by content, and the settings."""
         from etude.data.sources import identify_source
 
-        needs = {
-            "tokeniser": settings.tokeniser.source == "base",
-            "replay": bool(settings.replay and settings.replay.source == "self"),
-        }
-        if parent_digest is None and any(needs.values()):
-            other = ', or data.tokeniser.source = "train"' if needs["tokeniser"] else ""
-            what = next(name for name in needs if needs[name])
-            raise UserError(f"data.{what} needs a base; set `base` in the recipe{other}")
-        named = settings.tokeniser.source
-        folder = [Path(named).expanduser()] if named not in {"base", "train"} else []
+        if parent_digest is None and settings.tokeniser.source == "base":
+            raise UserError('data.tokeniser needs a base; set `base` in the recipe, or data.tokeniser.source = "train"')
+        if parent_digest is None and settings.replay and settings.replay.source == "self":
+            raise UserError("data.replay needs a base; set `base` in the recipe")
         return {
             "settings": settings.model_dump(mode="json", exclude={"workers", "seed"}),
             "sources": [identify_source(source) for source in settings.source],
-            "files": [_digest(path) for path in [*_tasks(settings), *folder]],
+            "files": [_digest(path) for path in [*_tasks(settings), *_tokeniser(settings)]],
             "seed": _seed(settings, seed),
         }
 
     def run(self, settings: DataSettings, job: Job) -> Outcome:
-        """Build the corpus and its report."""
         from etude.data.build import Build
+        from etude.models.load import choose_device
         from etude.report.corpus import write_report
 
         manifest = Build(settings, job.work, _seed(settings, job.seed), job.parent.folder if job.parent else None).run()
         write_report(job.work.folder, job.work.folder)
-        writes = any(source.generated_by for source in manifest.sources)
+        teachers = [job.model] if any(source.generated_by for source in manifest.sources) else []
         return Outcome(
-            parents=[_teacher(job)] if writes else [],
-            lineages=[job.parent.lineage] if writes and job.parent else [],
+            parents=[model.as_parent("teacher") for model in teachers],
+            lineages=[model.lineage for model in teachers],
             data=_data_uses(manifest),
-            device=_device() if writes else None,
+            device=environment.device_name(choose_device("auto").type) if teachers else None,
             summary={
                 "tokens": sum(source.tokens["train"] for source in manifest.sources),
                 "heldout_tokens": sum(source.tokens["heldout"] for source in manifest.sources),
@@ -81,7 +73,6 @@ class DataStage:
         )
 
     def show(self, folder: Path, console: Console) -> None:
-        """Print what came in and what stayed."""
         from etude.report.corpus import show_report
 
         show_report(folder, console, folder)
@@ -89,6 +80,12 @@ class DataStage:
 
 def _tasks(settings: DataSettings) -> list[Path]:
     return [Path(name).expanduser() for name in settings.contamination.tasks]
+
+
+def _tokeniser(settings: DataSettings) -> list[Path]:
+    """Return the folder of a tokeniser that is neither the base's nor trained on the corpus."""
+    named = settings.tokeniser.source
+    return [] if named in {"base", "train"} else [Path(named).expanduser()]
 
 
 def _seed(settings: DataSettings, seed: int) -> int:
@@ -99,18 +96,6 @@ def _seed(settings: DataSettings, seed: int) -> int:
 def _digest(path: Path) -> str:
     files = [path] if path.is_file() else files_below(path)
     return digest_of_files({str(file.relative_to(path)): sha256_file(file) for file in files})
-
-
-def _device() -> str:
-    from etude.models.load import choose_device
-
-    return environment.device_name(choose_device("auto").type)
-
-
-def _teacher(job: Job) -> Parent:
-    assert job.parent is not None
-    record = job.parent.record
-    return Parent(name=record.stage, role="teacher", record=record.id, model_digest=record.model_digest)
 
 
 def _data_uses(manifest: Manifest) -> list[DataUse]:

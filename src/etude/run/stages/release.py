@@ -1,4 +1,4 @@
-"""The `release` stage: the model so far with its whole family tree, signed, and checked as a buyer would. A report, not a model."""
+"""The `release` stage: the model so far with its whole family tree, signed, and verified as a user would. A report, not a model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from etude.errors import UserError
 from etude.files import read_json, sha256_file, write_json
-from etude.lineage.record import Parent
-from etude.run.stage import Job, Outcome
+from etude.run.stage import Job, Outcome, Stage, print_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,28 +22,24 @@ RELEASE = "release"
 RESULTS = "results.json"
 
 
-class ReleaseSettings(BaseModel):
+class ReleaseSettings(BaseModel, extra="forbid", strict=True):
     """What only the releasing person can say."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    name: str = Field(default="", description="what the model is called; default: as `product` says, else BASE-STAGE")
-    product: str = Field(default="", description="product.toml, which licences are held against; goes in")
-    licence: str = Field(default="", description="your own licence for what you added; goes in as LICENSE")
+    name: str = Field(default="", description="name of the model; default: as `product` says, else BASE-STAGE")
+    product: str = Field(default="", description="product.toml to check licences against; becomes part of the release")
+    licence: str = Field(default="", description="your own licence file for what you added; released as LICENSE")
     bases: list[str] = Field(default=[], description="folders of claimed bases that are not in the run")
     acknowledge: list[Literal["unknown-data"]] = Field(
-        default=[], description="unknown-data: you know that data of unknown licence went in"
+        default=[], description="unknown-data: you know that data of unknown licence was used"
     )
-    key: str = Field(default="", description="private key (PEM, P-256); default: your own, made if needed")
+    key: str = Field(default="", description="private key (PEM, P-256); default: your own, created if needed")
 
 
-class ReleaseStage:
+class ReleaseStage(Stage):
     """Releases the model that the stages before have made."""
 
-    version = 1
     settings = ReleaseSettings
-    makes_model = False
-    reads_corpus = False
+    needs_model = True
 
     def check(self, settings: ReleaseSettings) -> None:
         """Refuse files that are not there, or not what they should be: stages before this one may take days."""
@@ -67,8 +62,6 @@ class ReleaseStage:
         """Return settings, and the files they name by content; a key by its public half."""
         from etude.lineage.signing import fingerprint, public_pem
 
-        if parent_digest is None:
-            raise UserError("release needs a model; set `base` in the recipe, or put a stage before it that makes one")
         files = {name: sha256_file(path) for name in ("product", "licence") if (path := _path(getattr(settings, name)))}
         key = fingerprint(public_pem(path)) if (path := _path(settings.key)) else "own"
         return {**settings.model_dump(include={"name", "bases", "acknowledge"}), **files, "key": key}
@@ -80,38 +73,33 @@ class ReleaseStage:
         from etude.lineage.verify import verify_release
         from etude.models.bases import ancestors
 
-        assert job.parent is not None
-        record, out = job.parent.record, job.work.folder / RELEASE
-        sketches, reporter = known_sketches(job.work.cache / FOLDER), job.work.reporter
+        out, reporter = job.work.folder / RELEASE, job.work.reporter
+        sketches = known_sketches(job.work.cache / FOLDER)
         if not out.exists():
             try:
-                make_release(job.parent.folder, out, _order(settings, job), sketches, ancestors(), reporter)
+                make_release(job.model.folder, out, _order(settings, job), sketches, ancestors(), reporter)
             except RefusedError as refused:
-                told = f"{job.name} is refused: {refused}"
-                raise UserError(f"{told} (options of `etude release` are settings of this stage)") from None
-        found = verify_release(out, None, sketches, reporter)
-        if found.failed:
-            told = "; ".join(f"{check.name}: {line}" for check in found.failed for line in check.lines)
-            raise UserError(f"the release in {out} does not verify: {told}")
-        summary = _told(found)
+                hint = "options of `etude release` are settings of this stage"
+                raise UserError(f"{job.name} is refused: {refused} ({hint})") from None
+        verification = verify_release(out, None, sketches, reporter)
+        if verification.failed:
+            failures = "; ".join(f"{check.name}: {line}" for check in verification.failed for line in check.lines)
+            raise UserError(f"the release in {out} does not verify: {failures}")
+        summary = _summary(verification)
         write_json(job.work.folder / RESULTS, {"summary": summary, "duties": _duties(out)})
-        return Outcome(
-            parents=[Parent(name=record.stage, role="weights", record=record.id, model_digest=record.model_digest)],
-            summary=summary,
-        )
+        return Outcome(parents=[job.model.as_parent()], summary=summary)
 
     def show(self, folder: Path, console: Console) -> None:
-        """Print where it lies, what it descends from, what its licences ask for, and how it is checked."""
         results = read_json(folder / RESULTS)
-        told, duties, out = results["summary"], results["duties"], folder / RELEASE
-        asked = f"; {duties['asks']} hang on facts that product.toml does not tell" if duties.get("asks") else ""
-        for line in (
-            f"release: {told['name']} in {out}, {told['bytes'] / 1e6:,.1f} MB in {told['files']} files, signed",
-            f"derived from: {told['base']}, measured from the weights; verified: {told['verified']}",
-            f"licences: {told['licences']}; {duties.get('fires', 0)} duties are met{asked}: etude licences {out}",
+        summary, duties, out = results["summary"], results["duties"], folder / RELEASE
+        asked = f"; {duties['asks']} depend on facts that product.toml does not state" if duties.get("asks") else ""
+        lines = [
+            f"release: {summary['name']} in {out}, {summary['bytes'] / 1e6:,.1f} MB in {summary['files']} files, signed",
+            f"derived from: {summary['base']}, measured from the weights; verified: {summary['verified']}",
+            f"licences: {summary['licences']}; {duties.get('fires', 0)} duties are met{asked}: etude licences {out}",
             f"to check it: etude verify {out}",
-        ):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        ]
+        print_lines(console, lines)
 
 
 def _path(word: str) -> Path | None:
@@ -124,12 +112,11 @@ def _order(settings: ReleaseSettings, job: Job) -> Order:
     from etude.lineage.release import Order
     from etude.lineage.signing import default_key
 
-    assert job.parent is not None
     product = _path(settings.product)
-    base = next(iter(base_names(job.parent.lineage)), "etude").rpartition("/")[2]
+    base = next(iter(base_names(job.model.lineage)), "etude").rpartition("/")[2]
     name = settings.name or (load_product(product).model_name if product else None)
     return Order(
-        name or f"{base}-{job.parent.record.stage}",
+        name or f"{base}-{job.model.record.stage}",
         _path(settings.key) or default_key(),
         product,
         _path(settings.licence),
@@ -138,21 +125,22 @@ def _order(settings: ReleaseSettings, job: Job) -> Order:
     )
 
 
-def _told(found: Verification) -> dict[str, float | int | str | None]:
-    """Return what the checks said, which licences travel along, and which bases the audit found in the weights."""
+def _summary(verification: Verification) -> dict[str, float | int | str | None]:
+    """Return what the checks said, which licences are included, and which bases the audit found in the weights."""
     from etude.files import files_below
     from etude.lineage.duties import licence_uses
     from etude.lineage.release import AUDIT
 
-    audit, files = read_json(found.folder / AUDIT), files_below(found.folder)
-    uses = [use for use in licence_uses(found.folder) if use.role != "data"]
+    folder, checks = verification.folder, verification.checks
+    audit, files = read_json(folder / AUDIT), files_below(folder)
+    uses = [use for use in licence_uses(folder) if use.role != "data"]
     claimed = {claim["name"] for claim in audit["claims"]}
     matches = [each["reference"] for each in audit["findings"] if each["verdict"]["word"] in {"same", "derived"}]
     bases = dict.fromkeys(name for name in matches if name in claimed)
-    left = sum(check.outcome == "open" for check in found.checks)
+    left = sum(check.outcome == "open" for check in checks)
     return {
         "name": audit["release"],
-        "verified": f"{len(found.checks) - left} of {len(found.checks)} checks" + f", {left} open" * bool(left),
+        "verified": f"{len(checks) - left} of {len(checks)} checks" + f", {left} open" * bool(left),
         "base": ", ".join(bases) or "no base",
         "licences": ", ".join(sorted({use.licence or "unknown text" for use in uses})) or "none",
         "files": len(files),

@@ -16,7 +16,7 @@ from etude.lineage.record import DataUse, Parent
 from etude.models.load import weight_files
 from etude.rl.settings import RlSettings
 from etude.run.folder import MODEL
-from etude.run.stage import Job, Outcome
+from etude.run.stage import Job, Outcome, Stage
 from etude.run.stages.training import carry_heads, copy_side_files
 from etude.tasks.demos import refuse_benchmarks
 from etude.tasks.manifest import find_manifest, load_set, picked, read_rows
@@ -34,7 +34,7 @@ SCRATCH = ("exchange", "weights", "trainer", "job.json", "engine.log", "trainer.
 CHECKED = 2  # tasks whose check is tried before any time is spent on episodes
 
 
-class RlStage:
+class RlStage(Stage):
     """Trains on tasks."""
 
     version = 1

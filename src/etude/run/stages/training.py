@@ -17,7 +17,7 @@ from etude.lineage import environment
 from etude.lineage.record import Parent, load_record
 from etude.models.load import INDEX, weight_files
 from etude.run.folder import MODEL
-from etude.run.stage import Job, Outcome
+from etude.run.stage import Job, Outcome, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ class Training:
     seed: int
 
 
-class TrainingStage:
+class TrainingStage(Stage):
     """One training stage; each kind says what it starts from, what it learns from and how it is measured."""
 
     version = 1
