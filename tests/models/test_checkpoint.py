@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save, save_file
 
 from etude.errors import UserError
-from etude.models.load import INDEX, SINGLE, check_safetensors, digest_files, weight_files
+from etude.lineage.weight_files import INDEX, SINGLE, read_header
+from etude.models.load import digest_files, weight_files
 from tests.lineage.refusals import one_line
 
 if TYPE_CHECKING:
@@ -58,11 +59,11 @@ def test_a_file_cut_off_at_any_byte_is_refused_and_a_whole_one_is_not(
     whole = whole_bytes(shapes, kind, metadata)
     file.write_bytes(whole)
     assert readable(file)
-    check_safetensors(file)
+    read_header(file)
     file.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
     assert not readable(file)
     with pytest.raises(UserError, match=one_line(file, "fetch it again")):
-        check_safetensors(file)
+        read_header(file)
 
 
 def test_every_single_cut_of_a_file_is_refused(file: Path) -> None:
@@ -70,7 +71,7 @@ def test_every_single_cut_of_a_file_is_refused(file: Path) -> None:
     for length in range(len(whole)):
         file.write_bytes(whole[:length])
         with pytest.raises(UserError, match=one_line(file)):
-            check_safetensors(file)
+            read_header(file)
 
 
 @settings(deadline=None, max_examples=40)
@@ -80,7 +81,7 @@ def test_bytes_after_the_end_are_refused(file: Path, shapes: list[list[int]], ex
     file.write_bytes(whole + extra)
     words = f"{len(whole) + len(extra):,} bytes", f"promises {len(whole):,};"
     with pytest.raises(UserError, match=one_line(file, "has bytes after its end", *words)):
-        check_safetensors(file)
+        read_header(file)
 
 
 @settings(deadline=None, max_examples=200)
@@ -89,7 +90,7 @@ def test_garbage_is_refused(file: Path, garbage: bytes) -> None:
     file.write_bytes(garbage)
     if not readable(file):
         with pytest.raises(UserError, match=one_line(file)):
-            check_safetensors(file)
+            read_header(file)
 
 
 JSON = st.recursive(
@@ -128,7 +129,7 @@ def test_a_damaged_header_is_refused(file: Path, header: Any) -> None:
     file.write_bytes(with_header(header))
     assert not readable(file)
     with pytest.raises(UserError, match=one_line(file)):
-        check_safetensors(file)
+        read_header(file)
 
 
 def test_any_json_for_a_header_is_refused_in_one_line_or_is_whole(file: Path) -> None:
@@ -137,7 +138,7 @@ def test_any_json_for_a_header_is_refused_in_one_line_or_is_whole(file: Path) ->
     def search(header: Any) -> None:
         file.write_bytes(with_header(header))
         try:
-            check_safetensors(file)
+            read_header(file)
         except UserError as refusal:
             assert "\n" not in str(refusal)  # noqa: PT017 - a header of no tensors is whole, any other is refused
 
@@ -148,7 +149,7 @@ def test_any_json_for_a_header_is_refused_in_one_line_or_is_whole(file: Path) ->
 def test_a_header_length_beyond_the_file_is_refused_without_reading_it(file: Path, length: int) -> None:
     file.write_bytes(struct.pack("<Q", length) + b"{}")
     with pytest.raises(UserError, match=one_line(file, "no valid header")):
-        check_safetensors(file)
+        read_header(file)
 
 
 @pytest.fixture

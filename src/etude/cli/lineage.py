@@ -164,15 +164,15 @@ def add(
 ) -> None:
     """Make a sketch of a base, so that models can be compared with it when it is not at hand."""
     from etude.lineage.audit.examine import open_model
-    from etude.lineage.audit.sketch import Facts, add_sketch, digest_weights, make_sketch, place_for
+    from etude.lineage.audit.sketch import Facts, digest_weights, make_sketch, place_for
 
     reporter, folder = Reporter(), sketch_folder(cache)
-    place_for(name, folder)  # refused before gigabytes are hashed
+    file = place_for(name, folder)  # refused before gigabytes are hashed
     _, path, source = _find(model, cache, reporter)
     opened, today = open_model(path), datetime.now(UTC).date().isoformat()
     digest = digest_weights(opened.weights.path, reporter)
     facts = Facts(name=name, source=source, licence=_licence(path), model_digest=digest, made=today)
-    file = add_sketch(make_sketch(opened.weights, opened.tokens, facts), folder)
+    make_sketch(opened.weights, opened.tokens, facts).save(file)
     told = facts.model_dump() | {"file": str(file), "bytes": file.stat().st_size}
     print_json(told) if as_json else typer.echo(f"{name}: {file}, {file.stat().st_size / 1e6:.1f} MB")
 
@@ -180,13 +180,16 @@ def add(
 @library_app.command("list", epilog="Example: etude library list --json")
 def list_(cache: CacheFolder = None, as_json: AsJson = False) -> None:
     """List the bases that the library knows."""
-    from etude.lineage.audit.examine import show_sketches
-    from etude.lineage.audit.sketch import known_sketches
+    from etude.lineage.audit.examine import table_of
 
-    known = known_sketches(sketch_folder(cache))
-    print_json([each.facts.model_dump() for each in known]) if as_json else show_sketches(
-        known, Console(highlight=False, markup=False)
-    )
+    known = [sketch.facts for sketch in _sketches(cache)]
+    if as_json:
+        print_json([facts.model_dump() for facts in known])
+        return
+    table = table_of("Sketches of known bases", "name", "weights", "licence", "made", "from")
+    for facts in known:
+        table.add_row(facts.name, facts.model_digest[:12], facts.licence or "unknown text", facts.made, facts.source)
+    Console(highlight=False, markup=False).print(table)
 
 
 def open_word(word: str, cache: Path | None, reporter: Reporter) -> Opened:

@@ -6,15 +6,14 @@ and each document says so in the words of `NOT_KNOWN`.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from etude.errors import UserError
 from etude.files import read_json
 from etude.lineage.licences import obligations
+from etude.lineage.weight_files import read_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -85,24 +84,14 @@ def read_architecture(folder: Path) -> Architecture:
     """Read a model's shape from its config and from the headers of its weights, without loading them."""
     config = read_json(folder / "config.json")
     inner = config.get("text_config", config)
-    tensors = [entry for file in sorted(folder.glob("*.safetensors")) for entry in _header(file)]
+    tensors = [each for file in sorted(folder.glob("*.safetensors")) for each in read_header(file).tensors.values()]
     return Architecture(
         family=config.get("model_type"),
         name=(config.get("architectures") or [None])[0],
-        parameters=sum(math.prod(entry["shape"]) for entry in tensors),
+        parameters=sum(math.prod(tensor.shape) for tensor in tensors),
         context=inner.get("max_position_embeddings"),
-        dtypes=tuple(sorted({entry["dtype"] for entry in tensors})),
+        dtypes=tuple(sorted({tensor.dtype for tensor in tensors})),
     )
-
-
-def _header(file: Path) -> list[dict[str, Any]]:
-    """Return the entries of a safetensors header: eight bytes of length, then JSON."""
-    with file.open("rb") as opened:
-        text = opened.read(int.from_bytes(opened.read(8), "little"))
-    try:
-        return [entry for name, entry in json.loads(text).items() if name != "__metadata__"]
-    except ValueError:
-        raise UserError(f"{file} is not a whole safetensors file; copy it again") from None
 
 
 def in_order(lineage: Lineage, *roles: str) -> list[Record]:

@@ -1,7 +1,7 @@
 """A release: a model's folder with everything a stranger needs to check it, signed. Made whole, or refused with reasons.
 
 Layout: the model's files as they are; `README.md` (card); `LICENSE` (ours, if given), `LICENSES/` and `NOTICE` (the ancestors');
-`lineage.json`; `attestations/` (a signed statement a stage); `bom.cdx.json`, `spdx.json`; `tree.svg`, `tree.png`; `eu/`;
+`lineage.json`; `attestations/` (a signed statement a stage); `bom.cdx.json`, `spdx.json`; `tree.svg`, `tree.png`;
 `audit.json` (what the weights showed); `product.toml` (if given); `model.sig` and `model.sig.pub`.
 The weights are copied, not linked: what happens to a release must never happen to the run it came from.
 """
@@ -21,7 +21,6 @@ from etude.lineage.bom import bom, spdx
 from etude.lineage.card import model_card
 from etude.lineage.compute import compute_shares
 from etude.lineage.duties import UNKNOWN, evaluate, licence_uses, load_product, notice, released, unmet
-from etude.lineage.europe import model_documentation, training_summary
 from etude.lineage.facts import Provider, Release, in_order, read_architecture
 from etude.lineage.gate import base_folders, compare_claims
 from etude.lineage.licences import LICENCE_NAME, LICENSES, carry, folder_name, held, identify
@@ -212,8 +211,6 @@ def _documents(facts: Release, order: Order, findings: Sequence[dict[str, Any]])
         BOM: _json(bom(facts)),
         SPDX: spdx(facts),
         AUDIT: _json(audit),
-        "eu/training-content-summary.md": training_summary(facts),
-        "eu/model-documentation.md": model_documentation(facts),
     }
 
 

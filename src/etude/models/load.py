@@ -2,26 +2,17 @@
 
 Missing tensors are refused: transformers would fill them with random numbers and go on.
 
-Is this folder a whole model? Told from names and headers, before anything is loaded.
-
-A safetensors file says in its header how long it must be; a file that was cut off is found here in microseconds instead
-of by a loader's traceback, or, worse, by random weights in place of missing ones.
-
-Special tokens that a base never learnt: found by their rows, and told apart before they are taught.
-
-A token that no text of pretraining holds is never the answer, so each step moves its row of the output away from where the hidden
-states are, and in the same way for all such tokens: they end up as one vector. Sprout's 27 have a cosine of 1.000 and a norm above
-that of other rows, so `<tool_call>`, `</tool_call>` and the end of a turn are one to it, to read and to write, and SFT spends most of
-its steps on pulling equal vectors apart (lab notes). Other bases with reserved tokens have the same.
-
-Here such rows are drawn anew, each dimension as it is spread over the other tokens' rows.
+Special tokens that a base never learnt are found by their rows, and told apart before they are taught. A token that no text of
+pretraining holds is never the answer, so each step moves its row of the output away from where the hidden states are, and in the same
+way for all such tokens: they end up as one vector. Sprout's 27 have a cosine of 1.000 and a norm above that of other rows, so
+`<tool_call>`, `</tool_call>` and the end of a turn are one to it, to read and to write, and SFT spends most of its steps on pulling
+equal vectors apart (lab notes). Other bases with reserved tokens have the same. `tell_apart` draws such rows anew, each dimension as
+it is spread over the other tokens' rows.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import struct
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -32,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from etude.errors import UserError, one_line
 from etude.files import sha256_file
 from etude.lineage.record import FileDigest
+from etude.lineage.weight_files import INDEX, SINGLE, indexed_files, read_header
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -39,59 +31,19 @@ if TYPE_CHECKING:
 
     from etude.progress import Reporter
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-HEADER_LIMIT = 100_000_000  # the format's own limit, in bytes
-
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the weight files of a model's folder, after checking that each is there and whole."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} holds no model: config.json is missing; give a Hugging Face model folder")
-    files = _named_files(folder)
-    for file in files:
-        check_safetensors(file)
-    return files
-
-
-def _named_files(folder: Path) -> list[Path]:
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            if not names or any("/" in name for name in names):
-                raise ValueError
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(f"{index} is damaged: it must map tensor names to files; fetch it again") from None
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            count = f"{len(missing)} of {len(names)} weight files"
-            raise UserError(f"{folder} lacks {missing[0]} ({count}); fetch them again")
-        return [folder / name for name in names]
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    if any(folder.glob("*.bin")):
+    files = indexed_files(folder) or [file for file in (folder / SINGLE,) if file.is_file()]
+    if not files and any(folder.glob("*.bin")):
         raise UserError(f"{folder} has pickled weights (*.bin), which can run code; convert them to safetensors first")
-    raise UserError(f"{folder} has a config.json but no weights ({SINGLE} or {INDEX})")
-
-
-def check_safetensors(file: Path) -> None:
-    """Refuse a safetensors file whose length is not what its header promises."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        header_length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 0 < header_length <= min(HEADER_LIMIT, size - 8):
-            raise UserError(f"{file} is not a whole safetensors file ({size:,} bytes, no valid header); fetch it again")
-        try:
-            header = json.loads(stream.read(header_length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-            expected = 8 + header_length + max(ends, default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-            raise UserError(f"{file} has a damaged safetensors header; fetch it again") from None
-    if size != expected:
-        kind = "is cut off" if size < expected else "has bytes after its end"
-        raise UserError(f"{file} {kind}: {size:,} bytes, its header promises {expected:,}; fetch it again")
+    if not files:
+        raise UserError(f"{folder} has a config.json but no weights ({SINGLE} or {INDEX})")
+    for file in files:
+        read_header(file)
+    return files
 
 
 def digest_files(files: Iterable[Path], folder: Path, reporter: Reporter, label: str) -> dict[str, FileDigest]:
@@ -105,6 +57,7 @@ def digest_files(files: Iterable[Path], folder: Path, reporter: Reporter, label:
     return digests
 
 
+TOKENISER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 DeviceWish = Literal["auto", "cpu", "cuda"]
 
 
@@ -126,12 +79,8 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = N
     _quiet()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype or default_dtype(device),
-            output_loading_info=True,
-            trust_remote_code=False,
-        )
+            folder, config=config, dtype=dtype or default_dtype(device), output_loading_info=True, trust_remote_code=False
+        )  # fmt: skip
     except Exception as error:
         if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
             raise
@@ -150,13 +99,8 @@ def saved_dtype(folder: Path) -> torch.dtype:
 
 def load_tokeniser(folder: Path) -> Any:
     """Return the tokeniser of a model's folder."""
-    if not any(
-        (folder / name).is_file()
-        for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-    ):
-        raise UserError(
-            f"{folder} has no tokeniser (tokenizer.json or tokenizer.model); copy the base's files next to the weights"
-        )
+    if not any((folder / name).is_file() for name in TOKENISER_FILES):
+        raise UserError(f"{folder} has no tokeniser ({TOKENISER_FILES[0]}); copy the base's files next to the weights")
     _quiet()
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -181,7 +125,7 @@ def alike(rows: torch.Tensor, special: Collection[int]) -> list[int]:
     norms = own.norm(dim=1)
     near = (own @ own.T).fill_diagonal_(-1.0) > ALIKE * (norms[:, None] * norms).clamp_min(1e-12)
     small = norms < SMALL * rows.float().norm(dim=1).median()
-    return [token for token, found in zip(ids, (near.any(dim=1) | small).tolist(), strict=True) if found]
+    return [token for token, is_alike in zip(ids, (near.any(dim=1) | small).tolist(), strict=True) if is_alike]
 
 
 def tell_apart(
@@ -189,10 +133,10 @@ def tell_apart(
 ) -> list[int]:
     """Draw anew the rows, of input and output, of the wanted special tokens that the model cannot tell apart; return which."""
     matrices = {id(each.weight): each.weight for each in (model.get_input_embeddings(), model.get_output_embeddings())}
-    found: set[int] = set()
+    redrawn: set[int] = set()
     for weight in matrices.values():  # one matrix where input and output share it
         chosen = [token for token in alike(weight, special) if token in wanted]
-        found.update(chosen)
+        redrawn.update(chosen)
         if chosen and draw:
             others = torch.ones(len(weight), dtype=torch.bool)
             others[sorted(special)] = False
@@ -200,4 +144,4 @@ def tell_apart(
             noise = torch.randn(len(chosen), weight.shape[1], generator=torch.Generator().manual_seed(seed))
             with torch.no_grad():
                 weight[chosen] = (learnt.mean(dim=0) + learnt.std(dim=0) * noise).to(weight.dtype)
-    return sorted(found)
+    return sorted(redrawn)

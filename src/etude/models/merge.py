@@ -16,8 +16,6 @@ What can be said of a merge. Apart from merge.py, which needs torch, so that rec
 
 from __future__ import annotations
 
-import json
-import struct
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -27,6 +25,7 @@ from transformers import AutoConfig
 
 from etude.errors import UserError, one_line
 from etude.files import whole_file
+from etude.lineage.weight_files import read_header
 from etude.models.load import load_tokeniser, weight_files
 
 if TYPE_CHECKING:
@@ -87,22 +86,13 @@ class Tensors:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.files = folder, weight_files(folder)
-        self.entries = {name: entry for file in self.files for name, entry in read_header(file)[1].items()}
+        self.entries = {name: entry for file in self.files for name, entry in read_header(file).tensors.items()}
         opened: list[Any] = [safe_open(file, framework="pt") for file in self.files]
         self._where = {name: tensors for tensors in opened for name in tensors.keys()}  # noqa: SIM118 - no mapping
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor in float32."""
         return self._where[name].get_tensor(name).float()
-
-
-def read_header(file: Path) -> tuple[bytes, dict[str, Any]]:
-    """Return the first bytes of a safetensors file, up to its numbers, and its tensors in the order they lie in it."""
-    with file.open("rb") as stream:
-        length = stream.read(8)
-        text = stream.read(struct.unpack("<Q", length)[0])
-    entries = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
-    return length + text, dict(sorted(entries.items(), key=lambda item: item[1]["data_offsets"]))
 
 
 def trim_threshold(model: Tensors, ancestor: Tensors, density: float) -> float:
@@ -163,13 +153,13 @@ def merging(settings: MergeSettings, opened: Sequence[Tensors]) -> Callable[[str
 
 def write_merged(file: Path, target: Path, merged: Callable[[str], torch.Tensor]) -> None:
     """Write a file like `file`, with the same header byte for byte, whose tensors are what `merged` returns by name."""
-    header, entries = read_header(file)
+    header = read_header(file)
     with whole_file(target) as beside, beside.open("wb") as stream:
-        stream.write(header)
-        for name, entry in entries.items():
-            stored = merged(name).to(FLOATS[entry["dtype"]]).contiguous()
+        stream.write(header.start)
+        for name, entry in header.tensors.items():
+            stored = merged(name).to(FLOATS[entry.dtype]).contiguous()
             if not torch.isfinite(stored).all():
-                what = f"merged {name} has numbers that {entry['dtype']} cannot hold, or one of the models has"
+                what = f"merged {name} has numbers that {entry.dtype} cannot hold, or one of the models has"
                 raise UserError(f"{what}; lower `scale`, or check their weights")
             stream.write(stored.flatten().view(torch.uint8).numpy().data)
 
@@ -182,9 +172,9 @@ def refuse_unlike(first: Tensors, other: Tensors) -> None:
         raise UserError(f"{pair}: only {owner.folder} has the tensor {lacking[0]} ({len(lacking)} such)")
     for name, entry in first.entries.items():
         two = other.entries[name]
-        if entry["shape"] != two["shape"]:
-            raise UserError(f"{pair}: {name} has the shapes {entry['shape']} and {two['shape']}")
-        if quantised := {entry["dtype"], two["dtype"]} - set(FLOATS):
+        if entry.shape != two.shape:
+            raise UserError(f"{pair}: {name} has the shapes {list(entry.shape)} and {list(two.shape)}")
+        if quantised := {entry.dtype, two.dtype} - set(FLOATS):
             raise UserError(f"{pair}: {name} is stored as {min(quantised)}; convert it to bf16, f16 or float32 first")
     configs = [_config(folder) for folder in (first.folder, other.folder)]
     for key in sorted(configs[0].keys() | configs[1].keys()):

@@ -34,7 +34,8 @@ from transformers import GenerationConfig
 from etude.errors import UserError, one_line
 from etude.files import whole_file, write_json
 from etude.lineage.licences import LICENSES
-from etude.models.load import INDEX, SINGLE, check_safetensors, load_model, saved_dtype
+from etude.lineage.weight_files import INDEX, SINGLE, read_header
+from etude.models.load import load_model, saved_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -164,7 +165,7 @@ def heads_shape(folder: Path) -> tuple[int, bool] | None:
     file = folder / FILE
     if not file.is_file():
         return None
-    check_safetensors(file)
+    read_header(file)
     with safe_open(file, framework="pt") as tensors:
         said = tensors.metadata() or {}
     try:

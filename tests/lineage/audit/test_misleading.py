@@ -35,7 +35,11 @@ def test_broken_and_double_matrices_are_refused_by_name(tmp_path: Path, tensor: 
     tensors = load_file(tmp_path / "model.safetensors") | tensor
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=said):
-        [(weights.up(layer), weights.key(layer)) for weights in [open_weights(tmp_path)] for layer in range(LAYERS)]
+        [
+            (weights.part(layer, "up"), weights.part(layer, "key"))
+            for weights in [open_weights(tmp_path)]
+            for layer in range(LAYERS)
+        ]
 
 
 @pytest.mark.parametrize(("change", "said"), [

@@ -16,7 +16,6 @@ from etude.lineage.audit.examine import open_model
 from etude.lineage.audit.sketch import (
     Facts,
     Sketch,
-    add_sketch,
     digest_weights,
     hashed,
     known_sketches,
@@ -51,15 +50,14 @@ def test_a_sketch_holds_what_it_says_to_eight_bits(tmp_path: Path) -> None:
     for layer in sketch.layers:
         for part, name in (("up", "mlp.up_proj"), ("gate", "mlp.gate_proj"), ("key", "self_attn.k_proj")):
             rows = model[f"model.layers.{layer}.{name}.weight"]
-            whole, kept = rows if part == "key" else project(rows), sketch.matrix(f"{layer}.{part}")
+            whole, kept = rows if part == "key" else project(rows), sketch.part(layer, part)
             assert kept is not None
             assert np.abs(kept - whole).max() <= np.abs(whole).max() / 127 / 2 * 1.001
-    words = sketch.matrix("embedding")
-    assert words is not None
+    words = sketch.embedding(sketch.words)
     assert np.abs(words - model["model.embed_tokens.weight"][sketch.words]).max() < 0.02
     assert len(sketch.words) == 3 * HIDDEN
     assert sketch.words[0] == 1  # 0 is special
-    assert sketch.matrix("2.up") is None
+    assert sketch.part(2, "up") is None
 
 
 def test_a_sketch_comes_back_from_its_file(tmp_path: Path) -> None:
@@ -104,8 +102,8 @@ def test_middles() -> None:
 
 
 def test_hashed_words_are_compared_as_words_are() -> None:
-    a = Tokens(["<end>", *map(str, range(200))], [], frozenset({"<end>"}), None)
-    b = Tokens(["<end>", *map(str, range(50, 300)), None], [], frozenset({"<end>"}), None)
+    a = Tokens(["<end>", *map(str, range(200))], [], frozenset({"<end>"}))
+    b = Tokens(["<end>", *map(str, range(50, 300)), None], [], frozenset({"<end>"}))
     plain, short = compare_tokens(a, b), compare_tokens(hashed(a), hashed(b))
     assert short.shared == pytest.approx(plain.shared, abs=1)  # without the special one
     assert [ids.tolist() for ids in shared(hashed(a), hashed(b))] == [ids.tolist() for ids in shared(a, b)]
@@ -124,7 +122,8 @@ def test_files_that_are_no_sketches_are_refused(tmp_path: Path) -> None:
 
 
 def test_no_base_is_replaced_unseen(tmp_path: Path) -> None:
-    path = add_sketch(sketch_in(tmp_path / "base"), tmp_path / "mine")
+    path = place_for("base", tmp_path / "mine")
+    sketch_in(tmp_path / "base").save(path)
     assert [each.name for each in known_sketches(tmp_path / "mine")] == ["smollm2-135m", "sprout", "base"]
     taken = (("base", f"has a 'base' already: {path}"), ("sprout", "has a 'sprout' already"))
     for name, why in (*taken, ("../x", "no name for a sketch"), ("", "no name for a sketch")):

@@ -85,7 +85,7 @@ def test_a_safetensors_cut_anywhere_is_refused_in_one_line(
     file = tmp_path_factory.getbasetemp() / "cut.safetensors"
     save_file({"a": torch.zeros(3, 4), "b": torch.ones(2)}, file)
     file.write_bytes(file.read_bytes()[: int(kept * file.stat().st_size)])
-    with pytest.raises(UserError, match="not a whole safetensors file"):
+    with pytest.raises(UserError, match=r"not a whole safetensors file|is cut off"):
         read_headers([file])
 
 
@@ -145,7 +145,7 @@ def test_which_files_are_the_model(tmp_path: Path) -> None:
     index.write_text(
         json.dumps({"weight_map": {"a": "x-1.safetensors", "b": "model.safetensors", "c": "x-1.safetensors"}})
     )
-    refused("1 of 2 shards are missing, such as x-1.safetensors")
+    refused(r"lacks x-1\.safetensors \(1 of 2 weight files\)")
     (tmp_path / "x-1.safetensors").touch()
     assert [file.name for file in weight_files(tmp_path)] == ["model.safetensors", "x-1.safetensors"]
     index.write_text(json.dumps({"weight_map": {"a": "x-1.safetensors"}}))

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import spearmanr
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from etude.errors import UserError
@@ -27,12 +26,10 @@ def test_a_folder_is_read_as_its_tokeniser_has_it(tmp_path: Path) -> None:
     tokeniser = tiny.tokeniser()
     tokeniser.add_tokens(["extra"])
     tokeniser.save_pretrained(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     tokens = read_tokens(tmp_path)
     assert tokens is not None
     assert tokens.strings == tokeniser.convert_ids_to_tokens(range(len(tokeniser)))
     assert tokens.special == {"<|end|>"}
-    assert tokens.chat_template == "{{ messages }}"
     written = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["merges"]
     assert tokens.merges == [f"{left} {right}" for left, right in written]
     assert read_tokens(tmp_path / "model.safetensors") == tokens
@@ -63,9 +60,7 @@ def test_tiktoken_words_are_written_as_byte_level_ones(tmp_path: Path) -> None:
     lines = [f"{base64.b64encode(word).decode()} {rank}" for rank, word in enumerate(words)]
     (tmp_path / "tiktoken.model").write_text("\n".join(lines) + "\n")
     decoder = {"261": {"content": "[BOS]", "special": True}, "262": {"content": "<tool>", "special": False}}
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"added_tokens_decoder": decoder, "chat_template": "hi"})
-    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
     tokens = read_tokens(tmp_path)
     assert tokens is not None
     assert set(tokens.strings[:256]) == set(pre_tokenizers.ByteLevel.alphabet())
@@ -76,45 +71,24 @@ def test_tiktoken_words_are_written_as_byte_level_ones(tmp_path: Path) -> None:
         "[BOS]",
         "<tool>",
     ]
-    assert (tokens.special, tokens.chat_template) == (frozenset({"[BOS]"}), "hi")
+    assert tokens.special == frozenset({"[BOS]"})
 
 
 def test_identical_extended_overlapping_different() -> None:
     same = compare_tokens(BASE, BASE)
-    assert (same.kind, same.jaccard, same.same_id, same.shared, same.common_merges, same.merge_order) == (
-        "identical",
-        1,
-        1,
-        200,
-        50,
-        1,
-    )
+    assert (same.kind, same.jaccard, same.same_id, same.shared) == ("identical", 1, 1, 200)
     more = Tokens([*BASE.strings, *(f"x{index}" for index in range(50))], BASE.merges, BASE.special | {"<t>"})
     extended = compare_tokens(BASE, more)
     assert (extended.kind, extended.jaccard, extended.same_id, extended.sizes) == ("extended", 0.8, 1.0, (200, 250))
-    assert extended.special_only == ([], ["<t>"])
     assert "200 words in both of 200 and 250; 100.0% of ids" in extended.sentence
     renamed = compare_tokens(BASE, replace(BASE, strings=[*BASE.strings[:-1], "named"]))
     assert (renamed.kind, renamed.same_id) == ("extended", 0.995)
     moved = compare_tokens(BASE, replace(BASE, strings=BASE.strings[::-1]))
     assert (moved.kind, moved.jaccard, moved.same_id) == ("overlapping", 1.0, 0.0)
     strange = compare_tokens(BASE, Tokens([f"y{index}" for index in range(200)]))
-    assert (strange.kind, strange.shared, strange.common_merges, strange.merge_order) == ("different", 0, None, None)
+    assert (strange.kind, strange.shared) == ("different", 0)
     other_merges = compare_tokens(BASE, replace(BASE, merges=[*BASE.merges[:20], "c d", *BASE.merges[20:]]))
-    assert (other_merges.kind, other_merges.common_merges, other_merges.merge_order) == ("extended", 20, 1.0)
-
-
-def test_chat_templates() -> None:
-    with_one, with_other = replace(BASE, chat_template="a"), replace(BASE, chat_template="b")
-    assert compare_tokens(with_one, with_one).same_template is True
-    assert compare_tokens(with_one, with_other).same_template is False
-    assert compare_tokens(BASE, with_other).same_template is None
-
-
-def test_the_digest_is_of_words_and_merges() -> None:
-    assert BASE.digest == replace(BASE, special=frozenset(), merges=tuple(BASE.merges)).digest
-    assert BASE.digest != replace(BASE, merges=BASE.merges[:-1]).digest
-    assert BASE.digest != replace(BASE, strings=BASE.strings[::-1]).digest
+    assert other_merges.kind == "extended"
 
 
 WORDS = st.lists(st.none() | st.sampled_from("abcdefghijklmnop"), max_size=20)
@@ -142,11 +116,3 @@ def test_shares_by_brute_force(a: list[str | None], b: list[str | None]) -> None
     assert (back.kind, back.jaccard, back.same_id) == (evidence.kind, evidence.jaccard, evidence.same_id)
     used = [place for place in range(min(len(a), len(b))) if a[place] is not None or b[place] is not None]
     assert evidence.same_id == sum(a[place] == b[place] for place in used) / max(1, len(used))
-
-
-@given(st.permutations(range(12)))
-def test_the_order_of_merges_is_spearmans(order: list[int]) -> None:
-    a = Tokens(["a"], [f"m {index}" for index in range(12)] + ["only a"])
-    b = Tokens(["a"], ["only b"] + [f"m {index}" for index in order])
-    found = compare_tokens(a, b).merge_order
-    assert found == pytest.approx(spearmanr(np.arange(12), np.argsort(order)).statistic)

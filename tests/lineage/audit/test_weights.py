@@ -44,7 +44,7 @@ def check_layers(weights: Weights, expected: dict[str, Any], layers: Any) -> Non
     """`expected`: by part, what the live layer says its matrix is."""
     for index, layer in enumerate(layers):
         for part in ("up", "gate", "query", "key", "router"):
-            read = getattr(weights, part)(index)
+            read = weights.part(index, part)
             if part in expected:
                 assert same(read, expected[part](layer)), (part, index)
             else:
@@ -112,10 +112,10 @@ def test_queries_grouped_with_their_key(tmp_path: Path, family: str) -> None:
         attention = layer.attention if family == "gpt_neox" else layer.self_attention
         # As both of transformers' implementations view the output: key-value heads, then queries, key and value of each.
         groups = attention.query_key_value.weight.view(keys, HEADS // keys + 2, DIM, HIDDEN)
-        assert same(weights.query(index), groups[:, :-2].reshape(-1, HIDDEN))
-        assert same(weights.key(index), groups[:, -2].reshape(-1, HIDDEN))
-        assert same(weights.up(index), layer.mlp.dense_h_to_4h.weight)
-        assert weights.gate(index) is None
+        assert same(weights.part(index, "query"), groups[:, :-2].reshape(-1, HIDDEN))
+        assert same(weights.part(index, "key"), groups[:, -2].reshape(-1, HIDDEN))
+        assert same(weights.part(index, "up"), layer.mlp.dense_h_to_4h.weight)
+        assert weights.part(index, "gate") is None
     assert weights.shape.kv_heads == keys
 
 
@@ -130,17 +130,17 @@ def test_experts_by_number_and_in_one_tensor(tmp_path: Path, family: str, stacke
         weights = open_weights(tmp_path)
     for index, layer in enumerate(model.model.layers):
         if not hasattr(layer.mlp, "experts"):
-            assert same(weights.up(index), layer.mlp.up_proj.weight)
-            assert weights.router(index) is weights.expert(index, 0, "up") is None
+            assert same(weights.part(index, "up"), layer.mlp.up_proj.weight)
+            assert weights.part(index, "router") is weights.part(index, "expert up", 0) is None
             continue
-        assert same(weights.router(index), layer.mlp.gate.weight)
+        assert same(weights.part(index, "router"), layer.mlp.gate.weight)
         for expert in range(EXPERTS):
             gate, up = layer.mlp.experts.gate_up_proj[expert].chunk(2)
-            assert same(weights.expert(index, expert, "gate"), gate)
-            assert same(weights.expert(index, expert, "up", np.array([4, 1])), up[[4, 1]])
+            assert same(weights.part(index, "expert gate", expert), gate)
+            assert same(weights.part(index, "expert up", expert, np.array([4, 1])), up[[4, 1]])
         shared = getattr(layer.mlp, "shared_experts", getattr(layer.mlp, "shared_expert", None))
         for part in ("up", "gate"):
-            read = getattr(weights, part)(index)
+            read = weights.part(index, part)
             assert same(read, getattr(shared, f"{part}_proj").weight) if shared else read is None
     shape = weights.shape
     narrow = FFN if family == "mixtral" else EXPERT_FFN
@@ -159,16 +159,16 @@ def test_interleaved_gate_and_up_of_experts_stored_the_other_way_round(tmp_path:
     for index, layer in enumerate(model.model.layers):
         fused = layer.mlp.experts.gate_up_proj
         for expert in range(EXPERTS):  # gate, up = gate_up[..., ::2], gate_up[..., 1::2]
-            assert same(weights.expert(index, expert, "gate"), fused[expert, :, ::2].T)
-            assert same(weights.expert(index, expert, "up"), fused[expert, :, 1::2].T)
-        assert same(weights.router(index), layer.mlp.router.weight)
+            assert same(weights.part(index, "expert gate", expert), fused[expert, :, ::2].T)
+            assert same(weights.part(index, "expert up", expert), fused[expert, :, 1::2].T)
+        assert same(weights.part(index, "router"), layer.mlp.router.weight)
 
 
 def test_latent_attention(tmp_path: Path) -> None:
     weights, model = saved(tmp_path, "deepseek_v3")
     attention = model.model.layers[2].self_attn
-    assert same(weights.query(2), attention.q_a_proj.weight)
-    assert same(weights.key(2), attention.kv_a_proj_with_mqa.weight)
+    assert same(weights.part(2, "query"), attention.q_a_proj.weight)
+    assert same(weights.part(2, "key"), attention.kv_a_proj_with_mqa.weight)
     shape = weights.shape
     assert (shape.attention, shape.q_rank, shape.kv_rank, shape.head_dim, shape.kv_heads) == ("mla", 24, 16, 16, HEADS)
 
@@ -176,8 +176,8 @@ def test_latent_attention(tmp_path: Path) -> None:
 def test_one_key_for_all_heads(tmp_path: Path) -> None:
     weights, model = saved(tmp_path, "deepseek_v4")
     attention = model.model.layers[1].self_attn
-    assert same(weights.query(1), attention.q_a_proj.weight)
-    assert same(weights.key(1), attention.kv_proj.weight)
+    assert same(weights.part(1, "query"), attention.q_a_proj.weight)
+    assert same(weights.part(1, "key"), attention.kv_proj.weight)
     assert (weights.shape.attention, weights.shape.kv_heads, weights.shape.tied) == ("gqa", 1, False)
 
 
@@ -221,8 +221,8 @@ def test_fp8_with_block_scales(tmp_path: Path, block: list[int], suffix: str) ->
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"weight_block_size": block}}))
     whole = scales.repeat_interleave(block[0], 0)[:FFN].repeat_interleave(block[1], 1)[:, :HIDDEN] * coded.float()
     weights, some = open_weights(tmp_path), np.array([40, 3, 17])
-    assert same(weights.up(1), whole)
-    assert same(weights.up(1, some), whole[some])
+    assert same(weights.part(1, "up"), whole)
+    assert same(weights.part(1, "up", rows=some), whole[some])
 
 
 @pytest.mark.parametrize("scale_shape", [(), (1,), (FFN, 1)])
@@ -232,7 +232,7 @@ def test_fp8_with_one_scale_or_one_a_row(tmp_path: Path, scale_shape: tuple[int,
     name = "model.layers.0.mlp.gate_proj.weight"
     coded, scale = tensors[name].to(torch.float8_e4m3fn), torch.rand(scale_shape) + 0.5
     save_file(tensors | {name: coded, f"{name}_scale": scale}, tmp_path / "model.safetensors")
-    assert same(open_weights(tmp_path).gate(0), coded.float() * scale)
+    assert same(open_weights(tmp_path).part(0, "gate"), coded.float() * scale)
 
 
 def test_int4_packed_eight_to_a_word_with_a_scale_for_each_group(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_int4_packed_eight_to_a_word_with_a_scale_for_each_group(tmp_path: Path)
     words = torch.tensor(packed, dtype=torch.int64).to(torch.int32)
     save_file(tensors | {f"{name}_packed": words, f"{name}_scale": scales}, tmp_path / "model.safetensors")
     weights = open_weights(tmp_path)
-    assert same(weights.up(0), numbers * scales.float().repeat_interleave(16, 1))
+    assert same(weights.part(0, "up"), numbers * scales.float().repeat_interleave(16, 1))
     assert np.array_equal(unpacked(words.numpy(), HIDDEN), numbers)
     assert weights.shape.ffn == FFN
 
@@ -270,8 +270,8 @@ def test_only_the_bytes_asked_for_are_read(tmp_path: Path) -> None:
     assert weights.bytes_total == (tmp_path / "model.safetensors").stat().st_size
     weights.embedding(np.array([7, 90, 2]))
     assert weights.bytes_read == 3 * HIDDEN * 4
-    weights.up(0)
-    weights.up(1, np.arange(10, 20))
+    weights.part(0, "up")
+    weights.part(1, "up", rows=np.arange(10, 20))
     assert weights.bytes_read == (3 + FFN + 10) * HIDDEN * 4
 
 
@@ -290,7 +290,7 @@ def test_gguf_equals_its_parameters_and_the_folder_it_is_converted_to(
                 dequantize(quantize(parameter.detach().numpy(), kind), kind).astype(np.float32)
             )
     check_layers(weights, SEPARATE | GATED, model.model.layers)
-    assert same(weights.up(1, np.array([9, 2])), model.model.layers[1].mlp.up_proj.weight[[9, 2]])
+    assert same(weights.part(1, "up", rows=np.array([9, 2])), model.model.layers[1].mlp.up_proj.weight[[9, 2]])
     assert same(weights.embedding(), model.model.embed_tokens.weight)
     gguf.convert(file, tmp_path, Reporter(quiet=True))
     converted = open_weights(tmp_path)
@@ -326,8 +326,8 @@ def test_numbers_that_cannot_be_read_and_unknown_models_are_refused_by_name(tmp_
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     save_file(tensors | {name: torch.zeros(FFN, HIDDEN, dtype=torch.uint8)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=f"{name} is of type U8"):
-        open_weights(tmp_path).up(0)
+    with pytest.raises(UserError, match=f"{name} holds U8"):
+        open_weights(tmp_path).part(0, "up")
     save_file(
         {"encoder.block.0.q.weight": torch.zeros(2, 2), "shared.weight": torch.zeros(2, 2)},
         tmp_path / "model.safetensors",
@@ -359,7 +359,7 @@ def test_sprout_is_read_without_torch() -> None:
         "import sys, pathlib; from etude.lineage.audit.weights import open_weights; from etude.lineage.audit.tokens import read_tokens\n"
         "p = pathlib.Path(sys.argv[1]); w = open_weights(p); read_tokens(p)\n"
         "assert not {'torch', 'transformers', 'scipy'} & set(sys.modules)\n"
-        "print(w.up(5).sum(dtype='f8'), w.shape.vocab)"
+        "print(w.part(5, 'up').sum(dtype='f8'), w.shape.vocab)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(sprout)], capture_output=True, text=True, check=True)
     total, vocab = done.stdout.split()
@@ -377,7 +377,7 @@ def test_the_real_gguf_equals_its_conversion(tmp_path: Path) -> None:
     ours, theirs = open_weights(file), open_weights(tmp_path)
     assert dataclasses.asdict(ours.shape) == dataclasses.asdict(theirs.shape)
     for part in ("up", "gate", "query", "key"):
-        assert np.array_equal(getattr(ours, part)(17), getattr(theirs, part)(17)), part
+        assert np.array_equal(ours.part(17, part), theirs.part(17, part)), part
     rows = np.array([0, 49151, 4000])
     assert np.array_equal(ours.embedding(rows), theirs.embedding(rows))
     assert ours.bytes_read < theirs.bytes_read / 4

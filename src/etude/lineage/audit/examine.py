@@ -1,17 +1,13 @@
-"""The audit itself: two models, or a model and the sketches of known bases; every test, one verdict each.
+"""The audit: two models, or a model and the sketches of known bases; every test, one verdict each.
 
 A reference is a whole model or a sketch; the suspect is always a whole model. Its rows are carried into the reference's residual
 dimensions (as they are; by matched dimensions where the widths differ; turned back where the copy was rotated) and, for a sketch,
 projected as the sketch was. From there on there is one path. Only one pair of matrices is in memory at a time.
 
-What may be said after the tests, and in which words.
-
-"derived" takes an exact test below 1e-9 and a second, independent kind of test below 1e-6, both after Bonferroni over all
+The verdict "derived" takes an exact test below 1e-9 and a second, independent kind of test below 1e-6, both after Bonferroni over all
 models compared and all layers looked at. It means a shared initialisation: the tests are symmetric, so they never say who
 is the parent, and two models started from one framework seed share theirs without either knowing of the other. Learning from
 another model's outputs leaves no trace in the weights. Effect sizes, tokenisers and shapes support; they never decide.
-
-An audit for people: one table of tests, the verdict, what it does not mean. Consoles must take text as it is, without markup.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 import tracemalloc
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,26 +23,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from rich.table import Table
 
+from etude.lineage.audit import similarity
 from etude.lineage.audit.pvalues import Test
 from etude.lineage.audit.shapes import compare_shapes
-from etude.lineage.audit.similarity import (
-    EMBEDDING,
-    NEURONS,
-    ROUTER,
-    align_dimensions,
-    attention_effect,
-    embedding_test,
-    layer_similarity,
-    match_rows,
-    matching_test,
-    neuron_test,
-    order_test,
-    pair_layers,
-    rotate_back,
-    rotation,
-    unbiased_cka,
-)
-from etude.lineage.audit.sketch import KEY_ROWS, Sketch, hashed, middles, part_of, project, thinned
+from etude.lineage.audit.similarity import EMBEDDING, NEURONS, ROUTER
+from etude.lineage.audit.sketch import KEY_ROWS, Sketch, hashed, middles, project, thinned
 from etude.lineage.audit.tokens import compare_tokens, read_tokens, shared
 from etude.lineage.audit.weights import open_weights
 from etude.progress import BYTES, amount
@@ -54,6 +35,8 @@ from etude.progress import BYTES, amount
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
+
+    from rich.console import Console
 
     from etude.lineage.audit.shapes import Shape, ShapeEvidence
     from etude.lineage.audit.similarity import Alignment, RowMatch
@@ -63,37 +46,32 @@ if TYPE_CHECKING:
 
     Carry = Callable[[Matrix], Matrix]  # brings rows of the suspect into the reference's residual dimensions
 
-    from rich.console import Console
-
-
 Word = Literal["same", "derived", "related", "none"]
 
 IDENTITY = "identical tensors"  # its effect is the share of the compared tensors that are equal, value for value
-
 EXACT = (NEURONS, ROUTER, EMBEDDING)  # their null follows from how models are trained, not from strangers measured
 FIRST, SECOND = -9.0, -6.0  # log₁₀ of what the exact test and the other one must stay below
-
-SENTENCES: dict[Word, str] = {
-    "same": "the weights compared are the same",
-    "derived": "evidence of shared initialisation: one descends from the other, or both from a common ancestor",
-    "related": "one kind of test points to a shared initialisation and no second one confirms it: look closer",
-    "none": "no evidence of shared initialisation",
-}
-DISGUISED = "; found only after undoing a rotation of the residual stream, which training does not cause"
+LAYERS = 6
+TOKENS = 8192  # whose embeddings are compared at most
+FEWEST_TOKENS = 32
 
 DIRECTION = "which of the two came first cannot be told from the weights: that takes dates or an earlier checkpoint"
-SAME_SEED = (
-    "two models of one shape started from the same random seed by the same framework also share an initialisation"
-)
+SAME_SEED = "two models of one shape started from the same random seed by one framework share an initialisation, too"
 DISTILLED = "a model that learnt from the other's outputs, or from the same data, leaves no trace that these tests see"
-LIMITS: dict[Word, tuple[str, ...]] = {
-    "same": (DIRECTION,),
-    "derived": (DIRECTION, SAME_SEED),
-    "related": (DIRECTION, SAME_SEED, DISTILLED),
-    "none": (
-        DISTILLED,
-        "no evidence is not a proof of independence: very long training or a disguise can hide descent",
+NO_PROOF = "no evidence is not a proof of independence: very long training or a disguise can hide descent"
+DISGUISED = "; found only after undoing a rotation of the residual stream, which training does not cause"
+# What may be said, the surest first, and what it does not mean.
+VERDICTS: dict[Word, tuple[str, tuple[str, ...]]] = {
+    "same": ("the weights compared are the same", (DIRECTION,)),
+    "derived": (
+        "evidence of shared initialisation: one descends from the other, or both from a common ancestor",
+        (DIRECTION, SAME_SEED),
     ),
+    "related": (
+        "one kind of test points to a shared initialisation and no second one confirms it: look closer",
+        (DIRECTION, SAME_SEED, DISTILLED),
+    ),
+    "none": ("no evidence of shared initialisation", (DISTILLED, NO_PROOF)),
 }
 
 
@@ -110,23 +88,20 @@ class Verdict:
 
 def judge(tests: Sequence[Test], tokens: TokenEvidence | None, shapes: ShapeEvidence | None, compared: int) -> Verdict:
     """Weigh the tests of one pair of models, one of `compared` pairs looked at."""
-    surest: dict[
-        str, tuple[float, Test]
-    ] = {}  # of a test before and after rotating back only one: they are no two kinds
+    surest: dict[str, tuple[float, Test]] = {}  # a test before and after rotating back is one kind, not two
     for test in tests:
         if test.log10_p is not None:
             log10_p = min(0.0, test.log10_p + math.log10(compared * max(1, len(test.layers))))
             surest[test.name] = min(surest.get(test.name, (1.0, test)), (log10_p, test), key=itemgetter(0))
     same = any(test.name == IDENTITY and test.effect == 1 for test in tests)
     word: Word = "same" if same else _word({name: log10_p for name, (log10_p, _) in surest.items()})
+    sentence, limits = VERDICTS[word]
     deciding = [(log10_p, test) for log10_p, test in surest.values() if log10_p < SECOND]
     disguised = word in {"derived", "related"} and all(test.rotated for _, test in deciding)
-    reasons = [
-        f"{test.name}{', rotated back' * test.rotated}: p < 1e{math.ceil(log10_p)}" for log10_p, test in deciding
-    ]
+    reasons = [f"{_named(test)}: p < 1e{math.ceil(log10_p)}" for log10_p, test in deciding]
     reasons += [evidence.sentence for evidence in (tokens, shapes) if evidence is not None]
     log10_p = min((log10_p for log10_p, _ in surest.values()), default=0.0)
-    return Verdict(word, SENTENCES[word] + DISGUISED * disguised, tuple(reasons), LIMITS[word], log10_p)
+    return Verdict(word, sentence + DISGUISED * disguised, tuple(reasons), limits, log10_p)
 
 
 def _word(log10_ps: Mapping[str, float]) -> Word:
@@ -137,10 +112,8 @@ def _word(log10_ps: Mapping[str, float]) -> Word:
     return "related" if min(log10_ps.values(), default=0.0) < FIRST else "none"
 
 
-LAYERS = 6
-TOKENS = 8192  # whose embeddings are compared at most
-FEWEST_TOKENS = 32
-WORDS = ("same", "derived", "related", "none")
+def _named(test: Test) -> str:
+    return test.name + ", rotated back" * test.rotated
 
 
 @dataclass(frozen=True)
@@ -159,7 +132,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Finding:
-    """What an audit of one pair found."""
+    """The result of an audit of one pair."""
 
     reference: str
     suspect: str
@@ -174,14 +147,9 @@ class Finding:
     bytes_total: int
     peak_bytes: int  # of memory for arrays
 
-    @property
-    def seconds_per_gb(self) -> float:
-        """How long a gigabyte took of those that were read."""
-        return 1e9 * self.seconds / max(self.bytes_read, 1)
-
     def to_json(self) -> dict[str, Any]:
         """Return it in plain values."""
-        return asdict(self) | {"seconds_per_gb": self.seconds_per_gb}
+        return asdict(self) | {"seconds_per_gb": 1e9 * self.seconds / max(self.bytes_read, 1)}
 
 
 def open_model(path: Path, name: str = "") -> Opened:
@@ -193,8 +161,8 @@ def examine_library(
     suspect: Opened, sketches: Sequence[Sketch], reporter: Reporter, compared: int | None = None
 ) -> list[Finding]:
     """Compare a model with every sketch; the best match first. `compared`: with how many models in all, if with others, too."""
-    found = [examine(sketch, suspect, reporter, compared or len(sketches)) for sketch in sketches]
-    return sorted(found, key=lambda finding: (WORDS.index(finding.verdict.word), finding.verdict.log10_p))
+    findings = [examine(sketch, suspect, reporter, compared or len(sketches)) for sketch in sketches]
+    return sorted(findings, key=lambda each: (list(VERDICTS).index(each.verdict.word), each.verdict.log10_p))
 
 
 def examine(a: Opened | Sketch, b: Opened, reporter: Reporter, compared: int = 1) -> Finding:
@@ -203,26 +171,22 @@ def examine(a: Opened | Sketch, b: Opened, reporter: Reporter, compared: int = 1
 
     opened = [side.weights for side in (a, b) if isinstance(side, Opened)]
     before, started = sum(weights.bytes_read for weights in opened), time.monotonic()
-    words = a.tokens, hashed(b.tokens) if b.tokens and isinstance(a, Sketch) else b.tokens
-    tokens = compare_tokens(words[0], words[1]) if words[0] and words[1] else None
+    vocabularies = a.tokens, hashed(b.tokens) if b.tokens and isinstance(a, Sketch) else b.tokens
+    tokens = compare_tokens(vocabularies[0], vocabularies[1]) if vocabularies[0] and vocabularies[1] else None
     shapes = compare_shapes(a.shape, b.shape)
     tracemalloc.start()
     try:
-        tests, notes = _tests(a, b, words, reporter)
+        tests, notes = _tests(a, b, vocabularies, reporter)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+    unread = [(side.name, start) for side in (a, b) if isinstance(side, Opened) for start in side.weights.unread]
+    notes += [f"{start}… of {name}: taken for no part of its language model" for name, start in unread]
     return Finding(
         a.name, b.name, "sketch" if isinstance(a, Sketch) else "weights", tuple(tests), tokens, shapes,
-        judge(tests, tokens, shapes, compared), (*notes, *_left_out(a, b)), time.monotonic() - started,
+        judge(tests, tokens, shapes, compared), tuple(notes), time.monotonic() - started,
         sum(weights.bytes_read for weights in opened) - before, sum(weights.bytes_total for weights in opened), peak,
     )  # fmt: skip
-
-
-def _left_out(*sides: Opened | Sketch) -> list[str]:
-    """Say which layers and embeddings of a model were not looked at."""
-    unread = [(side.name, start) for side in sides if isinstance(side, Opened) for start in side.weights.unread]
-    return [f"{start}… of {name}: taken for no part of its language model" for name, start in unread]
 
 
 def _tests(
@@ -234,12 +198,13 @@ def _tests(
     if a.shape.hidden != b.shape.hidden:
         if words is None:
             return [], [*notes, "the widths differ, and without common words their dimensions cannot be matched"]
-        aligned = align_dimensions(*words)
-        return [order_test(aligned), *_compare(a, b, partial(_scatter, aligned, a.shape.hidden), reporter)], notes
-    tests = [*([embedding_test(*words)] if words else []), *_compare(a, b, lambda rows: rows, reporter)]
+        aligned = similarity.align_dimensions(*words)
+        carry = partial(_scatter, aligned, a.shape.hidden)
+        return [similarity.order_test(aligned), *_compare(a, b, carry, reporter)], notes
+    tests = [*([similarity.embedding_test(*words)] if words else []), *_compare(a, b, lambda rows: rows, reporter)]
     if words and not any(test.log10_p is not None and test.log10_p < SECOND for test in tests):
-        turn = rotation(*words)
-        turned = _compare(a, b, lambda rows: rotate_back(rows, turn), reporter)
+        turn = similarity.rotation(*words)
+        turned = _compare(a, b, lambda rows: similarity.rotate_back(rows, turn), reporter)
         tests += [replace(test, rotated=True) for test in turned if test.name != IDENTITY]
     return tests, notes
 
@@ -248,28 +213,22 @@ def _embeddings(
     a: Opened | Sketch, b: Opened, tokens: tuple[Tokens | None, Tokens | None], notes: list[str]
 ) -> tuple[Matrix, Matrix] | None:
     """Return the embeddings of words that both have; None if there are too few."""
-    vocabularies = a.shape.vocab, b.shape.vocab
+    ids_a: Rows
+    sizes = a.shape.vocab, b.shape.vocab
     if tokens[0] and tokens[1]:
-        ids_a, ids_b = shared(tokens[0], tokens[1], rows=vocabularies)
+        ids_a, ids_b = shared(tokens[0], tokens[1], rows=sizes)
     else:
-        ids_a = ids_b = np.arange(vocabularies[0] if vocabularies[0] == vocabularies[1] else 0)
+        ids_a = ids_b = np.arange(sizes[0] if sizes[0] == sizes[1] else 0)
         notes.append("no tokeniser to compare" + (": equal ids are taken for equal words" if len(ids_a) else ""))
-    held = np.isin(ids_a, a.words) if isinstance(a, Sketch) else np.full(len(ids_a), fill_value=True)
-    ids_a, ids_b = ids_a[held][:TOKENS], ids_b[held][:TOKENS]
+    if isinstance(a, Sketch):
+        held = np.isin(ids_a, a.words)
+        ids_a, ids_b = ids_a[held], ids_b[held]
     if len(ids_a) < FEWEST_TOKENS:
-        notes.append(
-            f"only {len(ids_a)} words in common: embeddings are not compared, rotated copies are not looked for"
-        )
+        few = f"only {len(ids_a)} words in common"
+        notes.append(f"{few}: embeddings are not compared, rotated copies are not looked for")
         return None
-    return _embedding(a, ids_a), b.weights.embedding(ids_b)
-
-
-def _embedding(a: Opened | Sketch, ids: Rows) -> Matrix:
-    if isinstance(a, Opened):
-        return a.weights.embedding(ids)
-    rows = a.matrix("embedding", np.searchsorted(a.words, ids))
-    assert rows is not None
-    return rows
+    reference = a if isinstance(a, Sketch) else a.weights
+    return reference.embedding(ids_a[:TOKENS]), b.weights.embedding(ids_b[:TOKENS])
 
 
 def _scatter(aligned: Alignment, hidden: int, rows: Matrix) -> Matrix:
@@ -279,36 +238,15 @@ def _scatter(aligned: Alignment, hidden: int, rows: Matrix) -> Matrix:
     return placed
 
 
-@dataclass
-class _Seen:
-    """What the layers said, as indices: the matrices themselves are gone."""
-
-    ups: list[tuple[int, RowMatch]] = field(default_factory=list)
-    units: list[tuple[int, RowMatch, RowMatch]] = field(default_factory=list)
-    routers: list[tuple[int, RowMatch]] = field(default_factory=list)
-    similar: list[tuple[int, float]] = field(default_factory=list)
-    equal: list[bool] = field(default_factory=list)
-
-    def tests(self) -> list[Test]:
-        made = [neuron_test(self.ups)] if self.ups else []
-        made += [matching_test(self.units)] if self.units else []
-        made += [neuron_test(self.routers, name=ROUTER)] if self.routers else []
-        made += [attention_effect(self.similar)] if self.similar else []
-        if any(self.equal):
-            note = f"{sum(self.equal)} of {len(self.equal)} compared tensors are equal, value for value"
-            made.append(Test(IDENTITY, None, sum(self.equal) / len(self.equal), note=note))
-        return made
-
-
 def _compare(a: Opened | Sketch, b: Opened, carry: Carry, reporter: Reporter) -> list[Test]:
-    """Compare some layers."""
-    seen = _Seen()
+    """Compare some layers. Only indices are kept of each: the matrices themselves are gone."""
+    matched = _Matched()
     pairs = _layer_pairs(a, b, carry)
     with reporter.task(f"{b.name} against {a.name}", len(pairs), "layers") as task:
         for at_a, at_b in pairs:
-            _compare_layer(a, b, at_a, at_b, carry, seen)
+            matched.add_layer(a, b, at_a, at_b, carry)
             task.advance()
-    return seen.tests()
+    return matched.tests()
 
 
 def _layer_pairs(a: Opened | Sketch, b: Opened, carry: Carry) -> list[tuple[int, int]]:
@@ -320,43 +258,63 @@ def _layer_pairs(a: Opened | Sketch, b: Opened, carry: Carry) -> list[tuple[int,
     keys_b = {layer: carry(rows) for layer in range(b.shape.layers) if (rows := _part(b, layer, "key")) is not None}
     if not keys_a or not keys_b:  # no attention to know them by: layers at the same relative depth
         return [(layer, layer * b.shape.layers // a.shape.layers) for layer in middles(LAYERS, layers)]
-    similar = layer_similarity(list(keys_a.values()), list(keys_b.values()))
-    return [(list(keys_a)[mine], list(keys_b)[other]) for mine, other in pair_layers(similar)[:LAYERS]]
+    pairs = similarity.pair_layers(similarity.layer_similarity(list(keys_a.values()), list(keys_b.values())))
+    return [(list(keys_a)[mine], list(keys_b)[other]) for mine, other in pairs[:LAYERS]]
 
 
 def _part(side: Opened | Sketch, layer: int, part: str, expert: int = 0) -> Matrix | None:
     if isinstance(side, Sketch):
-        return side.matrix(f"{layer}.{part}")
-    rows = part_of(side.weights, layer, part, expert)
+        return side.part(layer, part)
+    rows = side.weights.part(layer, part, expert)
     return thinned(rows, KEY_ROWS) if rows is not None and part in {"key", "query"} else rows
 
 
-def _compare_layer(a: Opened | Sketch, b: Opened, at_a: int, at_b: int, carry: Carry, seen: _Seen) -> None:
-    """Match the rows of two layers, part by part, and keep who was matched with whom."""
+class _Matched:
+    """Who was matched with whom, layer by layer."""
 
-    def both(part_a: str, part_b: str, expert: int = 0) -> tuple[Matrix, Matrix] | None:
-        rows_a = _part(a, at_a, part_a)
-        rows_b = _part(b, at_b, part_b, expert) if rows_a is not None else None
-        if rows_a is None or rows_b is None:
-            return None
-        seen.equal.append(np.array_equal(rows_a, rows_b))
-        return rows_a, carry(rows_b)
+    def __init__(self) -> None:
+        self.ups: list[tuple[int, RowMatch]] = []
+        self.units: list[tuple[int, RowMatch, RowMatch]] = []
+        self.routers: list[tuple[int, RowMatch]] = []
+        self.attention: list[tuple[int, float]] = []
+        self.equal: list[bool] = []
 
-    def match(part_a: str, part_b: str, expert: int = 0) -> RowMatch | None:
-        if (rows := both(part_a, part_b, expert)) is None:
-            return None
-        return match_rows(rows[0], project(rows[1]) if isinstance(a, Sketch) else rows[1])
+    def add_layer(self, a: Opened | Sketch, b: Opened, at_a: int, at_b: int, carry: Carry) -> None:
+        """Match the rows of two layers, part by part."""
 
-    for part in ("key", "query"):
-        if (rows := both(part, part)) is not None:
-            seen.similar.append((at_a, unbiased_cka(*rows)))
-    experts = match("router", "router")
-    seen.routers += [(at_a, experts)] if experts else []
-    twin = dict(zip(experts.rows.tolist(), experts.partners.tolist(), strict=True)).get(0, 0) if experts else 0
-    for block_a, block_b in _blocks(a.shape, b.shape):
-        ups, gates = (match(f"{block_a}{part}", f"{block_b}{part}", twin) for part in ("up", "gate"))
-        seen.ups += [(at_a, ups)] if ups else []
-        seen.units += [(at_a, ups, gates)] if ups and gates else []
+        def both(part_a: str, part_b: str, expert: int = 0) -> tuple[Matrix, Matrix] | None:
+            rows_a = _part(a, at_a, part_a)
+            rows_b = _part(b, at_b, part_b, expert) if rows_a is not None else None
+            if rows_a is None or rows_b is None:
+                return None
+            self.equal.append(np.array_equal(rows_a, rows_b))
+            return rows_a, carry(rows_b)
+
+        def match(part_a: str, part_b: str, expert: int = 0) -> RowMatch | None:
+            if (rows := both(part_a, part_b, expert)) is None:
+                return None
+            return similarity.match_rows(rows[0], project(rows[1]) if isinstance(a, Sketch) else rows[1])
+
+        for part in ("key", "query"):
+            if (rows := both(part, part)) is not None:
+                self.attention.append((at_a, similarity.unbiased_cka(*rows)))
+        experts = match("router", "router")
+        self.routers += [(at_a, experts)] if experts else []
+        twin = dict(zip(experts.rows.tolist(), experts.partners.tolist(), strict=True)).get(0, 0) if experts else 0
+        for block_a, block_b in _blocks(a.shape, b.shape):
+            ups, gates = (match(f"{block_a}{part}", f"{block_b}{part}", twin) for part in ("up", "gate"))
+            self.ups += [(at_a, ups)] if ups else []
+            self.units += [(at_a, ups, gates)] if ups and gates else []
+
+    def tests(self) -> list[Test]:
+        tests = [similarity.neuron_test(self.ups)] if self.ups else []
+        tests += [similarity.matching_test(self.units)] if self.units else []
+        tests += [similarity.neuron_test(self.routers, name=ROUTER)] if self.routers else []
+        tests += [similarity.attention_effect(self.attention)] if self.attention else []
+        if any(self.equal):
+            note = f"{sum(self.equal)} of {len(self.equal)} compared tensors are equal, value for value"
+            tests.append(Test(IDENTITY, None, sum(self.equal) / len(self.equal), note=note))
+        return tests
 
 
 def _blocks(a: Shape, b: Shape) -> list[tuple[str, str]]:
@@ -367,14 +325,12 @@ def _blocks(a: Shape, b: Shape) -> list[tuple[str, str]]:
 
 
 def show(finding: Finding, console: Console) -> None:
-    """Print one finding."""
-    table = _table(
-        f"{finding.suspect} against {finding.reference} ({finding.against})", "test", "p", "effect", "layers", "note"
-    )
+    """Print one finding. `console` must take text as it is, without markup."""
+    title = f"{finding.suspect} against {finding.reference} ({finding.against})"
+    table = table_of(title, "test", "p", "effect", "layers", "note")
     for test in finding.tests:
-        name, layers = test.name + " (rotated back)" * test.rotated, ",".join(map(str, test.layers)) or "–"
-        chance = "–" if test.log10_p is None else power(test.log10_p)
-        table.add_row(name, chance, f"{test.effect:.3f}", layers, test.note)
+        chance, layers = "–" if test.log10_p is None else power(test.log10_p), ",".join(map(str, test.layers)) or "–"
+        table.add_row(_named(test), chance, f"{test.effect:.3f}", layers, test.note)
     console.print(table)
     evidence = [each.sentence for each in (finding.tokens, finding.shapes) if each is not None]
     for line in [*evidence, *(f"not compared: {note}" for note in finding.notes)]:
@@ -387,7 +343,7 @@ def show(finding: Finding, console: Console) -> None:
 def show_library(findings: Sequence[Finding], console: Console) -> None:
     """Print how a model stands to every base of the library, then the best match in full."""
     title = f"{findings[0].suspect} against {len(findings)} known bases, best match first"
-    table = _table(title, "base", "verdict", "p, corrected", "shape", "vocabulary")
+    table = table_of(title, "base", "verdict", "p, corrected", "shape", "vocabulary")
     for finding in findings:
         verdict, words = finding.verdict, finding.tokens.kind if finding.tokens else "–"
         table.add_row(finding.reference, verdict.word, power(verdict.log10_p), finding.shapes.kind, words)
@@ -396,20 +352,11 @@ def show_library(findings: Sequence[Finding], console: Console) -> None:
     console.print(f"in all {effort(findings)}", style="dim", soft_wrap=True)
 
 
-def show_sketches(sketches: Sequence[Sketch], console: Console) -> None:
-    """Print what is in the library."""
-    table = _table("Sketches of known bases", "name", "weights", "licence", "made", "from")
-    for facts in (sketch.facts for sketch in sketches):
-        table.add_row(facts.name, facts.model_digest[:12], facts.licence or "unknown text", facts.made, facts.source)
-    console.print(table)
-
-
-def _table(title: str, *columns: str) -> Table:
+def table_of(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in columns:
-        table.add_column(
-            column, justify="right" if column in {"p", "p, corrected", "effect"} else "left", overflow="fold"
-        )
+        justify: Any = "right" if column in {"p", "p, corrected", "effect"} else "left"
+        table.add_column(column, justify=justify, overflow="fold")
     return table
 
 
@@ -419,7 +366,7 @@ def power(log10_p: float) -> str:
 
 
 def effort(findings: Sequence[Finding]) -> str:
-    """Return what the audit took."""
+    """Return the time, bytes and memory that audits took."""
     seconds, read = sum(each.seconds for each in findings), sum(each.bytes_read for each in findings)
     share = f"{amount(read, BYTES)} read of {amount(findings[0].bytes_total, BYTES)}"
     peak = amount(max(each.peak_bytes for each in findings), BYTES)

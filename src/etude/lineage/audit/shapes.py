@@ -14,23 +14,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+LATENT = ("qk_nope_head_dim", "qk_rope_head_dim")
 NESTED = ("text_config", "llm_config", "language_config")
 # A difference in these is worth a word, but is no other structure: both change in training, or in how a file is written.
 INCIDENTAL = {"model_type", "tied", "rope_theta"}
 DEPTH = {"layers", "dense_layers"}
 EXPERT_FIELDS = {"experts", "expert_ffn", "shared_experts", "dense_layers", "ffn"}
-WIDTH = {
-    "hidden",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "ffn",
-    "expert_ffn",
-    "experts",
-    "shared_experts",
-    "q_rank",
-    "kv_rank",
-}
 
 
 @dataclass(frozen=True)
@@ -71,6 +60,9 @@ class Shape:
     kv_rank: int = 0
 
 
+WIDTH = {field.name for field in fields(Shape)} - INCIDENTAL - DEPTH - {"vocab", "attention"}
+
+
 @dataclass(frozen=True)
 class ShapeEvidence:
     """How two shapes are related. Compatible shapes prove nothing; different ones disprove nothing."""
@@ -91,9 +83,7 @@ def declared_by_config(config: Mapping[str, Any], where: Path) -> Declared:
             model_type=str(text.get("model_type") or config["model_type"]),
             layers=_first(text, "num_hidden_layers", "n_layer", "num_layers"),
             heads=_first(text, "num_attention_heads", "n_head"),
-            head_dim=text["qk_nope_head_dim"] + text["qk_rope_head_dim"]
-            if latent
-            else int(text.get("head_dim") or 0) or None,
+            head_dim=sum(text[key] for key in LATENT) if latent else int(text.get("head_dim") or 0) or None,
             rope_theta=rope.get("rope_theta") or text.get("rope_theta") or text.get("rotary_emb_base"),
             q_rank=int(text.get("q_lora_rank") or 0),
             kv_rank=latent,
@@ -132,9 +122,9 @@ def compare_shapes(a: Shape, b: Shape) -> ShapeEvidence:
     pairs = {field.name: (getattr(a, field.name), getattr(b, field.name)) for field in fields(Shape)}
     differences = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     changed = differences.keys() - INCIDENTAL
-    kind, words = _kind(changed, differences)
+    kind, sentence = _kind(changed, differences)
     listed = ", ".join(f"{name} {one} and {other}" for name, (one, other) in differences.items())
-    return ShapeEvidence(kind, differences, f"{words} ({listed})" if listed else words)
+    return ShapeEvidence(kind, differences, f"{sentence} ({listed})" if listed else sentence)
 
 
 def _kind(changed: set[str], differences: Mapping[str, tuple[Any, Any]]) -> tuple[str, str]:

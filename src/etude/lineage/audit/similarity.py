@@ -1,37 +1,32 @@
-"""φ_U: do the neurons of two models stand in the same order? (Zhu, Ahmed, Kuditipudi, Liang: Independence tests, 2025.)
+"""The tests of the audit: each takes matrices or matched rows of two models A and B and gives a `Test`.
 
+Aligned neurons, φ_U (Zhu, Ahmed, Kuditipudi, Liang: Independence tests, 2025): do the neurons of two models stand in the same order?
 A feed-forward layer computes the same whatever the order of its units, and so does every step of its training; its units
 start out exchangeable. If two models were initialised independently, the pairing π of their most similar units is therefore
 uniform over all permutations, *whatever* data they saw, and Spearman's correlation of π with the identity has an exact
-p-value. A model trained on from another keeps the order. Permuting the units on purpose blinds the test: see matching.py.
+p-value. A model trained on from another keeps the order. Permuting the units on purpose blinds the test.
 
-Do gate rows and up rows of two models pair off alike? This finds a copy whose units were shuffled.
+Gate/up matching finds a copy whose units were shuffled. Unit i of a gated feed-forward layer owns row i of the gate and row i of the
+up-projection. Pair the gate rows of two models, and the up rows apart from them: of unrelated models the two pairings have nothing to
+do with each other; of a copy they agree, in whatever order its units stand. The null is not exact, since features both models learnt
+could tie the pairings together: it is calibrated by measurement (benchmarks/audit.py). Given this test's result φ_U is still uniform
+under its own null (shuffling the units changes the one and not the other), which is what makes the two independent witnesses.
 
-Unit i of a gated feed-forward layer owns row i of the gate and row i of the up-projection. Pair the gate rows of two models,
-and the up rows apart from them: of unrelated models the two pairings have nothing to do with each other; of a copy they agree,
-in whatever order its units stand. The null is not exact, since features both models learnt could tie the pairings together:
-it is calibrated by measurement (benchmarks/audit.py). Given this test's result φ_U is still uniform under its own null
-(shuffling the units changes the one and not the other), which is what makes the two independent witnesses.
+Embedding basis: do the residual dimensions of two models mean the same? With Q = UVᵀ of the singular value decomposition of E_AᵀE_B
+over shared tokens, E_A·Q comes nearest to E_B (MDIR, 2025). Training is equivariant to permuting the residual dimensions (AdamW and
+Muon, RMSNorm and LayerNorm; not with sinusoidal positions added to the words), so of independently initialised models Q with its
+columns permuted is as likely as Q: Σ Q[i, π(i)] has a known mean and variance over π and a normal limit (Hoeffding), and the trace is
+its value for the identity. A descendant's trace is near the number of dimensions. A deliberately rotated copy has a trace near 0, but
+Q undoes the rotation, and the other tests then find it.
 
-Do the residual dimensions of two models mean the same? The rotation that best maps one embedding to the other tells.
+Query/key similarity: unbiased linear CKA of query and key weights, a size, never a proof. The residual dimensions are the samples
+(columns of the weights), what a dimension does to the heads is its description, and the similarity of two such descriptions does not
+change when the rows are rotated. The unbiased estimator (Song et al. 2012) is about 0 for unrelated matrices of any shape, where the
+plain one grows with the number of rows (AWM, 2025).
 
-With Q = UVᵀ of the singular value decomposition of E_AᵀE_B over shared tokens, E_A·Q comes nearest to E_B (MDIR, 2025).
-Training is equivariant to permuting the residual dimensions (AdamW and Muon, RMSNorm and LayerNorm; not with sinusoidal
-positions added to the words), so of independently initialised models Q with its columns permuted is as likely as Q:
-Σ Q[i, π(i)] has a known mean and variance over π and a normal limit (Hoeffding), and the trace is its value for the identity.
-A descendant's trace is near the number of dimensions. A deliberately rotated copy has a trace near 0, but Q undoes the rotation,
-and the other tests then find it.
-
-How much of the attention is left? Unbiased linear CKA of query and key weights: a size, never a proof.
-
-The residual dimensions are the samples (columns of the weights), what a dimension does to the heads is its description, and
-the similarity of two such descriptions does not change when the rows are rotated. The unbiased estimator (Song et al. 2012) is
-about 0 for unrelated matrices of any shape, where the plain one grows with the number of rows. (AWM, 2025.)
-
-Which layer, and which residual dimension, of B goes with which of A when one model was pruned or grown.
-
-Both are chosen by what the neuron tests do not look at: dimensions by the embedding, layers by the attention. The choice then
-says nothing about the order of the feed-forward units, and the p-values of those tests stay exact.
+Pruned or grown models: which layer, and which residual dimension, of B goes with which of A is chosen by what the neuron tests do not
+look at, dimensions by the embedding, layers by the attention. The choice then says nothing about the order of the feed-forward units,
+and the p-values of those tests stay exact.
 """
 
 from __future__ import annotations
@@ -52,12 +47,8 @@ if TYPE_CHECKING:
 
     Pairing = tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.floating]]
 
-    from numpy.typing import NDArray
-
-
-NEURONS = "aligned neurons"
-ROUTER = "router experts"
-
+NEURONS, ROUTER, MATCHING = "aligned neurons", "router experts", "gate/up matching"
+EMBEDDING, ATTENTION = "embedding basis", "query/key similarity"
 ASSIGNED_ROWS = 4096  # an assignment of 4,096 unrelated rows takes 9 seconds; it grows with the third power
 SAMPLED_ROWS = 2048
 BLOCK = 256  # sampled rows compared at a time
@@ -126,9 +117,6 @@ def combined(name: str, scored: Iterable[tuple[int, float, float]], note: str, m
     return Test(name, fisher([log10_p for log10_p, _ in best]), effect, tuple(sorted(by_layer)), note)
 
 
-MATCHING = "gate/up matching"
-
-
 def matching_test(matches: Sequence[tuple[int, RowMatch, RowMatch]]) -> Test:
     """Test (layer, match of the up rows, match of the gate rows), both matches made with the same seed."""
     scored, alike, units = [], 0, 0
@@ -137,12 +125,9 @@ def matching_test(matches: Sequence[tuple[int, RowMatch, RowMatch]]) -> Test:
         by_up, by_gate = up.partners[in_up], gate.partners[in_gate]
         scored.append((layer, *spearman(by_up, by_gate)))
         alike, units = alike + int((by_up == by_gate).sum()), units + len(by_up)
-    return combined(
-        MATCHING, scored, f"{alike / max(1, units):.1%} of units paired alike", [up for _, up, _ in matches]
-    )
+    note = f"{alike / max(1, units):.1%} of units paired alike"
+    return combined(MATCHING, scored, note, [up for _, up, _ in matches])
 
-
-EMBEDDING = "embedding basis"
 
 TESTED_DIMENSIONS = 1024  # decomposing 1,024 dimensions takes a second, 8,192 many minutes; p can still reach 1e-2639
 
@@ -188,9 +173,6 @@ def order_test(aligned: Alignment) -> Test:
     """Test dimensions matched between models of different width: whoever prunes dimensions keeps the order of the rest."""
     rho, log10_p = spearman(aligned.a, aligned.b)
     return Test(EMBEDDING, log10_p, rho, note=f"order of {len(aligned.a):,} matched dimensions: the widths differ")
-
-
-ATTENTION = "query/key similarity"
 
 
 def unbiased_cka(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:

@@ -11,7 +11,7 @@ until their cosine was 0.32 (log10 p of the neuron test, one layer):
 The embeddings of the first `WORDS × hidden` words bring rotated copies back. First words are the most frequent: they are trained best
 and most vocabularies have them (cosine of rows rotated back after a drift of cosine 0.45: 0.51; with as many random words 0.45).
 
-The library: sketches of known bases, those that ship with the package and those a user has added.
+The library is made of such sketches: those that ship with the package and those a user has added.
 """
 
 from __future__ import annotations
@@ -91,11 +91,15 @@ class Sketch:
         """The ids of the words whose embeddings it holds, ascending."""
         return self.read("words").astype(np.int64)
 
-    def matrix(self, name: str, rows: Rows | slice = slice(None)) -> Matrix | None:
-        """Return rows of `LAYER.PART` or `embedding`; all but embedding and keys are projected."""
-        if name not in self.names:
-            return None
-        return np.asarray(self.read(name)[rows] * self.read(f"{name}.steps")[rows, None], np.float32)
+    def part(self, layer: int, name: str) -> Matrix | None:
+        """Return a part of a layer, all but keys projected; None where it holds no such part."""
+        key = f"{layer}.{name}"
+        return _floats(self.read(key), self.read(f"{key}.steps")) if key in self.names else None
+
+    def embedding(self, ids: Rows) -> Matrix:
+        """[n, hidden]: the embeddings of some of its words."""
+        rows = np.searchsorted(self.words, ids)
+        return _floats(self.read("embedding")[rows], self.read("embedding.steps")[rows])
 
     def save(self, path: Path) -> None:
         """Write the sketch: one safetensors file."""
@@ -125,7 +129,7 @@ def make_sketch(weights: Weights, tokens: Tokens | None, facts: Facts) -> Sketch
     kept: dict[str, NDArray[Any]] = {}
     for layer in middles(LAYERS, range(weights.shape.layers)):
         for part in PARTS:
-            rows = part_of(weights, layer, part)
+            rows = weights.part(layer, part)
             if rows is not None:
                 short = thinned(rows, KEY_ROWS) if part == "key" else project(thinned(rows, ROWS))
                 kept[f"{layer}.{part}"], kept[f"{layer}.{part}.steps"] = _eight_bits(short)
@@ -134,20 +138,6 @@ def make_sketch(weights: Weights, tokens: Tokens | None, facts: Facts) -> Sketch
     kept["words"] = _first_words(weights.shape, kept.get("vocabulary"))
     kept["embedding"], kept["embedding.steps"] = _eight_bits(weights.embedding(kept["words"]))
     return Sketch(facts, weights.shape, frozenset(kept), kept.__getitem__)
-
-
-def part_of(weights: Weights, layer: int, part: str, expert: int = 0) -> Matrix | None:
-    """Return a part of a layer by its name; None where the layer has no such part."""
-    if part.startswith("expert "):
-        return weights.expert(layer, expert, "up" if part == "expert up" else "gate")
-    read = {
-        "up": weights.up,
-        "gate": weights.gate,
-        "router": weights.router,
-        "key": weights.key,
-        "query": weights.query,
-    }
-    return read[part](layer)
 
 
 def thinned(matrix: Matrix, most: int) -> Matrix:
@@ -170,15 +160,18 @@ def _signs(hidden: int) -> Matrix:
     """Return the projection's signs. They come from a hash: a generator's stream may change between versions of numpy."""
     rank = min(RANK, hidden // 2)
     bits = hashlib.shake_256(f"{FORMAT} {hidden}".encode()).digest(-(-hidden * rank // 8))
-    return (
-        np.unpackbits(np.frombuffer(bits, np.uint8))[: hidden * rank].reshape(hidden, rank).astype(np.float32) * 2 - 1
-    )
+    signs = np.unpackbits(np.frombuffer(bits, np.uint8))[: hidden * rank]
+    return signs.reshape(hidden, rank).astype(np.float32) * 2 - 1
 
 
 def _eight_bits(rows: Matrix) -> tuple[NDArray[np.int8], Matrix]:
     """Return rows in eight bits, and the length of each row's step."""
     steps = np.maximum(np.abs(rows).max(axis=1), np.finfo(np.float32).tiny) / 127
     return np.round(rows / steps[:, None]).astype(np.int8), steps
+
+
+def _floats(values: NDArray[np.int8], steps: Matrix) -> Matrix:
+    return np.asarray(values * steps[:, None], np.float32)
 
 
 def hashed(tokens: Tokens) -> Tokens:
@@ -194,7 +187,7 @@ def _hashes(tokens: Tokens) -> NDArray[np.uint32]:
 
 
 def _as_tokens(hashes: NDArray[np.uint32]) -> Tokens:
-    return Tokens([f"{value:08x}" if value else None for value in hashes.tolist()], [], frozenset(), None)
+    return Tokens([f"{value:08x}" if value else None for value in hashes.tolist()])
 
 
 def _first_words(shape: Shape, vocabulary: NDArray[np.uint32] | None) -> Rows:
@@ -226,13 +219,6 @@ def place_for(name: str, folder: Path) -> Path:
     for taken in (path, shipped() / path.name):
         if taken.exists():
             raise UserError(f"the library has a {name!r} already: {taken}; choose another name or delete that file")
-    return path
-
-
-def add_sketch(sketch: Sketch, folder: Path) -> Path:
-    """Write a sketch into a user's folder."""
-    path = place_for(sketch.name, folder)
-    sketch.save(path)
     return path
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from etude.errors import UserError, one_line
-from etude.files import digest_of, read_json
-from etude.lineage.audit.weights import DAMAGED, read_headers, weight_files
+from etude.files import read_json
+from etude.lineage.audit.weights import UNREADABLE, read_headers, weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -34,12 +34,6 @@ class Tokens:
     strings: list[str | None]
     merges: Sequence[str] = ()  # "left right", first learned first; none in other kinds of tokeniser
     special: frozenset[str] = frozenset()
-    chat_template: str | None = None
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of words and merges."""
-        return digest_of({"strings": self.strings, "merges": list(self.merges)})
 
     def ids(self) -> dict[str, int]:
         """Return the id of each word; the first of those that are there twice."""
@@ -55,10 +49,6 @@ class TokenEvidence:
     same_id: float  # share of the ids both have whose word is the same
     shared: int
     sizes: tuple[int, int]
-    common_merges: int | None  # how many first merges are the same, in the same order; None: one has no merges
-    merge_order: float | None  # Spearman's rho of the ranks of shared merges; None: fewer than two
-    special_only: tuple[list[str], list[str]]  # special tokens that only one has
-    same_template: bool | None  # None: at least one has no chat template
     sentence: str
 
 
@@ -74,7 +64,7 @@ def read_tokens(path: Path) -> Tokens | None:
         if (file := folder / name).is_file():
             try:
                 return reader(file)
-            except DAMAGED as error:
+            except UNREADABLE as error:
                 raise UserError(f"{file} is damaged ({one_line(error)}); fetch it again") from None
     return None
 
@@ -88,7 +78,7 @@ def _from_tokenizer_json(file: Path) -> Tokens:
     by_id = [(index, word) for word, index in words.items()] + [(token["id"], token["content"]) for token in added]
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model.get("merges") or []]
     special = frozenset(token["content"] for token in added if token.get("special"))
-    return Tokens(_strings(by_id), merges, special, _chat_template(file.parent))
+    return Tokens(_strings(by_id), merges, special)
 
 
 def _from_tiktoken(file: Path) -> Tokens:
@@ -100,7 +90,7 @@ def _from_tiktoken(file: Path) -> Tokens:
     added = (read_json(config) if config.is_file() else {}).get("added_tokens_decoder", {})
     by_id += [(int(index), token["content"]) for index, token in added.items()]
     special = frozenset(token["content"] for token in added.values() if token.get("special"))
-    return Tokens(_strings(by_id), special=special, chat_template=_chat_template(file.parent))
+    return Tokens(_strings(by_id), special=special)
 
 
 def _from_gguf(file: Path) -> Tokens | None:
@@ -109,7 +99,7 @@ def _from_gguf(file: Path) -> Tokens | None:
     if not words:
         return None
     special = frozenset(word for word, kind in zip(words, kinds, strict=False) if kind == CONTROL_TOKEN)
-    return Tokens(words, meta.get("tokenizer.ggml.merges", []), special, meta.get("tokenizer.chat_template"))
+    return Tokens(words, meta.get("tokenizer.ggml.merges", []), special)
 
 
 def _strings(by_id: Iterable[tuple[int, str]]) -> list[str | None]:
@@ -126,14 +116,6 @@ def _byte_letters() -> list[str]:
     return [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]
 
 
-def _chat_template(folder: Path) -> str | None:
-    if (file := folder / "chat_template.jinja").is_file():
-        return file.read_text(encoding="utf-8")
-    config = folder / "tokenizer_config.json"
-    found = read_json(config).get("chat_template") if config.is_file() else None
-    return found if isinstance(found, str) else None
-
-
 def shared(a: Tokens, b: Tokens, *, rows: tuple[int, int] | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the ids of the ordinary words both have, in a's order; ids at or beyond `rows`, an embedding's end, are left out."""
     ends = rows or (len(a.strings), len(b.strings))
@@ -143,8 +125,8 @@ def shared(a: Tokens, b: Tokens, *, rows: tuple[int, int] | None = None) -> tupl
         for word, index in sorted(a.ids().items(), key=lambda item: item[1])
         if word in others and word not in special and index < ends[0] and others[word] < ends[1]
     ]
-    found = np.array(pairs, np.int64).reshape(-1, 2)
-    return found[:, 0], found[:, 1]
+    ids = np.array(pairs, np.int64).reshape(-1, 2)
+    return ids[:, 0], ids[:, 1]
 
 
 def compare_tokens(a: Tokens, b: Tokens) -> TokenEvidence:
@@ -155,39 +137,7 @@ def compare_tokens(a: Tokens, b: Tokens) -> TokenEvidence:
     pairs = [pair for pair in zip(a.strings, b.strings, strict=False) if pair != (None, None)]
     same_id = sum(one == other for one, other in pairs) / max(1, len(pairs))
     identical = a.strings == b.strings and (list(a.merges) == list(b.merges) or not (a.merges and b.merges))
-    kind = "identical" if identical else _kind(jaccard, same_id)
-    templates = a.chat_template, b.chat_template
-    return TokenEvidence(
-        kind=kind,
-        jaccard=jaccard,
-        same_id=same_id,
-        shared=both,
-        sizes=sizes,
-        common_merges=_common_prefix(a.merges, b.merges) if a.merges and b.merges else None,
-        merge_order=_order_agreement(a.merges, b.merges),
-        special_only=(sorted(a.special - b.special), sorted(b.special - a.special)),
-        same_template=None if None in templates else templates[0] == templates[1],
-        sentence=f"{kind} vocabularies: {both:,} words in both of {sizes[0]:,} and {sizes[1]:,}; {same_id:.1%} of ids mean the same",
-    )
-
-
-def _kind(jaccard: float, same_id: float) -> str:
-    if same_id >= NEARLY_ALL:
-        return "extended"
-    return "overlapping" if jaccard >= MANY else "different"
-
-
-def _common_prefix(a: Sequence[str], b: Sequence[str]) -> int:
-    return next(
-        (index for index, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b))
-    )
-
-
-def _order_agreement(a: Sequence[str], b: Sequence[str]) -> float | None:
-    """Return Spearman's rho of the order in which shared merges were learned; there are no ties."""
-    ranks = {merge: rank for rank, merge in enumerate(b)}
-    of_b = np.array([ranks[merge] for merge in a if merge in ranks])
-    if (n := len(of_b)) < 2:
-        return None
-    apart = np.argsort(np.argsort(of_b)) - np.arange(n)
-    return float(1 - 6 * np.sum(apart.astype(float) ** 2) / (n * (n * n - 1)))
+    kind = "identical" if identical else "overlapping" if jaccard >= MANY else "different"
+    kind = "extended" if not identical and same_id >= NEARLY_ALL else kind
+    words = f"{both:,} words in both of {sizes[0]:,} and {sizes[1]:,}; {same_id:.1%} of ids mean the same"
+    return TokenEvidence(kind, jaccard, same_id, both, sizes, f"{kind} vocabularies: {words}")

@@ -1,25 +1,20 @@
-"""The matrices of a model by meaning, read one at a time from safetensors or GGUF; the model itself is never loaded.
+"""The matrices of a model by their role, read one at a time from safetensors or GGUF; neither torch nor a model is needed.
 
-Where tensors lie in safetensors and GGUF files, and how their bytes become float32; neither torch nor a model is needed.
-
-A file is mapped for one read and let go again, so that walking through a terabyte takes the memory of one matrix.
+Where tensors lie: a file is mapped for one read and let go again, so that walking through a terabyte takes the memory of one matrix.
 GGUF headers are parsed here because gguf's own reader makes an array of every word: seconds, where this takes a tenth.
 
-Where architectures keep their matrices: which tensor, and which of its rows.
-
-A table of names by part serves all families; which of them a model has says which family it is of. What is fused (query, key
-and value; gate and up) or reordered (GGUF's rotary halves) is a choice of rows, so that reading a part is reading rows.
+Which tensor is which: a table of names by part serves all families; which of them a model has says which family it is of. What is
+fused (query, key and value; gate and up) or reordered (GGUF's rotary halves) is a choice of rows: reading a part is reading rows.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import re
 import struct
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,23 +22,24 @@ from numpy.typing import NDArray
 from etude.errors import UserError, one_line
 from etude.files import read_json
 from etude.lineage.audit.shapes import Declared, Shape, declared_by_config, declared_by_gguf
+from etude.lineage.weight_files import DAMAGED, INDEX, indexed_files, read_header
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
-    from etude.lineage.audit.shapes import Declared
+Matrix = NDArray[np.float32]
+Rows = NDArray[np.int64]
 
 # How the bytes of each kind are mapped. GGUF's quantised kinds are not here: they are bytes, and gguf knows their blocks.
 MAPPED = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1",
     "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "?",
 }  # fmt: skip
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SPLIT_GGUF = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 GGUF_STRING, GGUF_ARRAY = 8, 9
-DAMAGED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, struct.error)
+UNREADABLE = (*DAMAGED, OverflowError, struct.error)
 
 
 @dataclass(frozen=True)
@@ -107,9 +103,9 @@ def weight_files(path: Path) -> list[Path]:
         if len(files) != int(split[2]):
             raise UserError(f"{path} is one of {int(split[2])} parts and {len(files)} are here; fetch the others")
         return files
-    if path.suffix == ".safetensors" and (path.parent / INDEX).is_file():
-        return _folder_files(path.parent)
-    if path.suffix not in {".safetensors", ".gguf"}:
+    if path.suffix == ".safetensors":
+        return indexed_files(path.parent) or [path]
+    if path.suffix != ".gguf":
         raise UserError(f"{path} is neither a folder nor .safetensors nor .gguf; convert it to safetensors first")
     return [path]
 
@@ -117,24 +113,8 @@ def weight_files(path: Path) -> list[Path]:
 def _folder_files(folder: Path) -> list[Path]:
     if (folder / "adapter_config.json").is_file():
         raise UserError(f"{folder} holds an adapter; merge it into its base first")
-    if (index := folder / INDEX).is_file():
-        try:
-            files = [folder / name for name in sorted(set(read_json(index)["weight_map"].values()))]
-        except DAMAGED as error:
-            raise UserError(f"{index} is damaged ({one_line(error)}); fetch it again") from None
-        if outside := [file for file in files if file.parent != folder]:
-            raise UserError(f"{index} names {outside[0]}, which is not a file beside it; put all shards beside it")
-        if (
-            single := folder / SINGLE
-        ).is_file() and single not in files:  # programs differ in which of the two they load
-            raise UserError(f"{single} is not among the shards of {INDEX}; which is the model? remove one of them")
-        if missing := [file.name for file in files if not file.is_file()]:
-            raise UserError(
-                f"{folder}: {len(missing)} of {len(files)} shards are missing, such as {missing[0]}; fetch them"
-            )
-        return files
     # Other safetensors beside model*.safetensors are drafts, adapters or optimisers.
-    files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+    files = indexed_files(folder) or sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"{folder} holds no safetensors; convert the weights first, or name the .gguf file itself")
     return files
@@ -145,35 +125,28 @@ def read_headers(files: list[Path]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors: dict[str, Tensor] = {}
     meta: dict[str, Any] = {}
     for file in files:
-        kind = file.suffix.removeprefix(".")
-        try:
-            with file.open("rb") as opened:
-                found, said = _gguf(opened, file) if kind == "gguf" else _safetensors(opened, file)
-        except DAMAGED as error:
-            raise UserError(f"{file} is not a whole {kind} file ({one_line(error)}); fetch it again") from None
-        if twice := tensors.keys() & found.keys():
+        here, meta_here = _gguf(file) if file.suffix == ".gguf" else (_safetensors(file), {})
+        if twice := tensors.keys() & here.keys():
             name = min(twice)
             raise UserError(f"{name} is in {tensors[name].file.name} and in {file}; name the file that is the model")
-        tensors, meta = tensors | found, said | meta
+        tensors, meta = tensors | here, meta_here | meta
     return tensors, meta
 
 
-def _safetensors(opened: BinaryIO, file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read eight bytes of length and a JSON header; offsets count from there."""
-    (length,) = struct.unpack("<Q", opened.read(8))
-    size = file.stat().st_size
-    header = json.loads(opened.read(min(length, size)))
-    header.pop("__metadata__", None)
-    start = opened.tell()
-    if start + max((entry["data_offsets"][1] for entry in header.values()), default=0) > size:
-        raise ValueError("its end is missing")
-    return {
-        name: Tensor(file, start + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
-        for name, entry in header.items()
-    }, {}
+def _safetensors(file: Path) -> dict[str, Tensor]:
+    start, tensors = read_header(file)
+    return {name: Tensor(file, len(start) + each.begin, each.dtype, each.shape) for name, each in tensors.items()}
 
 
-def _gguf(opened: BinaryIO, file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _gguf(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    try:
+        with file.open("rb") as opened:
+            return _gguf_header(opened, file)
+    except UNREADABLE as error:
+        raise UserError(f"{file} is not a whole gguf file ({one_line(error)}); fetch it again") from None
+
+
+def _gguf_header(opened: BinaryIO, file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read metadata (name, type, value), then tensors (name, sizes from the last, type, offset from the aligned end)."""
     from gguf import GGMLQuantizationType
 
@@ -190,11 +163,8 @@ def _gguf(opened: BinaryIO, file: Path) -> tuple[dict[str, Tensor], dict[str, An
     def value(kind: int) -> Any:
         if kind == GGUF_ARRAY:
             item, count = numbers("IQ")
-            return (
-                list(numbers(f"{count}{GGUF_SCALARS[item]}"))
-                if item in GGUF_SCALARS
-                else [value(item) for _ in range(count)]
-            )
+            scalars = GGUF_SCALARS.get(item)
+            return list(numbers(f"{count}{scalars}")) if scalars else [value(item) for _ in range(count)]
         return text() if kind == GGUF_STRING else numbers(GGUF_SCALARS[kind])[0]
 
     magic, _version, tensors, entries = numbers("4sIQQ")
@@ -204,13 +174,13 @@ def _gguf(opened: BinaryIO, file: Path) -> tuple[dict[str, Tensor], dict[str, An
     listed = [(text(), numbers(f"{numbers('I')[0]}Q"), *numbers("IQ")) for _ in range(tensors)]
     alignment = meta.get("general.alignment", 32)
     start = -(-opened.tell() // alignment) * alignment
-    found = {
+    stored = {
         name: Tensor(file, start + offset, GGMLQuantizationType(kind).name, tuple(reversed(sizes)))
         for name, sizes, kind, offset in listed
     }
-    for last in sorted(found.values(), key=lambda tensor: tensor.offset)[-1:]:
+    for last in sorted(stored.values(), key=lambda tensor: tensor.offset)[-1:]:
         last.mapped()  # fails where the file ends too soon
-    return found, meta
+    return stored, meta
 
 
 # Llama and its kin; Llama 4; InternLM 2; GPT-2 and StarCoder; Phi-2; OPT; GPT-J; NeoX, Falcon and Bloom; Qwen 1; DeepSeek-V4; GGUF.
@@ -257,7 +227,7 @@ class Place:
     """Where a matrix lies. `rows` are those of the matrix as [units, hidden], whichever way round it is stored."""
 
     tensor: str
-    rows: NDArray[np.int64]
+    rows: Rows
     expert: int | None = None
 
 
@@ -268,25 +238,39 @@ class Layout:
         self._shapes, self._declared, self._where = shapes, declared, where
         self._stack, others = _stacks_of(shapes, where)
         language = (name for name in shapes if not NOT_LANGUAGE.search(name))
-        found = [name for name in language if name.removesuffix(".weight").split(".")[-1] in EMBEDDINGS]
-        if not found:
+        embeddings = [name for name in language if name.removesuffix(".weight").split(".")[-1] in EMBEDDINGS]
+        if not embeddings:
             raise UserError(_unknown(shapes, where, "embedding"))
-        self.embedding = min(found, key=len)  # a longer one belongs to a further prediction layer
-        self.unread = [*others, *(name for name in found if name != self.embedding and not STACK.fullmatch(name))]
+        self.embedding = min(embeddings, key=len)  # a longer one belongs to a further prediction layer
+        further = [name for name in embeddings if name != self.embedding and not STACK.fullmatch(name)]
+        self.unread = [*others, *further]  # layers and embeddings beside the model's own, by the start of their names
         self.vocab, self.hidden = shapes[self.embedding]
+        self.head_dim = declared.head_dim or self.hidden // declared.heads
         self._refuse_other_depth()
         self._refuse_mixed_layers()
-        self.head_dim = declared.head_dim or self.hidden // declared.heads
-        self.latent = any("kv_a_" in name for name in shapes)
-        self.tied = declared.tied or not any(OUTPUT.fullmatch(name) for name in shapes)
+
+    def part(self, layer: int, name: str, expert: int = 0) -> Place | None:
+        """Find a part: "router", "query", "key", "up", "gate", or "expert up" and "expert gate" of one routed expert.
+
+        Query and key of latent attention are what comes first after the residual stream. Up and gate are the dense FFN's, else the
+        shared expert's.
+        """
+        if name == "router":
+            tensor = self._find(layer, name)
+            return Place(tensor, np.arange(self._units(tensor))) if tensor else None
+        if name in {"query", "key"}:
+            return self._attention(layer, name)
+        owner, _, part = name.rpartition(" ")
+        if owner:
+            return self.ffn(layer, part, "expert ", expert) or self.ffn(layer, part, "experts ", expert)
+        return self.ffn(layer, part) or self.ffn(layer, part, "shared ")
 
     def ffn(self, layer: int, part: str, owner: str = "", expert: int | None = None) -> Place | None:
         """Find "up" or "gate" of the dense FFN ("") or the "shared ", "expert " or stacked "experts " one; a fused gate is first."""
         fused = self._find(layer, f"{owner}gate_up", expert)
         if self._declared.model_type in FUSED_UP and not owner:
             fused = fused or self._find(layer, "up")
-        apart = self._find(layer, f"{owner}{part}", expert)
-        name = self._only(fused, apart)
+        name = self._only(fused, self._find(layer, f"{owner}{part}", expert))
         if name is None:
             return None
         rows = np.arange(self._units(name))
@@ -296,28 +280,21 @@ class Layout:
             rows = np.split(rows, 2)[part == "up"]
         return Place(name, rows, expert if owner == "experts " else None)
 
-    def router(self, layer: int) -> Place | None:
-        """Find the router."""
-        name = self._find(layer, "router")
-        return Place(name, np.arange(self._units(name))) if name else None
-
-    def attention(self, layer: int, part: str) -> Place | None:
-        """Find "query" or "key"; with latent attention what comes first after the residual stream."""
-        fusions = {fusion: found for fusion in ("stacked", "grouped") if (found := self._find(layer, fusion))}
-        if (name := self._find(layer, part)) and self._only(name, *fusions.values()):
+    def _attention(self, layer: int, part: str) -> Place | None:
+        name, stacked, grouped = (self._find(layer, each) for each in (part, "stacked", "grouped"))
+        if name and self._only(name, stacked, grouped):
             rows = np.arange(self._units(name))
             if name.startswith("blk.") and self._declared.model_type in ROTARY_PAIRS:
                 rows = rows.reshape(-1, self.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
             return Place(name, rows)
-        return next(
-            (Place(fused, self._of_fused(fusion, part, self._units(fused))) for fusion, fused in fusions.items()), None
-        )
+        fused = stacked or grouped
+        return Place(fused, self._of_fused(part, self._units(fused), stacked=fused == stacked)) if fused else None
 
-    def _of_fused(self, fusion: str, part: str, units: int) -> NDArray[np.int64]:
+    def _of_fused(self, part: str, units: int, *, stacked: bool) -> Rows:
         """Pick a part's rows of fused query, key and value: all queries first, or each key after the queries it serves."""
         heads, dim = self._declared.heads, self.head_dim
         keys = (units // dim - heads) // 2
-        if fusion == "stacked":
+        if stacked:
             return np.arange(heads * dim) if part == "query" else np.arange(heads * dim, (heads + keys) * dim)
         group = heads // keys
         served = np.arange(units).reshape(keys, group + 2, dim)
@@ -327,9 +304,9 @@ class Layout:
         names = (f"{self._stack}{layer}.{name}{ending}" for name in PARTS[part] for ending in ENDINGS)
         return self._only(*(full for name in names if (full := name.format(expert)) in self._shapes))
 
-    def _only(self, *found: str | None) -> str | None:
+    def _only(self, *tensors: str | None) -> str | None:
         """Return the one tensor of a part. A second one may be a decoy: whoever loads the model reads one of the two."""
-        names = sorted({name for name in found if name})
+        names = sorted({name for name in tensors if name})
         if len(names) > 1:
             raise UserError(f"{self._where}: {names[0]} and {names[1]} cannot both be in use; remove what is not")
         return names[0] if names else None
@@ -337,15 +314,18 @@ class Layout:
     def _refuse_mixed_layers(self) -> None:
         """Refuse a layer that is dense and has experts as well: which of the two is loaded, its tensors cannot tell."""
         for layer in range(self._declared.layers):
-            dense = self.ffn(layer, "up")
-            experts = [self.router(layer), self.ffn(layer, "up", "expert ", 0), self.ffn(layer, "up", "experts ", 0)]
+            dense, router = self.ffn(layer, "up"), self.part(layer, "router")
             if dense and not dense.tensor.startswith("blk."):  # GGUF has models with both
+                experts = [router, self.ffn(layer, "up", "expert ", 0), self.ffn(layer, "up", "experts ", 0)]
                 [self._only(dense.tensor, expert.tensor) for expert in experts if expert]
 
     def _refuse_other_depth(self) -> None:
         """Refuse a config that tells of other layers than there are; some models keep a few further prediction layers."""
-        found = (STACK.fullmatch(name) for name in self._shapes)
-        said, there = self._declared.layers, 1 + max(int(name[2]) for name in found if name and name[1] == self._stack)
+        matches = (STACK.fullmatch(name) for name in self._shapes)
+        said, there = (
+            self._declared.layers,
+            1 + max(int(name[2]) for name in matches if name and name[1] == self._stack),
+        )
         if not 0 < said <= there <= said + 1 + said // 4:
             raise UserError(f"{self._where}: {said} layers are declared, the weights have {there}; correct the config")
 
@@ -358,6 +338,32 @@ class Layout:
             raise UserError(f"{self._where}: {name} is not a matrix; fetch the weights again")
         units, columns = self._shapes[name][-2:]
         return units == self.hidden != columns and not name.endswith("_packed")
+
+    def shape(self) -> Shape:
+        """Measure what tensors show; take the rest from what the model declares."""
+        declared, layers = self._declared, range(self._declared.layers)
+
+        def units(*places: Place | None) -> int:
+            return next((len(place.rows) for place in places if place), 0)
+
+        dense = [place for layer in layers if (place := self.ffn(layer, "up"))]
+        shared = units(*(self.ffn(layer, "up", "shared ") for layer in layers))
+        expert_ffn = units(*(self.part(layer, "expert up") for layer in layers))
+        latent = any("kv_a_" in name for name in self._shapes)
+        keys = units(*(self.part(layer, "key") for layer in layers)) // self.head_dim
+        keys = declared.heads if latent else keys
+        said = {
+            name: getattr(declared, name)
+            for name in ("model_type", "layers", "heads", "rope_theta", "q_rank", "kv_rank")
+        }
+        return Shape(
+            **said, hidden=self.hidden, vocab=self.vocab, head_dim=self.head_dim, kv_heads=keys,
+            tied=declared.tied or not any(OUTPUT.fullmatch(name) for name in self._shapes),
+            attention="mla" if latent else "mha" if keys == declared.heads else "gqa",
+            ffn=units(*dense), dense_layers=len(dense), expert_ffn=expert_ffn,
+            experts=units(*(self.part(layer, "router") for layer in layers)),
+            shared_experts=max(1, shared // expert_ffn) if shared and expert_ffn else 0,
+        )  # fmt: skip
 
 
 def _stacks_of(names: Mapping[str, tuple[int, ...]], where: Path) -> tuple[str, list[str]]:
@@ -379,58 +385,31 @@ def _unknown(names: Mapping[str, tuple[int, ...]], where: Path, what: str) -> st
     return f"{where}: no {what} known to this audit, which reads decoder language models; its tensors: {shown}, …"
 
 
-Matrix = NDArray[np.float32]
-Rows = NDArray[np.int64]
-Part = Literal["up", "gate"]
-
-
 class Weights:
-    """A model's matrices as float32, rows = units, columns = residual dimensions; None where a layer has no such part.
+    """A model's matrices as float32, rows = units, columns = residual dimensions.
 
     Every call reads anew and keeps nothing; `bytes_read` counts what was read from the files.
     """
 
     def __init__(self, path: Path, files: list[Path], tensors: Mapping[str, Tensor], declared: Declared) -> None:
-        self.path, self.files = path, files  # the files, for digests
+        self.path, self.files = path, files
         self.bytes_read = 0
         self.bytes_total = sum(file.stat().st_size for file in files)
         self._tensors, self._block = tensors, declared.block
         self._layout = Layout({name: tensor.shape for name, tensor in tensors.items()}, declared, path)
-        self.unread = self._layout.unread  # further layers and embeddings, by the start of their names
-        self.shape = _shape(self._layout, declared)
+        self.unread = self._layout.unread
+        self.shape = self._layout.shape()
 
-    def up(self, layer: int, rows: Rows | None = None) -> Matrix | None:
-        """[ffn, hidden]: the dense FFN's up-projection, else the shared expert's."""
-        return self._read(self._layout.ffn(layer, "up") or self._layout.ffn(layer, "up", "shared "), rows)
-
-    def gate(self, layer: int, rows: Rows | None = None) -> Matrix | None:
-        """[ffn, hidden]: the dense FFN's gate, else the shared expert's; None in an FFN without gate."""
-        return self._read(self._layout.ffn(layer, "gate") or self._layout.ffn(layer, "gate", "shared "), rows)
-
-    def expert(self, layer: int, index: int, part: Part, rows: Rows | None = None) -> Matrix | None:
-        """[expert_ffn, hidden]: "up" or "gate" of a routed expert."""
-        return self._read(_expert(self._layout, layer, index, part), rows)
-
-    def router(self, layer: int) -> Matrix | None:
-        """[experts, hidden]."""
-        return self._read(self._layout.router(layer))
-
-    def query(self, layer: int) -> Matrix | None:
-        """[heads × head_dim, hidden]; with latent attention its q_a, or q where it has none."""
-        return self._read(self._layout.attention(layer, "query"))
-
-    def key(self, layer: int) -> Matrix | None:
-        """[kv_heads × head_dim, hidden]; with latent attention its kv_a."""
-        return self._read(self._layout.attention(layer, "key"))
+    def part(self, layer: int, name: str, expert: int = 0, rows: Rows | None = None) -> Matrix | None:
+        """[units, hidden]: a part by its name in `Layout.part`, or some of its rows; None where a layer has no such part."""
+        place = self._layout.part(layer, name, expert)
+        if place is None:
+            return None
+        return self._rows(place.tensor, place.rows if rows is None else place.rows[rows], place.expert)
 
     def embedding(self, rows: Rows | None = None) -> Matrix:
         """[n, hidden]: the rows asked for, or all."""
         return self._rows(self._layout.embedding, np.arange(self.shape.vocab) if rows is None else rows)
-
-    def _read(self, place: Place | None, rows: Rows | None = None) -> Matrix | None:
-        if place is None:
-            return None
-        return self._rows(place.tensor, place.rows if rows is None else place.rows[rows], place.expert)
 
     def _rows(self, name: str, index: Rows, expert: int | None = None) -> Matrix:
         tensor, transposed = self._tensors[name], self._layout.transposed(name)
@@ -441,9 +420,7 @@ class Weights:
         if name.endswith("_packed"):
             values = unpacked(values, self.shape.hidden)
         elif values.dtype != np.float32:
-            raise UserError(
-                f"{self.path}: {name} is of type {tensor.kind}, not of numbers; audit the unquantised weights"
-            )
+            raise UserError(f"{self.path}: {name} holds {tensor.kind}, not numbers; audit the unquantised weights")
         scale = self._scale(name, expert)
         if scale is not None:
             rows, columns = np.arange(len(values)) if transposed else index, np.arange(values.shape[1])
@@ -476,10 +453,8 @@ def open_weights(path: Path) -> Weights:
     declared = declared_by_gguf(meta, path) if meta else _declared_beside(files)
     try:
         return Weights(path, files, tensors, declared)
-    except (*DAMAGED, ZeroDivisionError) as error:
-        raise UserError(
-            f"{path}: its tensors and its config do not fit ({one_line(error)}); fetch both again"
-        ) from None
+    except (*UNREADABLE, ZeroDivisionError) as error:
+        raise UserError(f"{path}: tensors and config do not fit ({one_line(error)}); fetch both again") from None
 
 
 def _declared_beside(files: list[Path]) -> Declared:
@@ -516,38 +491,3 @@ def unpacked(packed: NDArray[np.int32], columns: int) -> Matrix:
     codes = packed.view(np.uint32)[:, :, None] >> (bits * np.arange(together, dtype=np.uint32))
     codes &= np.uint32((1 << bits) - 1)
     return np.reshape(codes.astype(np.float32) - (1 << (bits - 1)), (len(packed), columns))
-
-
-def _expert(layout: Layout, layer: int, index: int, part: Part) -> Place | None:
-    return layout.ffn(layer, part, "expert ", index) or layout.ffn(layer, part, "experts ", index)
-
-
-def _shape(layout: Layout, declared: Declared) -> Shape:
-    """Measure what tensors show; take the rest from what the model declares."""
-    layers = range(declared.layers)
-
-    def units(find: Callable[[int], Place | None]) -> int:
-        return next((len(place.rows) for layer in layers if (place := find(layer))), 0)
-
-    experts, expert_ffn = units(layout.router), units(lambda layer: _expert(layout, layer, 0, "up"))
-    keys = declared.heads if layout.latent else units(lambda layer: layout.attention(layer, "key")) // layout.head_dim
-    shared = units(lambda layer: layout.ffn(layer, "up", "shared "))
-    return Shape(
-        model_type=declared.model_type,
-        hidden=layout.hidden,
-        layers=declared.layers,
-        heads=declared.heads,
-        kv_heads=keys,
-        head_dim=layout.head_dim,
-        ffn=units(lambda layer: layout.ffn(layer, "up")),
-        vocab=layout.vocab,
-        tied=layout.tied,
-        rope_theta=declared.rope_theta,
-        attention="mla" if layout.latent else "mha" if keys == declared.heads else "gqa",
-        expert_ffn=expert_ffn,
-        experts=experts,
-        shared_experts=max(1, shared // expert_ffn) if shared and expert_ffn else 0,
-        dense_layers=sum(layout.ffn(layer, "up") is not None for layer in layers),
-        q_rank=declared.q_rank,
-        kv_rank=declared.kv_rank,
-    )

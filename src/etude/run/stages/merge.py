@@ -11,8 +11,8 @@ from etude.files import fsync_tree
 from etude.lineage import environment
 from etude.lineage.record import LINEAGE_FILE, load_record
 from etude.lineage.tree import find_model
+from etude.lineage.weight_files import INDEX
 from etude.models.bases import is_run, resolve
-from etude.models.load import INDEX
 from etude.models.merge import MergeSettings
 from etude.run.folder import MODEL
 from etude.run.stage import Job, Outcome, Source, Stage, fetch_source, lineage_in, print_lines

@@ -15,7 +15,8 @@ from etude.errors import Interrupted, UserError
 from etude.files import fsync_tree, link_or_copy, read_json
 from etude.lineage import environment
 from etude.lineage.record import Parent, load_record
-from etude.models.load import INDEX, weight_files
+from etude.lineage.weight_files import INDEX
+from etude.models.load import weight_files
 from etude.run.folder import MODEL
 from etude.run.stage import Job, Outcome, Stage
 
