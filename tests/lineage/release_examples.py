@@ -7,8 +7,8 @@ from typing import Any
 
 import etude
 from etude.files import files_below, sha256_file
-from etude.lineage.duties import Duty, Question
-from etude.lineage.facts import Architecture, Measured, Provider, Release, read_architecture
+from etude.lineage.duties import Duty, Organisation, Product, Question
+from etude.lineage.facts import Architecture, Measured, Release, read_architecture
 from etude.lineage.record import CarriedLicence, FileDigest, Lineage, Parent, Record, load_lineage
 from tests.lineage.records import child_of, full_record, three_generations
 
@@ -36,7 +36,11 @@ def release(lineage: Lineage | None = None, **changes: Any) -> Release:
             Measured("mine", "pass@1", 0.0),
         ],
         "audit": {"reference": "tiny", "verdict": {"sentence": "evidence of shared initialisation"}},
-        "provider": Provider("Ada Ltd", "ada@example.org", "writing code", "2026-12-01"),
+        "product": Product(
+            intended_use="writing code",
+            release_date="2026-12-01",
+            organisation=Organisation(name="Ada Ltd", contact="ada@example.org"),
+        ),
     }
     return Release(**(facts | changes))
 
@@ -46,7 +50,7 @@ def bare_release() -> Release:
     record = full_record(parents=[], origin=None, data=[], licences=[], outputs={})
     shape = Architecture(family=None, name=None, parameters=7, context=None, dtypes=())
     files = {"model.safetensors": FileDigest(sha256="4" * 64, bytes=9)}
-    return Release("Bare", "0", Lineage.of(record, []), files, shape)
+    return Release("Bare", "0", Lineage.of(record, []), files, shape, Product())
 
 
 def sprout_release() -> Release:
@@ -54,7 +58,7 @@ def sprout_release() -> Release:
     folder = Path(etude.__file__).parent / "models" / "sprout"
     lineage = load_lineage(folder)
     files = {path.name: FileDigest(sha256=sha256_file(path), bytes=path.stat().st_size) for path in files_below(folder)}
-    return Release("sprout", "1", lineage, files, read_architecture(folder), licence="Apache-2.0")
+    return Release("sprout", "1", lineage, files, read_architecture(folder), Product(), licence="Apache-2.0")
 
 
 def merged() -> tuple[Lineage, list[Record]]:

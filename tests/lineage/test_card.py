@@ -4,7 +4,7 @@ import pytest
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 
-from etude.lineage.card import card_disagreements, claims, counted, model_card
+from etude.lineage.card import _table, card_disagreements, counted, hub_metadata, model_card
 from etude.lineage.record import FileDigest, Lineage, Parent
 from tests.lineage.records import child_of, full_record, three_generations
 from tests.lineage.release_examples import bare_release, merged, release
@@ -31,7 +31,7 @@ def test_the_text_tells_stages_data_compute_evaluation_and_duties() -> None:
     for record in records:
         assert f"`{record.id[:12]}`" in text
     for told in ("teacher `teacher-9b`", "MIT 99", "own share 0.1%", "0.125 to 0.5", "**Kimi K2.5**", "“Kimi K2.5” or “K2.5”", "How many?",
-                 "`product.monthly_users`", "weights: against tiny: evidence of shared initialisation.", "Ada Ltd", lineage.head):  # fmt: skip
+                 "`product.monthly_users`", "weights: against tiny: evidence of shared initialisation.", "Ada Ltd", "Release date: 2026-12-01", lineage.head):  # fmt: skip
         assert told in text
     assert "tree.svg" not in text  # only if the folder has one
     assert "](tree.svg)" in model_card(release(files={"tree.svg": FileDigest(sha256="0" * 64, bytes=1)}))
@@ -69,7 +69,7 @@ def test_two_parents_are_enough_and_two_known_licences_too() -> None:
 def test_an_unchanged_base_claims_no_relation_and_hub_data_are_named() -> None:
     use = full_record().data[0].model_copy(update={"source": "dataset owner/code at main"})
     base = full_record(parents=[], data=[use, use])
-    told = claims(Lineage.of(base, []))
+    told = hub_metadata(Lineage.of(base, []))
     assert told["datasets"] == ["owner/code"]
     assert told["base_model"] == ["owner/tiny"]
     assert "base_model_relation" not in told
@@ -98,3 +98,8 @@ def test_a_card_without_metadata_disagrees_in_all_of_them() -> None:
 def test_counts_are_told_largest_first() -> None:
     assert counted({"a": 1, "b": 3000, "c": 2, "d": 1}, most=3) == "b 3,000, c 2, a 1, 1 more"
     assert counted({}) == ""
+
+
+def test_a_table_survives_what_is_in_its_cells() -> None:
+    table = _table(["a", "b"], [["x | y\nz", None], ["<script>", 3000]])
+    assert table.splitlines()[2:] == ["| x \\| y z | not known |", "| &lt;script> | 3,000 |"]

@@ -58,7 +58,7 @@ def test_a_release_of_one_name_whose_card_has_another(shop: Workshop, folder: Pa
     write_json(folder / "audit.json", read_json(folder / "audit.json") | {"release": "Llama-tiny"})
     shop.sign_again(folder)
     (told,) = failures(shop, folder).pop("duties")
-    assert told.startswith("audit.json calls the model 'Llama-tiny', the card's title is another")
+    assert told.startswith("audit.json calls the model 'Llama-tiny', the card another name")
 
 
 def test_a_record_that_is_of_no_ancestor(shop: Workshop, folder: Path) -> None:

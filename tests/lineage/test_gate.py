@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.lineage import gate
-from etude.lineage.gate import Claim, Match, compare_claims
+from etude.lineage.facts import Claim, claims
+from etude.lineage.gate import Match, compare_claims
 from etude.lineage.record import CarriedLicence, Lineage, Parent
 from tests.lineage.audit import relatives
 from tests.lineage.records import child_of, full_record, three_generations
@@ -33,12 +34,12 @@ def reasons(*matches: Match, lineage: Lineage = LINEAGE) -> list[str]:
 
 
 def test_the_claims_of_a_tree_are_its_root_and_parents_without_a_record() -> None:
-    assert gate.claims(LINEAGE) == [Claim("tiny", TINY)]
+    assert claims(LINEAGE) == [Claim("tiny", TINY)]
     foreign = Parent(name="foreign", role="weights", record=None, model_digest="0" * 64)
     merged = child_of(LAST, "merge", foreign, Parent(name="judge", role="judge", record=None, model_digest="1" * 64))
-    assert gate.claims(Lineage.of(merged, [LINEAGE])) == [Claim("tiny", TINY), Claim("foreign", "0" * 64)]
+    assert claims(Lineage.of(merged, [LINEAGE])) == [Claim("tiny", TINY), Claim("foreign", "0" * 64)]
     from_nothing = full_record(kind="pretrain", parents=[], origin=None)
-    assert gate.claims(Lineage.of(from_nothing, [])) == []
+    assert claims(Lineage.of(from_nothing, [])) == []
 
 
 @pytest.mark.parametrize("found", [match("tiny"), match("another name", digest=TINY), match("tiny", sketch=False)])

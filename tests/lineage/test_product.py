@@ -48,7 +48,7 @@ def test_a_release_has_its_name_and_is_given_away_unless_said_otherwise() -> Non
     assert released(None, "mine") == Product(model_name="mine", distributed=True)
     kept = released(Product(distributed=False, organisation=Organisation(country="FR")), "mine")
     assert (kept.distributed, kept.organisation.country) == (False, "FR")
-    with pytest.raises(UserError, match=r"the release is called 'mine', but product\.model_name is 'yours'"):
+    with pytest.raises(UserError, match=r"the release is called 'mine', product\.model_name is 'yours'"):
         released(Product(model_name="yours"), "mine")
 
 

@@ -337,7 +337,7 @@ def verify(
 
     found = verifying.verify_release(folder, key, _sketches(cache), Reporter())
     if as_json:
-        print_json(verifying.as_json(found))
+        print_json(found.to_json())
     else:
         _show(found)
     raise typer.Exit(1 if found.failed else 0)

@@ -1,12 +1,11 @@
-"""The release as a CycloneDX 1.7 machine-learning bill of materials.
+"""The bills of materials of a release: a CycloneDX 1.7 machine-learning BOM and an SPDX 3.0.1 document.
 
-`pedigree.ancestors` is the family tree, `formulation` the list of stages, data components are what they read. The JSON is written by
-hand and validated by CycloneDX's own library: its object model has no model card, and drops one it reads without a word.
+CycloneDX: `pedigree.ancestors` is the family tree, `formulation` the list of stages, data components are what they read. The JSON is
+written by hand and validated by CycloneDX's own library: its object model has no model card, and drops one it reads without a word.
 
-The release as an SPDX 3.0.1 document: one AI package a model of the tree, one dataset package a source of data.
-
-SPDX has a field for energy and none for operations, so compute stands among the hyperparameters. Conformance is claimed with the
-core, software and licensing profiles only: those for AI and datasets also want a place to download from, which a folder cannot know.
+SPDX: one AI package a model of the tree, one dataset package a source of data. It has a field for energy and none for operations, so
+compute stands among the hyperparameters. Conformance is claimed with the core, software and licensing profiles only: those for AI and
+datasets also want a place to download from, which a folder cannot know.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from urllib.parse import quote
 
 from etude.files import canonical_json
 from etude.lineage.card import LIMITS
-from etude.lineage.facts import NOT_KNOWN, audited, edges, in_order, licence_terms, trained_on
+from etude.lineage.facts import NOT_KNOWN, edges, in_order, licence_terms, trained_on
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,9 +36,9 @@ APPROACHES = {
 
 def bom(release: Release) -> dict[str, Any]:
     """Return the bill of materials, `bom.cdx.json`."""
-    uses = {data_ref(use): use for _, use in trained_on(release.lineage)}
+    uses = _datasets(release.lineage)
     others = {f"{edge.role}:{edge.model_digest}": edge for _, edge in edges(release.lineage, "teacher", "judge")}
-    head, provider = release.head, release.provider
+    head, supplier = release.head, release.product.organisation.name
     return {
         "$schema": "http://cyclonedx.org/schema/bom-1.7.schema.json",
         "bomFormat": "CycloneDX",
@@ -49,7 +48,7 @@ def bom(release: Release) -> dict[str, Any]:
         "metadata": {
             "timestamp": head.finished,
             "tools": {"components": [{"type": "application", "name": "etude", "version": head.code.etude}]},
-            **({"supplier": {"name": provider.name}} if provider.name else {}),
+            **({"supplier": {"name": supplier}} if supplier else {}),
             "component": _model(release, list(uses)),
         },
         "components": [
@@ -68,8 +67,8 @@ def bom_errors(document: Mapping[str, Any]) -> list[str]:
     from cyclonedx.schema import SchemaVersion
     from cyclonedx.validation.json import JsonStrictValidator
 
-    found = JsonStrictValidator(SchemaVersion.V1_7).validate_str(canonical_json(document), all_errors=True)
-    return [str(error).splitlines()[0] for error in found or ()]
+    errors = JsonStrictValidator(SchemaVersion.V1_7).validate_str(canonical_json(document), all_errors=True)
+    return [str(error).splitlines()[0] for error in errors or ()]
 
 
 def identity(release: Release) -> uuid.UUID:
@@ -77,20 +76,20 @@ def identity(release: Release) -> uuid.UUID:
     return uuid.uuid5(uuid.NAMESPACE_OID, canonical_json([release.name, release.version, release.lineage.head]))
 
 
-def data_ref(use: DataUse) -> str:
+def _ref(use: DataUse) -> str:
     """Return how a dataset is referred to. Two sources may hold the same bytes."""
     return f"data:{use.name}:{use.digest}"
+
+
+def _datasets(lineage: Lineage) -> dict[str, DataUse]:
+    return {_ref(use): use for _, use in trained_on(lineage)}
 
 
 def _model(release: Release, datasets: list[str]) -> dict[str, Any]:
     terms = licence_terms(release)
     compute = canonical_json(dict(release.compute)) if release.compute else NOT_KNOWN
-    facts = {
-        "record": release.lineage.head,
-        "model_digest": release.head.model_digest,
-        "compute": compute,
-        "audit": audited(release),
-    }
+    digest = release.head.model_digest
+    facts = {"record": release.lineage.head, "model_digest": digest, "compute": compute, "audit": release.audited}
     return {
         "type": MODEL, "bom-ref": "model", "name": release.name, "version": release.version,
         "licenses": [{"expression": " AND ".join(terms)}] if terms else [],
@@ -101,22 +100,20 @@ def _model(release: Release, datasets: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _ancestors(lineage: Lineage, record: Record, told: set[str]) -> list[dict[str, Any]]:
-    """Return the parents whose weights were continued, each with its own. One that was told before is only named again."""
-    found = []
-    for edge in record.parents:
-        if edge.role != "weights":
-            continue
+def _ancestors(lineage: Lineage, record: Record, seen: set[str]) -> list[dict[str, Any]]:
+    """Return the parents whose weights were continued, each with its own. One that came before is only named again."""
+    ancestors = []
+    for edge in (edge for edge in record.parents if edge.role == "weights"):
         parent = lineage.records[edge.record] if edge.record else None
         name = parent.origin.name if parent and parent.origin else edge.name
         properties = _properties({"model_digest": edge.model_digest, "record": edge.record})
         about: dict[str, Any] = {"type": MODEL, "name": name, "properties": properties}
-        if parent and edge.record not in told:
-            told.add(parent.id)
-            about["pedigree"] = {"ancestors": _ancestors(lineage, parent, told), "notes": f"made by {parent.kind}"}
+        if parent and edge.record not in seen:
+            seen.add(parent.id)
+            about["pedigree"] = {"ancestors": _ancestors(lineage, parent, seen), "notes": f"made by {parent.kind}"}
             about["components"] = _files(parent.weights)
-        found.append(about)
-    return found
+        ancestors.append(about)
+    return ancestors
 
 
 def _files(files: Mapping[str, FileDigest]) -> list[dict[str, Any]]:
@@ -125,27 +122,25 @@ def _files(files: Mapping[str, FileDigest]) -> list[dict[str, Any]]:
 
 
 def _card(release: Release, datasets: list[str]) -> dict[str, Any]:
-    shape, use = release.architecture, release.provider.intended_use
-    told = {"architectureFamily": shape.family, "modelArchitecture": shape.name}
-    approach = {"approach": {"type": APPROACHES[release.head.kind]}} if release.head.kind in APPROACHES else {}
+    shape, use, kind = release.architecture, release.product.intended_use, APPROACHES.get(release.head.kind)
+    optional = {
+        "approach": kind and {"type": kind},
+        "architectureFamily": shape.family,
+        "modelArchitecture": shape.name,
+    }
     metrics: list[dict[str, Any]] = []
     for row in release.evaluation:
         bounds = dict(zip(("lowerBound", "upperBound"), map(str, row.interval or ()), strict=False))
         metrics.append({"type": row.metric, "value": str(row.value), "slice": row.task, "confidenceInterval": bounds})
-    facts = {
-        "parameters": shape.parameters,
-        "context": shape.context,
-        "dtypes": ", ".join(shape.dtypes),
-        "energy": NOT_KNOWN,
-    }
+    facts = {"parameters": shape.parameters, "context": shape.context, "dtypes": ", ".join(shape.dtypes)}
     return {
         "modelParameters": {
-            **approach, "task": "text-generation", **{key: value for key, value in told.items() if value},
+            "task": "text-generation", **{key: value for key, value in optional.items() if value},
             "datasets": [{"ref": ref} for ref in datasets], "inputs": [{"format": "text"}], "outputs": [{"format": "text"}],
         },
         "quantitativeAnalysis": {"performanceMetrics": metrics},
         "considerations": {"useCases": [use] if use else []},
-        "properties": _properties(facts),
+        "properties": _properties({**facts, "energy": NOT_KNOWN}),
     }  # fmt: skip
 
 
@@ -169,18 +164,16 @@ def _workflow(lineage: Lineage) -> dict[str, Any]:
         tasks.append({
             "bom-ref": ref, "uid": record.id, "name": record.stage, "taskTypes": ["merge" if record.kind == "merge" else "build"],
             "timeStart": record.started, "timeEnd": record.finished, "properties": _properties(facts),
-            "inputs": [{"resource": {"ref": each}} for each in dict.fromkeys(map(data_ref, record.data))],
+            "inputs": [{"resource": {"ref": each}} for each in dict.fromkeys(map(_ref, record.data))],
         })  # fmt: skip
-        waits.append(
-            {"ref": ref, "dependsOn": sorted({f"stage:{edge.record}" for edge in record.parents if edge.record})}
-        )
+        parents = {f"stage:{edge.record}" for edge in record.parents if edge.record}
+        waits.append({"ref": ref, "dependsOn": sorted(parents)})
     return {"bom-ref": "stages", "uid": lineage.head, "taskTypes": ["build"], "tasks": tasks, "taskDependencies": waits}
 
 
 def _properties(facts: Mapping[str, object]) -> list[dict[str, str]]:
-    return [
-        {"name": f"etude:{key}", "value": NOT_KNOWN if value is None else str(value)} for key, value in facts.items()
-    ]
+    words = {key: NOT_KNOWN if value is None else str(value) for key, value in facts.items()}
+    return [{"name": f"etude:{key}", "value": value} for key, value in words.items()]
 
 
 def spdx(release: Release) -> str:
@@ -212,8 +205,9 @@ class _Writer:
         self.model, self.release, self.objects = model, release, model.SHACLObjectSet()
         self.relationships = itertools.count()
         self.made = model.CreationInfo(specVersion="3.0.1", created=_time(release.head.finished))
-        provider = release.provider.name
-        self.agent = self._add(model.Agent if provider else model.SoftwareAgent, "agent", name=provider or "Etude")
+        self.supplier = release.product.organisation.name
+        agent = model.Agent if self.supplier else model.SoftwareAgent
+        self.agent = self._add(agent, "agent", name=self.supplier or "Etude")
         self.made.createdBy = [self.agent]
         self.made.createdUsing = [self._add(model.Tool, "etude", name=f"Etude {release.head.code.etude}")]
         self.objects.add(self.made)
@@ -225,8 +219,7 @@ class _Writer:
         models = {record.id: self._model(record) for record in records}
         top = models[lineage.head]
         self._describe(top)
-        uses = {data_ref(use): use for _, use in trained_on(lineage)}
-        data = {ref: self._dataset(ref, use) for ref, use in uses.items()}
+        data = {ref: self._dataset(ref, use) for ref, use in _datasets(lineage).items()}
         for child, edge in [(record.id, edge) for record in records for edge in record.parents]:
             key = edge.record or edge.model_digest
             models[key] = other = models.get(key) or self._stranger(edge)
@@ -235,14 +228,13 @@ class _Writer:
             else:
                 self._relate(models[child], "other", [other], comment=f"{edge.role}: {edge.name}")
         for record in in_order(lineage, "weights"):
-            if refs := dict.fromkeys(map(data_ref, record.data)):
+            if refs := dict.fromkeys(map(_ref, record.data)):
                 self._relate(models[record.id], "trainedOn", [data[ref] for ref in refs])
         self._relate(top, "contains", [self._file(path) for path in sorted(release.files)])
         self._licence(top)
         profiles = [getattr(self.model.ProfileIdentifierType, name) for name in ("core", "software", "simpleLicensing")]
-        self._add(
-            self.model.SpdxDocument, "document", name=release.name, rootElement=[top], profileConformance=profiles
-        )
+        about = {"name": release.name, "rootElement": [top], "profileConformance": profiles}
+        self._add(self.model.SpdxDocument, "document", **about)
         return self.objects
 
     def _iri(self, address: str) -> str:
@@ -273,18 +265,18 @@ class _Writer:
 
     def _stranger(self, edge: Parent) -> Any:
         """Return a model of which nothing is known but its name and the digest of its weights."""
-        told = f"it carries no record; weights {edge.model_digest}"
-        return self._add(self.model.ai_AIPackage, f"model-{edge.model_digest}", name=edge.name, comment=told)
+        comment = f"it carries no record; weights {edge.model_digest}"
+        return self._add(self.model.ai_AIPackage, f"model-{edge.model_digest}", name=edge.name, comment=comment)
 
     def _describe(self, top: Any) -> None:
         """Say of the released model what is not known of its ancestors."""
-        release, provider = self.release, self.release.provider
+        release = self.release
         top.name, top.software_packageVersion = release.name, release.version
         top.ai_typeOfModel = [name for name in ("transformer", release.architecture.family) if name]
         top.ai_limitation = " ".join(LIMITS)
         top.ai_metric = [self._entry(f"{row.task}: {row.metric}", row.value) for row in release.evaluation]
-        top.ai_informationAboutApplication = provider.intended_use or NOT_KNOWN
-        if provider.name:
+        top.ai_informationAboutApplication = release.product.intended_use or NOT_KNOWN
+        if self.supplier:
             top.suppliedBy = self.agent
 
     def _dataset(self, ref: str, use: DataUse) -> Any:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from etude.errors import one_line
 from etude.lineage import facts
 from etude.lineage.facts import NOT_KNOWN
 from etude.lineage.tree import describe_compute, render
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from etude.lineage.facts import Release
     from etude.lineage.record import Lineage
@@ -47,31 +48,29 @@ def model_card(release: Release) -> str:
     return f"---\n{_metadata(release).to_yaml()}\n---\n\n{_opening(release)}\n\n{body}\n"
 
 
-def claims(lineage: Lineage) -> dict[str, Any]:
+def hub_metadata(lineage: Lineage) -> dict[str, Any]:
     """Return the metadata that follow from the lineage alone."""
-    merged = any(
-        sum(edge.role == "weights" for edge in record.parents) > 1 for record in facts.in_order(lineage, "weights")
-    )
+    stages = facts.in_order(lineage, "weights")
+    merged = any(sum(edge.role == "weights" for edge in record.parents) > 1 for record in stages)
     head, bases = lineage.records[lineage.head], facts.base_names(lineage)
     relation = ("merge" if merged else "finetune") if bases and head.origin is None else None
     sources = [use.source.split() for _, use in facts.trained_on(lineage)]
     datasets = list(dict.fromkeys(words[1] for words in sources if words[:1] == ["dataset"]))
-    told = {"base_model": bases, "base_model_relation": relation, "datasets": datasets}
-    return {key: value for key, value in told.items() if value} | {
-        "etude_record": lineage.head, "etude_weights": head.model_digest,
-    }  # fmt: skip
+    metadata = {"base_model": bases, "base_model_relation": relation, "datasets": datasets,
+                "etude_record": lineage.head, "etude_weights": head.model_digest}  # fmt: skip
+    return {key: value for key, value in metadata.items() if value}
 
 
 def card_disagreements(text: str, lineage: Lineage) -> list[str]:
     """Return in which metadata a card and a lineage differ, a line each."""
     try:
-        told = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+        said = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
     except (ValueError, TypeError, yaml.YAMLError) as error:
-        return [f"its metadata cannot be read: {str(error).splitlines()[0]}"]
-    wanted = claims(lineage)
+        return [f"its metadata cannot be read: {one_line(error)}"]
+    wanted = hub_metadata(lineage)
     keys = dict.fromkeys(["base_model", "base_model_relation", "datasets", *wanted])
-    wrong = [key for key in keys if told.get(key) != wanted.get(key)]
-    return [f"{key} is {told.get(key)!r}, the lineage says {wanted.get(key)!r}" for key in wrong]
+    wrong = [key for key in keys if said.get(key) != wanted.get(key)]
+    return [f"{key} is {said.get(key)!r}, the lineage says {wanted.get(key)!r}" for key in wrong]
 
 
 def counted(amounts: Mapping[str, int], most: int = 5) -> str:
@@ -88,7 +87,7 @@ def _metadata(release: Release) -> Any:
         for row in release.evaluation
     ]  # fmt: skip
     return ModelCardData(
-        **claims(release.lineage), **_hub_licence(release), library_name="transformers", pipeline_tag="text-generation",
+        **hub_metadata(release.lineage), **_hub_licence(release), library_name="transformers", pipeline_tag="text-generation",
         tags=["etude"], model_name=release.name if results else None, eval_results=results or None,
     )  # fmt: skip
 
@@ -106,7 +105,7 @@ def _hub_licence(release: Release) -> dict[str, str]:
 
 
 def _opening(release: Release) -> str:
-    shape, head, provider = release.architecture, release.head, release.provider
+    shape, head, product, provider = release.architecture, release.head, release.product, release.product.organisation
     bases = " and ".join(f"`{name}`" for name in facts.base_names(release.lineage))
     fires = [duty for duty in release.duties if duty.kind == "display" and duty.outcome == "fires"]
     shown = [word for duty in fires for word in duty.words[:1]]
@@ -116,8 +115,9 @@ def _opening(release: Release) -> str:
         f"A {shape.family or 'causal'} language model of {shape.parameters:,} parameters ({', '.join(shape.dtypes)}, context "
         f"{shape.context or NOT_KNOWN}), {f'grown from {bases}' if bases else 'trained from scratch'}. Version {release.version}. "
         f"Last stage: {head.kind}, finished {head.finished} by Etude {head.code.etude}.",
-        f"Intended use: {provider.intended_use or 'not stated by the provider'}. "
-        f"Provider: {provider.name or 'not stated'}. Contact: {provider.contact or 'not stated'}.",
+        f"Intended use: {product.intended_use or 'not stated by the provider'}. "
+        f"Provider: {provider.name or 'not stated'}. Contact: {provider.contact or 'not stated'}. "
+        f"Release date: {product.release_date or 'not stated'}.",
     ])  # fmt: skip
 
 
@@ -125,16 +125,15 @@ def _tree(release: Release) -> str:
     drawn = f"![The family tree of {release.name}](tree.svg)\n\n" if "tree.svg" in release.files else ""
     lines = render(release.lineage, release.name)
     tree = "\n".join(line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…" for line in lines)
-    return f"{drawn}```text\n{tree}\n```\n\nMeasured from the weights: {facts.audited(release)}."
+    return f"{drawn}```text\n{tree}\n```\n\nMeasured from the weights: {release.audited}."
 
 
 def _stages(lineage: Lineage) -> str:
     rows = [[record.stage, record.kind, describe_compute(record.compute), f"`{record.id[:12]}`"]
             for record in facts.in_order(lineage, "weights")]  # fmt: skip
-    others = [
-        f"- {record.stage}: {edge.role} `{edge.name}`" for record, edge in facts.edges(lineage, "teacher", "judge")
-    ]
-    table = facts.markdown_table(["stage", "kind", "compute", "record"], rows)
+    edges = facts.edges(lineage, "teacher", "judge")
+    others = [f"- {record.stage}: {edge.role} `{edge.name}`" for record, edge in edges]
+    table = _table(["stage", "kind", "compute", "record"], rows)
     return "\n".join([table, *(["", "Other models took part:", "", *others] if others else [])])
 
 
@@ -145,27 +144,26 @@ def _data(lineage: Lineage) -> str:
          use.bytes, use.tokens, counted(use.licences) or NOT_KNOWN, sum(use.left_out.values())]
         for record, use in facts.trained_on(lineage)
     ]  # fmt: skip
-    before = [
-        record.origin.name for record in facts.in_order(lineage, "weights") if record.origin and not record.parents
+    unknown = [
+        f"What `{record.origin.name}` learned from before is in no record here: {NOT_KNOWN}."
+        for record in facts.in_order(lineage, "weights")
+        if record.origin and not record.parents
     ]
-    unknown = [f"What `{name}` learned from before is in no record here: {NOT_KNOWN}." for name in before]
-    return "\n\n".join([*unknown, facts.markdown_table(header, rows) if rows else "No stage read data."])
+    return "\n\n".join([*unknown, _table(header, rows) if rows else "No stage read data."])
 
 
 def _evaluation(release: Release) -> str:
     rows = [[row.task, row.metric, f"{row.value:.4g}", row.interval and "{:.4g} to {:.4g}".format(*row.interval), row.note]
             for row in release.evaluation]  # fmt: skip
-    table = facts.markdown_table(["task", "metric", "value", "95% interval", "note"], rows)
+    table = _table(["task", "metric", "value", "95% interval", "note"], rows)
     return table if rows else "No evaluation was given to this release."
 
 
 def _licences(release: Release) -> str:
-    texts = [
-        [each.licence or "unknown text, read it", each.file, each.inherited_from]
-        for each in facts.carried(release.lineage)
-    ]
+    carried = facts.carried(release.lineage)
+    texts = [[each.licence or "unknown text, read it", each.file, each.inherited_from] for each in carried]
     parts = ["These texts travel with the weights. Facts for engineering, not legal advice.",
-             facts.markdown_table(["licence", "file", "from"], texts)]  # fmt: skip
+             _table(["licence", "file", "from"], texts)]  # fmt: skip
     fires = [
         f"- {duty.text} ({duty.licence or 'unknown licence'}, from {duty.ancestor})"
         + ": " * bool(duty.words) + " or ".join(f"“{word}”" for word in duty.words)
@@ -184,3 +182,14 @@ def _checking(release: Release) -> str:
         f"Record `{release.lineage.head}`, weights `{release.head.model_digest}`. "
         "`bom.cdx.json` (CycloneDX), `spdx.json` and `attestations/` say the same to other programs."
     )
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a Markdown table; what would break a cell, or be taken for HTML, is escaped."""
+    lines = [header, ["---"] * len(header), *([_cell(value) for value in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    text = NOT_KNOWN if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

@@ -1,12 +1,8 @@
 """What the licences of all ancestors ask of a product: each clause fires, does not, or asks a question.
 
-A rule is found by the text that came with the weights, never by a name or a tag. Facts that `product.toml` does not tell
-are unknown, not false: whatever hangs on one asks for it (three-valued logic). Facts for engineering, not legal advice.
-
-What a product is like, as far as licences ask: `product.toml`.
-
-Every fact may be left out. A clause that needs one which is not there asks for it; the description of each fact is the question.
-Who, what for and when are asked by no clause: the model card and the EU forms print them.
+A rule is found by the text that came with the weights, never by a name or a tag. Facts that `product.toml` does not state
+are unknown, not false: whatever hangs on one asks for it (three-valued logic); the description of each fact is the question.
+Who, what for and when are asked by no clause: the model card prints them. Facts for engineering, not legal advice.
 """
 
 from __future__ import annotations
@@ -19,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from etude.errors import UserError, nearest
+from etude.lineage.facts import in_order, is_notice
 from etude.lineage.licences import OWN, clause_text, duty_text, folder_name, held, obligations
 from etude.lineage.record import LINEAGE_FILE, load_lineage
 
@@ -28,6 +25,7 @@ if TYPE_CHECKING:
 
     from etude.lineage.record import Lineage, Record
 
+TABLES = ("product", "organisation")
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 UNION = {"AT", "BE", "BG", "CY", "CZ", "DE", "DK", "EE", "ES", "FI", "FR", "GR", "HR", "HU", "IE", "IT", "LT", "LU", "LV", "MT",
          "NL", "PL", "PT", "RO", "SE", "SI", "SK"}  # the EU  # fmt: skip
@@ -47,15 +45,11 @@ class Organisation(BaseModel):
     country: str | None = _ask("In which country is your principal place of business (ISO code, such as DE)?")
     monthly_revenue: float | None = _ask("What is the group's revenue a month, of everything, in USD?", ge=0)
     yearly_revenue: float | None = _ask("What was the group's highest revenue in 12 months, in USD?", ge=0)
-    model_service: bool | None = _ask(
-        "Do you, or affiliates, sell access to models (inference, fine-tuning) as a service?"
-    )
+    model_service: bool | None = _ask("Does the group sell access to models (inference, fine-tuning) as a service?")
     model_service_or_work_assistant: bool | None = _ask(
-        "Do you, or affiliates, offer models as a service, or an AI assistant for work such as coding or office?"
+        "Does the group offer models as a service, or an AI assistant for work such as coding or office?"
     )
-    users_in_month: dict[str, int] | None = _ask(
-        "How many monthly active users had all products of you and your affiliates in {month}?"
-    )
+    users_in_month: dict[str, int] | None = _ask("How many monthly active users had the whole group in {month}?")
 
 
 class Product(BaseModel):
@@ -75,16 +69,12 @@ class Product(BaseModel):
     yearly_recurring_revenue: float | None = _ask("What is the product's annual recurring revenue, in USD?", ge=0)
     territories: list[str] | None = _ask("Where is it offered (ISO codes, such as US, GB; EU for all of the Union)?")
     multimodal: bool | None = _ask("Does the model take images, video or sound?")
-    weakens_guardrails: bool | None = _ask(
-        "Was a safety guardrail of the base removed or weakened, by training or else?"
-    )
+    weakens_guardrails: bool | None = _ask("Was a safety guardrail of the base removed or weakened?")
     interface: list[str] = Field(default=[], description="texts that its users see on the user interface")
     documentation: list[str] = Field(default=[], description="texts on its website, about page or in its manual")
     terms: list[str] = Field(default=[], description="passages of the terms that its users accept")
     agreements: list[str] = Field(default=[], description="ids of licences whose licensor agreed with you in writing")
-    data_acknowledged: list[str] = Field(
-        default=[], description="data you looked into although their licence is unknown"
-    )
+    data_acknowledged: list[str] = Field(default=[], description="data of unknown licence that you looked into")
     organisation: Organisation = Organisation()
 
     @model_validator(mode="after")
@@ -115,41 +105,35 @@ def question(key: str, month: str | None = None) -> str:
 def load_product(path: Path) -> Product:
     """Read `product.toml`."""
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; docs/product.toml is one to copy") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as TOML: {error}") from None
-    if wrong := [name for name in found if name not in {"product", "organisation"}]:
-        raise UserError(f"{path}: unknown table {wrong[0]!r}{nearest(wrong[0], ['product', 'organisation'])}")
-    tables = {name: found.get(name, {}) for name in ("product", "organisation")}
-    if not all(isinstance(table, dict) for table in tables.values()):
+    if wrong := [name for name in content if name not in TABLES]:
+        raise UserError(f"{path}: unknown table {wrong[0]!r}{nearest(wrong[0], TABLES)}")
+    product, organisation = (content.get(name, {}) for name in TABLES)
+    if not isinstance(product, dict) or not isinstance(organisation, dict):
         raise UserError(f"{path}: `product` and `organisation` must be tables, each once: [product], [organisation]")
-    if "organisation" in tables["product"]:
+    if "organisation" in product:
         raise UserError(f"{path}: unknown key product.organisation; it is a table of its own, [organisation]")
     try:
-        return Product.model_validate({**tables["product"], "organisation": tables["organisation"]})
+        return Product.model_validate({**product, "organisation": organisation})
     except ValidationError as error:
-        raise UserError(f"{path}: {_first(error)}") from None
-
-
-def _first(error: ValidationError) -> str:
-    first = error.errors()[0]
+        first = error.errors()[0]
     at = [str(part) for part in first["loc"]]
     key = ".".join(at if at[:1] == ["organisation"] else ["product", *at])
     if first["type"] == "extra_forbidden":
         fields = Organisation.model_fields if at[0] == "organisation" else Product.model_fields
-        return f"unknown key {key}{nearest(at[-1], set(fields) - {'organisation'})}"
-    return f"{key}: {first['msg']}"
+        raise UserError(f"{path}: unknown key {key}{nearest(at[-1], set(fields) - {'organisation'})}")
+    raise UserError(f"{path}: {key}: {first['msg']}")
 
 
 def released(product: Product | None, name: str) -> Product:
     """Return the facts of a product whose model is being released: it has a name, and others may receive the weights."""
     product = product or Product()
     if product.model_name not in {None, name}:
-        raise UserError(
-            f"the release is called {name!r}, but product.model_name is {product.model_name!r}; make them one"
-        )
+        raise UserError(f"the release is called {name!r}, product.model_name is {product.model_name!r}; make them one")
     return product.model_copy(update={"model_name": name, "distributed": product.distributed is not False})
 
 
@@ -204,8 +188,7 @@ class Duty:
     questions: tuple[Question, ...] = ()
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """What became of a condition."""
 
     outcome: Outcome
@@ -218,19 +201,19 @@ def licence_uses(folder: Path) -> list[LicenceUse]:
     lineage = load_lineage(folder) if (folder / LINEAGE_FILE).is_file() else None
     teachers = _only_teachers(lineage) if lineage else set()
     files = [(each, SELF if each.inherited_from == OWN else each.inherited_from) for each in held(folder)]
-    noticed = {name for each, name in files if _is_notice(each.file)}
+    noticed = {name for each, name in files if is_notice(each.file)}
     uses = [
-        LicenceUse(name, "teacher" if name in teachers else "weights", each.licence, each.file, name in noticed)
+        LicenceUse(name, _role(name, teachers), each.licence, each.file, name in noticed)
         for each, name in files
-        if not _is_notice(each.file)
+        if not is_notice(each.file)
     ]
     if lineage is None:
         return uses or [LicenceUse(SELF, "weights", None)]
     return [*uses, *_silent(lineage, teachers), *_data_uses(lineage)]
 
 
-def _is_notice(file: str) -> bool:
-    return file.rpartition("/")[2].upper().startswith("NOTICE")
+def _role(name: str, teachers: set[str]) -> Literal["weights", "teacher"]:
+    return "teacher" if name in teachers else "weights"
 
 
 def _name(record: Record) -> str:
@@ -239,34 +222,26 @@ def _name(record: Record) -> str:
 
 def _only_teachers(lineage: Lineage) -> set[str]:
     """Return the ancestors whose weights did not go into the model: it learned from their outputs."""
-    descent = [lineage.head]
-    for record_id in descent:  # which grows on the way
-        edges = [edge for edge in lineage.records[record_id].parents if edge.role == "weights"]
-        descent += [edge.record for edge in edges if edge.record and edge.record not in descent]
-    by_weights = {_name(lineage.records[record_id]) for record_id in descent}
-    return {_name(record) for record in lineage.records.values()} - by_weights
+    return {_name(each) for each in lineage.records.values()} - {_name(each) for each in in_order(lineage, "weights")}
 
 
 def _silent(lineage: Lineage, teachers: set[str]) -> Iterator[LicenceUse]:
     """Yield the bases that came without a licence file, and the parents that carry no record, so no licence either."""
     for record in lineage.records.values():
         if record.origin and not record.licences:
-            yield LicenceUse(_name(record), "teacher" if _name(record) in teachers else "weights", None)
+            yield LicenceUse(_name(record), _role(_name(record), teachers), None)
         for edge in record.parents:
             if edge.record is None and edge.role != "compared":
                 yield LicenceUse(edge.name, "weights" if edge.role == "weights" else "teacher", None)
 
 
-def _data_uses(lineage: Lineage) -> Iterator[LicenceUse]:
-    """Yield the licences of the data, each once."""
+def _data_uses(lineage: Lineage) -> list[LicenceUse]:
+    """Return the licences of the data, each once."""
     data = [use for record in lineage.records.values() for use in record.data]
-    found = {(use.name, licence) for use in data for licence in (use.licences or {_of_data(use.source): 0})}
-    for name, licence in sorted(found):
-        yield LicenceUse(name, "data", None if licence == UNKNOWN else licence)
-
-
-def _of_data(source: str) -> str:
-    return GENERATED if source.startswith(GENERATED) else UNKNOWN
+    named = {(use.name, licence) for use in data for licence in use.licences}
+    unnamed = [use for use in data if not use.licences]
+    named |= {(use.name, GENERATED if use.source.startswith(GENERATED) else UNKNOWN) for use in unnamed}
+    return [LicenceUse(name, "data", None if licence == UNKNOWN else licence) for name, licence in sorted(named)]
 
 
 def evaluate(
@@ -279,11 +254,9 @@ def evaluate(
     for use in uses:
         if use.role == "data":
             duties.append(_data_duty(use, product))
-        elif use.licence not in known:
-            duties.append(_to_read(use))
-        else:
-            duties += [] if use.seen else [_to_read(use)]
-            duties += _clauses(use, known[use.licence], product)
+            continue
+        duties += [] if use.seen and use.licence in known else [_to_read(use)]
+        duties += _clauses(use, known[use.licence], product) if use.licence in known else []
     return duties
 
 
@@ -360,15 +333,14 @@ class Given:
         hosting = self.licence.get("distribution_includes_hosting")
         copied = self.offered if hosting else self._holds(DISTRIBUTED)
         for name in self.licence.get("redistribution", []):
-            kind, text, words, where = KINDS[name.partition("(")[0]], duty_text(name), "", None
-            answer = copied
+            kind, words, where, answer = KINDS[name.partition("(")[0]], "", None, copied
             if kind == "notice":
                 words, where = str(self.licence.get("notice_text", "")), "NOTICE"
             elif kind == "pass on":
                 words, where = str(self.licence["restrictions_called"]), "your terms"
             elif name == "NOTICE_passthrough_if_present" and not self.use.notice:
                 answer = Answer("not", ("no NOTICE came with it",))
-            yield self.duty(kind, text + (f" “{words}”" if words else ""), answer, words, where)
+            yield self.duty(kind, duty_text(name) + (f" “{words}”" if words else ""), answer, words, where)
 
     def clause(self, clause: dict[str, Any]) -> Duty:
         """Return the duty of one clause; without conditions it holds for whatever others get at."""
@@ -387,10 +359,11 @@ class Given:
             return Answer("asks", questions=(Question(name, question(key, month)),))
         if condition["op"] == ">":
             fires, shown = value > wanted, f"{value:,.0f} ({'' if value > wanted else 'not '}> {wanted:,})"
-            return Answer("fires" if fires else "not", (f"{name} = {shown}",))
-        listed = [value] if isinstance(value, str) else value
-        fires = value is wanted if condition["op"] == "is" else bool(_places(listed) & _places(wanted))
-        shown = ", ".join(listed) if isinstance(listed, list) else str(value).lower()
+        elif condition["op"] == "is":
+            fires, shown = value is wanted, str(value).lower()
+        else:
+            listed = [value] if isinstance(value, str) else value
+            fires, shown = bool(_places(listed) & _places(wanted)), ", ".join(listed)
         return Answer("fires" if fires else "not", (f"{name} = {shown}",))
 
 
@@ -401,35 +374,30 @@ def _places(codes: Iterable[str]) -> set[str]:
 
 def either(answers: list[Answer]) -> Answer:
     """Join conditions of which one is enough."""
-    return _joined(answers, decisive="fires", otherwise="not")
+    return _joined(answers, ("fires", "asks", "not"))
 
 
 def both(answers: list[Answer]) -> Answer:
     """Join conditions that must all hold."""
-    return _joined(answers, decisive="not", otherwise="fires")
+    return _joined(answers, ("not", "asks", "fires"))
 
 
-def _joined(answers: list[Answer], decisive: Outcome, otherwise: Outcome) -> Answer:
+def _joined(answers: list[Answer], order: tuple[Outcome, ...]) -> Answer:
     """Return the decisive outcome if there is one, with what decided; else what is unknown; else all reasons."""
-    for outcome in (decisive, "asks", otherwise):
-        same = [answer for answer in answers if answer.outcome == outcome]
-        if same:
-            return Answer(outcome, tuple(reason for answer in same for reason in answer.reasons),
-                          tuple(each for answer in same for each in answer.questions))  # fmt: skip
-    raise AssertionError("no conditions to join")
+    outcome = next(outcome for outcome in order if any(answer.outcome == outcome for answer in answers))
+    same = [answer for answer in answers if answer.outcome == outcome]
+    reasons = tuple(reason for answer in same for reason in answer.reasons)
+    return Answer(outcome, reasons, tuple(question for answer in same for question in answer.questions))
 
 
 def notice(duties: Iterable[Duty], name: str) -> str:
     """Return the NOTICE of a release: whose work is in it, that it was changed, and the sentences licences want there."""
     fired = [duty for duty in duties if duty.outcome == "fires"]
-    ancestors = {
-        f"{duty.ancestor} ({duty.licence})" for duty in fired if duty.kind == "changes" and duty.ancestor != SELF
-    }
+    changes = [duty for duty in fired if duty.kind == "changes" and duty.ancestor != SELF]
+    changed = {f"{duty.ancestor} ({duty.licence}) was changed to make it." for duty in changes}
     wanted = {duty.words[0] for duty in fired if duty.kind == "notice" and duty.words}
     head = f"{name} was made from the work of others. Their licences and notices lie in LICENSES as they were received."
-    return (
-        "\n\n".join([head, *(f"{each} was changed to make it." for each in sorted(ancestors)), *sorted(wanted)]) + "\n"
-    )
+    return "\n\n".join([head, *sorted(changed), *sorted(wanted)]) + "\n"
 
 
 def unmet(duties: Iterable[Duty], product: Product, card: str | None = None, noted: str = "") -> list[str]:

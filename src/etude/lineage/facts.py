@@ -1,6 +1,6 @@
-"""What the documents of a release are written from: one set of facts, so that the card, the BOMs and the forms cannot disagree.
+"""The facts of a release, collected once: the card, the bills of materials, the gate and `etude verify` all read them here.
 
-Nothing here is asked of a person but `Provider`; everything else comes from records and files. A fact that nobody recorded is None,
+Nothing here is asked of a person but `product`; everything else comes from records and files. A fact that nobody recorded is None,
 and each document says so in the words of `NOT_KNOWN`.
 """
 
@@ -16,11 +16,11 @@ from etude.lineage.licences import obligations
 from etude.lineage.weight_files import read_header
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from etude.lineage.duties import Duty
-    from etude.lineage.record import CarriedLicence, DataUse, FileDigest, Lineage, Parent, Record
+    from etude.lineage.duties import Duty, Product
+    from etude.lineage.record import CarriedLicence, DataUse, FileDigest, Lineage, Origin, Parent, Record
 
 NOT_KNOWN = "not known"
 
@@ -48,16 +48,6 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Provider:
-    """What only the releasing person can say."""
-
-    name: str | None = None
-    contact: str | None = None
-    intended_use: str | None = None
-    release_date: str | None = None  # ISO 8601
-
-
-@dataclass(frozen=True)
 class Release:
     """All facts of a release. `files`: by path in the release folder, without the documents that are made from this."""
 
@@ -66,18 +56,25 @@ class Release:
     lineage: Lineage
     files: Mapping[str, FileDigest]
     architecture: Architecture
+    product: Product  # what only the releasing person can say
     licence: str | None = None  # id of our own LICENSE, if its text is known
     duties: Sequence[Duty] = ()
     compute_lines: Sequence[str] = ()  # the shares of compute in words, `Shares.lines()`
     compute: Mapping[str, Any] = field(default_factory=dict)  # the same for programs, `Shares.to_json()`
     evaluation: Sequence[Measured] = ()
     audit: Mapping[str, Any] | None = None  # `Finding.to_json()`; None: not audited
-    provider: Provider = field(default_factory=Provider)
 
     @property
     def head(self) -> Record:
         """The record of the released model."""
         return self.lineage.records[self.lineage.head]
+
+    @property
+    def audited(self) -> str:
+        """What the audit of the weights says, and against what."""
+        if self.audit is None:
+            return "compared with no known base"
+        return f"against {self.audit['reference']}: {self.audit['verdict']['sentence']}"
 
 
 def read_architecture(folder: Path) -> Architecture:
@@ -94,38 +91,52 @@ def read_architecture(folder: Path) -> Architecture:
     )
 
 
+@dataclass(frozen=True)
+class Claim:
+    """A base that a tree says its weights start from."""
+
+    name: str
+    digest: str  # of its weights
+
+
 def in_order(lineage: Lineage, *roles: str) -> list[Record]:
     """Return the head and its ancestors, parents before children; `roles`: follow only such edges."""
-    found: dict[str, Record] = {}
+    ordered: dict[str, Record] = {}
 
     def visit(key: str) -> None:
         for edge in lineage.records[key].parents:
-            if edge.record and edge.record not in found and (not roles or edge.role in roles):
+            if edge.record and edge.record not in ordered and (not roles or edge.role in roles):
                 visit(edge.record)
-        found[key] = lineage.records[key]
+        ordered[key] = lineage.records[key]
 
     visit(lineage.head)
-    return list(found.values())
+    return list(ordered.values())
 
 
-def roots(lineage: Lineage) -> list[Record]:
+def roots(lineage: Lineage) -> list[tuple[Record, Origin]]:
     """Return the records of the bases a model grew from: those with an origin that have no such ancestor themselves."""
-    found, grown = [], set()
+    bases, grown = [], set()
     for record in in_order(lineage, "weights"):
         inherits = any(edge.record in grown for edge in record.parents if edge.role == "weights")
         if record.origin and not inherits:
-            found.append(record)
+            bases.append((record, record.origin))
         if record.origin or inherits:
             grown.add(record.id)
-    return found
+    return bases
+
+
+def claims(lineage: Lineage) -> list[Claim]:
+    """Return the bases of a tree, parents without a record included; none for a model made from nothing."""
+    recordless = [Claim(edge.name, edge.model_digest) for _, edge in edges(lineage, "weights") if edge.record is None]
+    known = [Claim(origin.name, base.model_digest) for base, origin in roots(lineage)]
+    return list(dict.fromkeys([*known, *recordless]))
 
 
 def base_names(lineage: Lineage) -> list[str]:
-    """Return what the bases are called, by hub name where they came from the hub; empty: trained from scratch."""
-    origins = [record.origin for record in roots(lineage) if record.origin]
-    names = [origin.source[4:] if origin.source.startswith("hub ") else origin.name for origin in origins]
-    recordless = [edge.name for record, edge in edges(lineage, "weights") if edge.record is None]
-    return list(dict.fromkeys([*names, *recordless]))
+    """Return the names of the bases, by hub name where they came from the hub; empty: trained from scratch."""
+    sources = {base.model_digest: origin.source for base, origin in roots(lineage)}
+    hub = {digest: source[4:] for digest, source in sources.items() if source.startswith("hub ")}
+    return list(dict.fromkeys(hub.get(claim.digest, claim.name) for claim in claims(lineage)))
 
 
 def edges(lineage: Lineage, *roles: str) -> list[tuple[Record, Parent]]:
@@ -141,39 +152,21 @@ def trained_on(lineage: Lineage) -> list[tuple[Record, DataUse]]:
 def carried(lineage: Lineage) -> list[CarriedLicence]:
     """Return the licence files of the whole tree: those of the head, and any text that only an ancestor had."""
     own = lineage.records[lineage.head].licences
-    told = {each.sha256 for each in own}
-    others = {each.sha256: each for record in in_order(lineage) for each in record.licences if each.sha256 not in told}
-    return [*own, *others.values()]
+    others = {each.sha256: each for record in in_order(lineage) for each in record.licences}
+    return [*own, *(each for sha256, each in others.items() if sha256 not in {mine.sha256 for mine in own})]
+
+
+def is_notice(file: str, *others: str) -> bool:
+    """Say whether a licence file is a notice, or one of other such kinds, which are no licences of their own."""
+    return PurePosixPath(file).name.upper().startswith(("NOTICE", *others))
 
 
 def licence_terms(release: Release) -> list[str]:
     """Return the SPDX ids of all licences that apply at once, our own first. Notices are no licences of their own."""
     known = {entry["id"]: str(entry["spdx"]) for entry in obligations()}
-    files = carried(release.lineage)
+    texts = [each for each in carried(release.lineage) if each.licence or not is_notice(each.file, "COPYRIGHT")]
+    terms = [(each.licence, each.sha256) for each in texts]
     ours = release.files.get("LICENSE")
-    own = [known[release.licence]] if release.licence else []
-    if ours and not own and ours.sha256 not in {each.sha256 for each in files}:
-        own = [f"LicenseRef-unidentified-{ours.sha256[:12]}"]
-    theirs = [
-        known[each.licence] if each.licence else f"LicenseRef-unidentified-{each.sha256[:12]}"
-        for each in files
-        if each.licence or not PurePosixPath(each.file).name.upper().startswith(("NOTICE", "COPYRIGHT"))
-    ]
-    return list(dict.fromkeys([*own, *theirs]))
-
-
-def audited(release: Release) -> str:
-    """Return what the audit of the weights says, and against what."""
-    audit = release.audit
-    return f"against {audit['reference']}: {audit['verdict']['sentence']}" if audit else "compared with no known base"
-
-
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table; what would break a cell, or be taken for HTML, is escaped."""
-    lines = [header, ["---"] * len(header), *([_cell(value) for value in row] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _cell(value: object) -> str:
-    text = NOT_KNOWN if value is None else f"{value:,}" if isinstance(value, int) else str(value)
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    if release.licence or (ours and ours.sha256 not in {each.sha256 for each in texts}):
+        terms.insert(0, (release.licence, ours.sha256 if ours else ""))
+    return list(dict.fromkeys(known[name] if name else f"LicenseRef-unidentified-{sha[:12]}" for name, sha in terms))

@@ -1,13 +1,13 @@
-"""What a release is refused for, and how to put it right. Pure: what was measured comes in, refusals come out.
+"""The reasons to refuse a release, and how to put each right.
 
-`etude release` asks before it writes anything, `etude verify` asks the same of a finished folder. There are five reasons: the
-weights do not come from the base that is claimed, or come from another known one; a licence file is missing or altered; a
-duty of a licence is not met; data of unknown licence went in and nobody said so; a record or a digest does not match.
+`etude release` asks before it writes anything, `etude verify` asks the same of a finished folder.
 
-Is the tree's claim true? The weights of a model against the bases its lineage names, and against every known one.
+There are five reasons: the weights do not come from the base that is claimed, or come from another known one; a licence file is
+missing or altered; a duty of a licence is not met; data of unknown licence went in and nobody said so; a record or a digest does
+not match.
 
-A claimed base is compared by its own weights where they are at hand (given, or beside the model in its run), and by its sketch
-in the library. What comes out is judged in gate.py.
+A claimed base is compared by its own weights where they are at hand (given, or beside the model in its run), and by its sketch in
+the library. All functions but the last two are pure: matches come in, refusals come out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from etude.errors import UserError
 from etude.lineage.audit.examine import examine, examine_library, open_model
 from etude.lineage.audit.sketch import digest_weights
-from etude.lineage.facts import carried, edges, in_order, roots
+from etude.lineage.facts import carried, claims, in_order
 from etude.lineage.record import LINEAGE_FILE, load_lineage
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from etude.lineage.audit.examine import Finding
     from etude.lineage.audit.sketch import Sketch
+    from etude.lineage.facts import Claim
     from etude.lineage.record import Lineage
     from etude.progress import Reporter
 
@@ -50,14 +51,6 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Claim:
-    """A base that a tree says its weights start from."""
-
-    name: str
-    digest: str  # of its weights
-
-
-@dataclass(frozen=True)
 class Match:
     """How the weights compare with those of one known model."""
 
@@ -74,13 +67,6 @@ class Match:
         return self.name == claim.name or self.digest == claim.digest
 
 
-def claims(lineage: Lineage) -> list[Claim]:
-    """Return the bases of a tree; none for a model made from nothing."""
-    origins = [Claim(record.origin.name, record.model_digest) for record in roots(lineage) if record.origin]
-    recordless = [Claim(edge.name, edge.model_digest) for _, edge in edges(lineage, "weights") if edge.record is None]
-    return list(dict.fromkeys([*origins, *recordless]))
-
-
 def in_tree(match: Match, lineage: Lineage) -> bool:
     """Say whether a known model is an ancestor: by its name, by its weights, or as what a base continues."""
     records = in_order(lineage, "weights")
@@ -89,17 +75,16 @@ def in_tree(match: Match, lineage: Lineage) -> bool:
     return match.name in names or match.digest in digests or any(map(match.is_of, claims(lineage)))
 
 
-def unchecked(lineage: Lineage, matches: Sequence[Match]) -> list[Claim]:
+def unchecked(lineage: Lineage, matches: Sequence[Match]) -> list[str]:
     """Return the claimed bases that the weights were not compared with."""
-    return [claim for claim in claims(lineage) if not any(match.is_of(claim) for match in matches)]
+    return [claim.name for claim in claims(lineage) if not any(match.is_of(claim) for match in matches)]
 
 
 def unchecked_refusals(lineage: Lineage, matches: Sequence[Match]) -> list[Refusal]:
-    """Refuse a claim that nobody looked into."""
+    """Refuse a claim that could not be checked."""
     what = "the claimed base {} could not be compared with these weights"
     fix = "give its folder with --base, or add it with `etude library add FOLDER {}`"
-    names = [claim.name for claim in unchecked(lineage, matches)]
-    return [Refusal("base", what.format(name), fix.format(name)) for name in names]
+    return [Refusal("base", what.format(name), fix.format(name)) for name in unchecked(lineage, matches)]
 
 
 def base_refusals(lineage: Lineage, matches: Sequence[Match]) -> list[Refusal]:
@@ -115,26 +100,26 @@ def base_refusals(lineage: Lineage, matches: Sequence[Match]) -> list[Refusal]:
         for name, compared in about.items()
         if compared and not any(match.derived for match in compared)
     ]
-    found = [match for match in matches if match.derived]
-    known = [match for match in found if in_tree(match, lineage)]
+    derived = [match for match in matches if match.derived]
+    known = [match for match in derived if in_tree(match, lineage)]
     ranked = [match for match in known if match.against == "sketch"] or known
     best = max((match.closeness for match in ranked), default=-1.0)
     clearly = best + MARGIN + CHANCE * (1 - best)
-    told = "is not in the tree, but these weights match it better than any base that is"
+    what = "is not in the tree, but these weights match it better than any base that is"
     return refusals + [
-        Refusal("base", f"{match.name} {told}: {match.sentence}", "name it as the base, and meet its licence")
-        for match in found
+        Refusal("base", f"{match.name} {what}: {match.sentence}", "name it as the base, and meet its licence")
+        for match in derived
         if match not in known and match.closeness > clearly
     ]
 
 
 def licence_refusals(lineage: Lineage, present: Mapping[str, str]) -> list[Refusal]:
     """Refuse a licence file of any ancestor that is not among `present` (digests by path) with the bytes it came with."""
-    lost = [each for each in carried(lineage) if each.sha256 not in present.values()]
     fix = "put it back as it was received: it must travel with the weights"
     return [
         Refusal("licence", f"{each.file} ({each.licence or 'unknown text'}, from {each.inherited_from}) {how}", fix)
-        for each in lost
+        for each in carried(lineage)
+        if each.sha256 not in present.values()
         for how in ["was altered" if each.file in present else "is missing"]
     ]
 
@@ -149,11 +134,6 @@ def unlicensed_refusals(lineage: Lineage, matches: Iterable[Match], held: Collec
     ]
 
 
-def duty_refusals(unmet: Iterable[str]) -> list[Refusal]:
-    """Refuse duties that fire and are not met."""
-    return [Refusal("duty", duty, "`etude licences` lists all duties") for duty in unmet]
-
-
 def data_refusals(unknown: Sequence[str], acknowledged: Iterable[str]) -> list[Refusal]:
     """Refuse data of unknown licence, unless whoever releases says that they know."""
     if not unknown or UNKNOWN_DATA in acknowledged:
@@ -162,36 +142,30 @@ def data_refusals(unknown: Sequence[str], acknowledged: Iterable[str]) -> list[R
     return [Refusal("data", f"data of unknown licence went in: {'; '.join(unknown)}", fix)]
 
 
-def record_refusals(wrong: Iterable[str]) -> list[Refusal]:
-    """Refuse files that are not those of the record."""
-    return [Refusal("record", line, "restore it from a copy, or run the stage again") for line in wrong]
-
-
 def compare_claims(
     model: Path, name: str, bases: Mapping[Claim, Path], sketches: Sequence[Sketch], reporter: Reporter
 ) -> list[tuple[Match, dict[str, Any]]]:
     """Compare a model with the bases at hand and with all sketches; each match comes with the audit's whole finding."""
-    suspect = open_model(model, name)
+    suspect, compared = open_model(model, name), len(bases) + len(sketches)
     if unread := suspect.weights.unread:  # the audit would read the ones, and whoever loads the model the others
         raise UserError(f"{model} holds {unread[0]}… beside what was compared; which is the model's cannot be told")
-    found = []
-    for claim, folder in bases.items():
-        finding = examine(open_model(folder, claim.name), suspect, reporter, len(bases) + len(sketches))
-        found.append(_told(finding, claim.digest))
-    facts = {sketch.facts.name: sketch.facts for sketch in sketches}
-    library = examine_library(suspect, sketches, reporter, len(bases) + len(sketches))
-    known = [(finding, facts[finding.reference]) for finding in library]
-    return found + [_told(finding, about.model_digest, about.licence) for finding, about in known]
+    matches = [
+        _match(examine(open_model(folder, claim.name), suspect, reporter, compared), claim.digest, None)
+        for claim, folder in bases.items()
+    ]
+    facts = {sketch.name: sketch.facts for sketch in sketches}
+    library = [(each, facts[each.reference]) for each in examine_library(suspect, sketches, reporter, compared)]
+    return matches + [_match(finding, about.model_digest, about.licence) for finding, about in library]
 
 
-def _told(finding: Finding, digest: str | None, licence: str | None = None) -> tuple[Match, dict[str, Any]]:
+def _match(finding: Finding, digest: str, licence: str | None) -> tuple[Match, dict[str, Any]]:
     verdict = finding.verdict
-    derived = verdict.word in {"same", "derived"}
     effects: dict[str, float] = {}
     for test in finding.tests:
         effects[test.name] = max(test.effect, effects.get(test.name, 0.0))  # a test is made again for a rotated copy
     # p-values are the same for a parent and a grandparent once every neuron is found again; sizes of effects are not.
     closeness = sum(effects.values()) / max(1, len(effects))
+    derived = verdict.word in {"same", "derived"}
     match = Match(finding.reference, digest, finding.against, derived, closeness, verdict.sentence, licence)
     return match, finding.to_json()
 
@@ -199,22 +173,20 @@ def _told(finding: Finding, digest: str | None, licence: str | None = None) -> t
 def base_folders(model: Path, lineage: Lineage, given: Sequence[Path], reporter: Reporter) -> dict[Claim, Path]:
     """Return the folders of claimed bases that are at hand, known by the digest of their weights."""
     wanted = {claim.digest: claim for claim in claims(lineage)}
-    found = {}
+    folders = {}
     for folder in given:
         if not any(folder.glob("*.safetensors")):
             raise UserError(f"--base {folder} holds no safetensors; give the folder of the base's weights")
         digest = digest_weights(folder, reporter)
         if digest not in wanted:
             named = ", ".join(f"{claim.name} ({claim.digest[:12]})" for claim in wanted.values()) or "none"
-            raise UserError(
-                f"--base {folder} is no base of this model: its weights are {digest[:12]}; the tree names {named}"
-            )
-        found[wanted[digest]] = folder
+            raise UserError(f"--base {folder} (weights {digest[:12]}) is no base of this model; the tree names {named}")
+        folders[wanted[digest]] = folder
     run = model.parent.parent
     beside = sorted(run.glob(f"*/{model.name}/{LINEAGE_FILE}")) if (run / "run.json").is_file() else []
     for folder in (path.parent for path in beside):
         known = load_lineage(folder)
         claim = wanted.get(known.records[known.head].model_digest)
-        if claim and claim not in found and digest_weights(folder, reporter) == claim.digest:
-            found[claim] = folder
-    return found
+        if claim and claim not in folders and digest_weights(folder, reporter) == claim.digest:
+            folders[claim] = folder
+    return folders

@@ -21,8 +21,8 @@ from etude.lineage.bom import bom, spdx
 from etude.lineage.card import model_card
 from etude.lineage.compute import compute_shares
 from etude.lineage.duties import UNKNOWN, evaluate, licence_uses, load_product, notice, released, unmet
-from etude.lineage.facts import Provider, Release, in_order, read_architecture
-from etude.lineage.gate import base_folders, compare_claims
+from etude.lineage.facts import Release, claims, in_order, read_architecture
+from etude.lineage.gate import Refusal
 from etude.lineage.licences import LICENCE_NAME, LICENSES, carry, folder_name, held, identify
 from etude.lineage.record import LINEAGE_FILE, FileDigest, load_lineage
 from etude.lineage.signing import folder_digests, public_pem, seal, sign_folder, statement
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from etude.lineage.audit.sketch import Sketch
     from etude.lineage.compute import Known, Shares
     from etude.lineage.duties import Duty, Product
-    from etude.lineage.facts import Architecture, Measured
-    from etude.lineage.gate import Refusal
+    from etude.lineage.facts import Measured
     from etude.lineage.record import Lineage, Record
     from etude.progress import Reporter
 
@@ -72,38 +71,42 @@ def make_release(
     if out.exists():
         raise UserError(f"{out} exists; a release is never changed: choose another folder, or remove this one")
     if not order.name.strip() or not order.name.isprintable():  # it is a heading, a duty is held against it
-        raise UserError(
-            f"{order.name!r} is no name for a model: use letters that can be printed, in one line, with --name"
-        )
+        raise UserError(f"{order.name!r} is no name for a model: give printable letters, in one line, with --name")
     public_pem(order.key)  # a key that cannot sign is better known before the work
     product = released(load_product(order.product) if order.product else None, order.name)
     folder = find_model(model)
     lineage = load_lineage(folder)
     digests = folder_digests(folder, reporter)
-    wrong = wrong_files(lineage.records[lineage.head], digests)
-    _refuse([*gate.record_refusals(wrong), *gate.licence_refusals(lineage, digests)])
-    if left := _left_out(lineage.records[lineage.head], digests):
-        reporter.say(f"not released, for no record names them: {', '.join(left)}")
-    compared = compare_claims(
-        folder, order.name, base_folders(folder, lineage, order.bases, reporter), sketches, reporter
-    )
-    matches = [match for match, _ in compared]
+    _refuse_changes(lineage, digests, reporter)
+    bases = gate.base_folders(folder, lineage, order.bases, reporter)
+    compared = gate.compare_claims(folder, order.name, bases, sketches, reporter)
     with _work_folder(out) as work:
         _copy_small_files(folder, work, lineage, order)
-        duties = evaluate(licence_uses(work), product)
         audit = next((finding for match, finding in compared if gate.in_tree(match, lineage)), None)
-        shares, shape = compute_shares(lineage, known), read_architecture(folder)
-        facts = _facts(work, lineage, order, product, duties, audit, shares, shape)
+        facts = _facts(folder, work, lineage, order, product, compute_shares(lineage, known), audit)
         documents = _documents(facts, order, [finding for _, finding in compared])
-        _refuse([
-            *gate.unchecked_refusals(lineage, matches),
-            *gate.base_refusals(lineage, matches),
-            *gate.unlicensed_refusals(lineage, matches, {each.licence for each in held(folder)}),
-            *gate.duty_refusals(unmet(duties, product, documents[CARD], documents[NOTICE])),
-            *gate.data_refusals(unknown_data(duties), order.acknowledged),
-        ])  # fmt: skip
+        missing = unmet(facts.duties, product, documents[CARD], documents[NOTICE])
+        _refuse(
+            [
+                *gate.base_refusals(lineage, matches := [match for match, _ in compared]),
+                *gate.unchecked_refusals(lineage, matches),
+                *gate.unlicensed_refusals(lineage, matches, {each.licence for each in held(folder)}),
+                *(Refusal("duty", duty, "`etude licences` lists all duties") for duty in missing),
+                *gate.data_refusals(unknown_data(facts.duties), order.acknowledged),
+            ]
+        )
         _write(facts, documents, folder, work, order, reporter)
         publish_folder(work, out)
+
+
+def _refuse_changes(lineage: Lineage, digests: Mapping[str, str], reporter: Reporter) -> None:
+    """Refuse a model's folder that is not as it was recorded; say what in it will not be released."""
+    head, fix = lineage.records[lineage.head], "restore it from a copy, or run the stage again"
+    wrong = [Refusal("record", line, fix) for line in wrong_files(head, digests)]
+    _refuse([*wrong, *gate.licence_refusals(lineage, digests)])
+    known = {*released_files(head), LINEAGE_FILE, CARD}
+    if left := [name for name in digests if name not in known and not is_licence(name)]:
+        reporter.say(f"not released, for no record names them: {', '.join(left)}")
 
 
 def _refuse(refusals: Sequence[Refusal]) -> None:
@@ -139,12 +142,6 @@ def wrong_files(record: Record, digests: Mapping[str, str]) -> list[str]:
     return [*missing, *(f"{name} is not the file that was recorded" for name in changed), *extra]
 
 
-def _left_out(record: Record, digests: Mapping[str, str]) -> list[str]:
-    """Return the files of a model's folder that somebody put there after it was recorded."""
-    known = {*released_files(record), LINEAGE_FILE, CARD}
-    return [name for name in digests if name not in known and not is_licence(name)]
-
-
 def is_licence(name: str) -> bool:
     """Say whether a file of a model's folder, given by its path there, is a licence, a notice or a policy."""
     return name.startswith(f"{LICENSES}/") or LICENCE_NAME.fullmatch(name) is not None
@@ -163,7 +160,7 @@ def _copy_small_files(folder: Path, work: Path, lineage: Lineage, order: Order) 
     record = lineage.records[lineage.head]
     for name in [*(released_files(record).keys() - record.weights.keys()), LINEAGE_FILE]:
         _copy(folder / name, work / name)
-    carry(folder, work, next((base.name for base in gate.claims(lineage)), order.name))
+    carry(folder, work, next((base.name for base in claims(lineage)), order.name))
     for name, file in ((PRODUCT, order.product), (LICENSE, order.licence or folder / LICENSE)):
         if file and file.is_file():
             _copy(file, work / name)
@@ -177,10 +174,9 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _facts(
-    work: Path, lineage: Lineage, order: Order, product: Product, duties: Sequence[Duty],
-    audit: dict[str, Any] | None, shares: Shares, architecture: Architecture,
+    folder: Path, work: Path, lineage: Lineage, order: Order, product: Product, shares: Shares, audit: dict[str, Any] | None
 ) -> Release:  # fmt: skip
-    own, company = work / LICENSE, product.organisation
+    own = work / LICENSE
     small = {
         file.relative_to(work).as_posix(): FileDigest(sha256=sha256_file(file), bytes=file.stat().st_size)
         for file in files_below(work)
@@ -190,21 +186,21 @@ def _facts(
         version=lineage.head[:12],
         lineage=lineage,
         files=dict(sorted((small | lineage.records[lineage.head].weights).items())),
-        architecture=architecture,
+        architecture=read_architecture(folder),
+        product=product,
         licence=identify(own.read_text(encoding="utf-8", errors="replace")) if own.exists() else None,
-        duties=duties,
+        duties=evaluate(licence_uses(work), product),
         compute_lines=shares.lines(),
         compute=shares.to_json(),
         evaluation=order.evaluation,
         audit=audit,
-        provider=Provider(company.name, company.contact, product.intended_use, product.release_date),
     )
 
 
 def _documents(facts: Release, order: Order, findings: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Return the texts of a release by path."""
-    claims = [{"name": claim.name, "digest": claim.digest} for claim in gate.claims(facts.lineage)]
-    audit = {"release": facts.name, "claims": claims, "findings": findings, "acknowledged": sorted(order.acknowledged)}
+    bases = [{"name": claim.name, "digest": claim.digest} for claim in claims(facts.lineage)]
+    audit = {"release": facts.name, "claims": bases, "findings": findings, "acknowledged": sorted(order.acknowledged)}
     return {
         CARD: model_card(facts),
         NOTICE: notice(facts.duties, facts.name),

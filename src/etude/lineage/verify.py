@@ -8,7 +8,6 @@ edited, licences that were dropped, a base that the weights do not come from.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from etude.errors import UserError, one_line
@@ -17,8 +16,7 @@ from etude.lineage import gate, release, signing
 from etude.lineage.bom import bom_errors, spdx_errors
 from etude.lineage.card import card_disagreements
 from etude.lineage.duties import evaluate, licence_uses, load_product, released, unmet
-from etude.lineage.facts import in_order
-from etude.lineage.gate import compare_claims
+from etude.lineage.facts import claims, in_order
 from etude.lineage.licences import held
 from etude.lineage.record import LINEAGE_FILE, Record, load_lineage
 from etude.lineage.release import ATTESTATIONS, AUDIT, BOM, CARD, NOTICE, PRODUCT, SPDX
@@ -31,6 +29,8 @@ if TYPE_CHECKING:
     from etude.lineage.audit.sketch import Sketch
     from etude.lineage.record import Lineage
     from etude.progress import Reporter
+
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,14 @@ class Verification:
             self.checks.append(Check(name, "failed" if wrong else "ok", wrong or (fine,)))
         except OpenError as why:
             self.checks.append(Check(name, "open", (str(why),)))
-        except (
-            UserError,
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:
+        except (UserError, *UNREADABLE) as error:
             self.checks.append(Check(name, "failed", (f"cannot be read: {one_line(error)}",)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it for a script."""
+        checks = [{"check": check.name, "outcome": check.outcome, "lines": list(check.lines)} for check in self.checks]
+        key = {"fingerprint": fingerprint(self.pem), "given": self.trusted}
+        return {"folder": str(self.folder), "verified": not self.failed, "key": key, "checks": checks}
 
 
 def verify_release(folder: Path, key: Path | None, sketches: Sequence[Sketch], reporter: Reporter) -> Verification:
@@ -88,40 +85,41 @@ def verify_release(folder: Path, key: Path | None, sketches: Sequence[Sketch], r
     source = key or folder / PUBLIC_KEY
     if not source.is_file():
         raise UserError(f"the public key {source} does not exist; give the owner's with --key")
-    found = Verification(folder, source.read_bytes(), key is not None, signing.folder_digests(folder, reporter))
-    _check_signature(found)
-    found.check("records", lambda: _edited_records(folder), "each has the digest by which its children name it")
-    if any(check.name == "records" for check in found.failed):
-        found.checks.append(Check("the rest", "open", ("not checked: it is about what the records say",)))
-        return found
+    result = Verification(folder, source.read_bytes(), key is not None, signing.folder_digests(folder, reporter))
+    _check_signature(result)
+    result.check("records", lambda: _edited_records(folder), "each has the digest by which its children name it")
+    if any(check.name == "records" for check in result.failed):
+        result.checks.append(Check("the rest", "open", ("not checked: it is about what the records say",)))
+        return result
     lineage = load_lineage(folder)
-    _check_contents(found, lineage)
-    _check_documents(found, lineage)
+    _check_contents(result, lineage)
+    _check_documents(result, lineage)
     names = _bases(lineage, sketches) or "none is claimed, and no other known one matches"
-    wrong_base = partial(_wrong_base, found, lineage, sketches, reporter)
-    found.check("base", wrong_base, f"measured from the weights: {names}")
-    return found
+    fine = f"measured from the weights: {names}"
+    result.check("base", lambda: _wrong_base(result, lineage, sketches, reporter), fine)
+    return result
 
 
-def _check_signature(found: Verification) -> None:
-    mine = fingerprint(found.pem)
-    owner = "which you gave" if found.trusted else "found in the folder: compare it with what the owner publishes"
+def _check_signature(result: Verification) -> None:
+    mine = fingerprint(result.pem)
+    owner = "which you gave" if result.trusted else "found in the folder: compare it with what the owner publishes"
     try:
-        signed = signing.signed_files(found.folder, found.pem)
+        signed = signing.signed_files(result.folder, result.pem)
     except BadSignatureError:
         wrong = f"{SIGNATURE} is not a signature by key {mine[:16]}: another key made it, or it was edited"
-        found.checks.append(Check("signature", "failed", (wrong,)))
+        result.checks.append(Check("signature", "failed", (wrong,)))
     else:
-        found.checks.append(Check("signature", "ok", (f"by key {mine}, {owner}",)))
-        found.check("files", lambda: _changed(signed, found.digests), f"{len(signed)} files, all as they were signed")
+        result.checks.append(Check("signature", "ok", (f"by key {mine}, {owner}",)))
+        fine = f"{len(signed)} files, all as they were signed"
+        result.check("files", lambda: _changed(signed, result.digests), fine)
 
 
 def _changed(signed: dict[str, str], present: dict[str, str]) -> list[str]:
     """Return what happened to files after they were signed, a line each."""
     missing = [f"{_what(name)} {name} was deleted after signing" for name in signed if name not in present]
     extra = [f"{name} was added after signing" for name in present if name not in signed]
-    both = [name for name in signed if name in present and present[name] != signed[name]]
-    return [*missing, *extra, *(f"{_what(name)} {name} was changed after signing" for name in both)]
+    changed = [name for name in signed if name in present and present[name] != signed[name]]
+    return [*missing, *extra, *(f"{_what(name)} {name} was changed after signing" for name in changed)]
 
 
 def _what(name: str) -> str:
@@ -133,7 +131,7 @@ def _what(name: str) -> str:
 
 
 def _edited_records(folder: Path) -> list[str]:
-    filed = {key: Record.model_validate(told) for key, told in read_json(folder / LINEAGE_FILE)["records"].items()}
+    filed = {key: Record.model_validate(each) for key, each in read_json(folder / LINEAGE_FILE)["records"].items()}
     edited = [
         f"the record of stage {record.stage} was edited: it is filed as {key[:12]}, but its digest is {record.id[:12]}"
         for key, record in filed.items()
@@ -146,37 +144,37 @@ def _edited_records(folder: Path) -> list[str]:
     return [f"the record of stage {filed[key].stage} is of no ancestor of this model" for key in sorted(strangers)]
 
 
-def _check_contents(found: Verification, lineage: Lineage) -> None:
+def _check_contents(result: Verification, lineage: Lineage) -> None:
     """Check that weights, licences and statements are those of the records."""
     head = lineage.records[lineage.head]
-    lost = [str(each) for each in gate.licence_refusals(lineage, found.digests)]
-    told = f"the files of record {head.id[:12]} ({head.stage})"
-    found.check("weights", lambda: release.wrong_files(head, found.digests), told)
-    found.check("licences", lambda: lost, "the texts of all ancestors are there, as they were received")
-    told = f"{len(lineage.records)} stages, each signed and equal to its record"
-    found.check("attestations", lambda: _wrong_attestations(found, lineage), told)
+    fine = f"the files of record {head.id[:12]} ({head.stage})"
+    result.check("weights", lambda: release.wrong_files(head, result.digests), fine)
+    lost = [str(each) for each in gate.licence_refusals(lineage, result.digests)]
+    result.check("licences", lambda: lost, "the texts of all ancestors are there, as they were received")
+    fine = f"{len(lineage.records)} stages, each signed and equal to its record"
+    result.check("attestations", lambda: _wrong_attestations(result, lineage), fine)
 
 
-def _wrong_attestations(found: Verification, lineage: Lineage) -> list[str]:
+def _wrong_attestations(result: Verification, lineage: Lineage) -> list[str]:
     wrong = []
     names = {release.attestation_name(number, record): record for number, record in enumerate(in_order(lineage), 1)}
     for name, record in names.items():
-        if name not in found.digests:
+        if name not in result.digests:
             wrong.append(f"{name} is missing: stage {record.stage} is not attested")
             continue
         try:
-            said = signing.unseal(read_json(found.folder / name), found.pem)
+            said = signing.unseal(read_json(result.folder / name), result.pem)
         except (BadSignatureError, ValueError):
             wrong.append(f"{name} is not signed by this key, or was edited")
             continue
         if said != statement(record, lineage) or statement_errors(said):
             wrong.append(f"{name} does not say what record {record.id[:12]} ({record.stage}) says")
-    others = [name for name in found.digests if name.startswith(f"{ATTESTATIONS}/") and name not in names]
+    others = [name for name in result.digests if name.startswith(f"{ATTESTATIONS}/") and name not in names]
     return wrong + [f"{name} attests no stage of this tree" for name in others]
 
 
-def _check_documents(found: Verification, lineage: Lineage) -> None:
-    folder, told = found.folder, f"{BOM} and {SPDX} are valid and name these weights"
+def _check_documents(result: Verification, lineage: Lineage) -> None:
+    folder = result.folder
 
     def text(name: str) -> str:
         return (folder / name).read_text(encoding="utf-8")
@@ -188,45 +186,36 @@ def _check_documents(found: Verification, lineage: Lineage) -> None:
         return [*(f"{name}: {error}" for name, lines in errors.items() for error in lines), *other]
 
     def duties() -> list[str]:
-        given = load_product(folder / PRODUCT) if (folder / PRODUCT).exists() else None
-        name = str(read_json(folder / AUDIT)["release"])
+        audit = read_json(folder / AUDIT)
+        name = str(audit["release"])
         if f"\n# {name}\n" not in text(CARD):
-            return [
-                f"{AUDIT} calls the model {name!r}, the card's title is another: duties about names are not checked"
-            ]
-        product = released(given, name)
-        found_duties = evaluate(licence_uses(folder), product)
-        data = gate.data_refusals(release.unknown_data(found_duties), read_json(folder / AUDIT)["acknowledged"])
-        return [*unmet(found_duties, product, text(CARD), text(NOTICE)), *map(str, data)]
+            return [f"{AUDIT} calls the model {name!r}, the card another name: duties about names are not checked"]
+        product = released(load_product(folder / PRODUCT) if (folder / PRODUCT).exists() else None, name)
+        duties = evaluate(licence_uses(folder), product)
+        data = gate.data_refusals(release.unknown_data(duties), audit["acknowledged"])
+        return [*unmet(duties, product, text(CARD), text(NOTICE)), *map(str, data)]
 
-    found.check("card", lambda: card_disagreements(text(CARD), lineage), "says what the records say")
-    found.check("bills of materials", formats, told)
-    found.check("duties", duties, "the card and the notice say what the licences ask for, as far as it is known")
+    result.check("card", lambda: card_disagreements(text(CARD), lineage), "says what the records say")
+    result.check("bills of materials", formats, f"{BOM} and {SPDX} are valid and name these weights")
+    result.check("duties", duties, "the card and the notice say what the licences ask for, as far as it is known")
 
 
 def _bases(lineage: Lineage, sketches: Sequence[Sketch]) -> str:
     """Return the claimed bases, with what the library calls the same weights: a tree can call them what it likes."""
     known = {sketch.facts.model_digest: sketch.name for sketch in sketches}
-    called = [(claim.name, known.get(claim.digest, claim.name)) for claim in gate.claims(lineage)]
+    called = [(claim.name, known.get(claim.digest, claim.name)) for claim in claims(lineage)]
     return ", ".join(name if name == ours else f"{name}, which your library knows as {ours}" for name, ours in called)
 
 
-def _wrong_base(found: Verification, lineage: Lineage, sketches: Sequence[Sketch], reporter: Reporter) -> list[str]:
+def _wrong_base(result: Verification, lineage: Lineage, sketches: Sequence[Sketch], reporter: Reporter) -> list[str]:
     """Compare the weights with the library: the one check that no signature and no rewritten record can satisfy."""
-    if any(check.name == "weights" for check in found.failed):
+    if any(check.name == "weights" for check in result.failed):
         raise OpenError("not compared: these are not the files of the record")
-    matches = [match for match, _ in compare_claims(found.folder, found.folder.name, {}, sketches, reporter)]
-    texts = {each.licence for each in held(found.folder)}
-    refused = [*gate.base_refusals(lineage, matches), *gate.unlicensed_refusals(lineage, matches, texts)]
-    refusals = [refusal.what for refusal in refused]
-    unknown = ", ".join(claim.name for claim in gate.unchecked(lineage, matches))
+    compared = gate.compare_claims(result.folder, result.folder.name, {}, sketches, reporter)
+    matches = [match for match, _ in compared]
+    texts = {each.licence for each in held(result.folder)}
+    refusals = [*gate.base_refusals(lineage, matches), *gate.unlicensed_refusals(lineage, matches, texts)]
+    unknown = ", ".join(gate.unchecked(lineage, matches))
     if unknown and not refusals:
         raise OpenError(f"not compared: {unknown} is not in your library; `etude library add FOLDER NAME` adds it")
-    return refusals
-
-
-def as_json(found: Verification) -> dict[str, Any]:
-    """Return a verification for a script."""
-    checks = [{"check": check.name, "outcome": check.outcome, "lines": list(check.lines)} for check in found.checks]
-    key = {"fingerprint": fingerprint(found.pem), "given": found.trusted}
-    return {"folder": str(found.folder), "verified": not found.failed, "key": key, "checks": checks}
+    return [refusal.what for refusal in refusals]
