@@ -1,4 +1,4 @@
-"""A server that speaks as vLLM or SGLang does, over a toy language model whose every probability can be worked out.
+"""A server that speaks the token API as vLLM does, over a toy language model whose every probability can be worked out.
 
 It misbehaves on demand: `faults` names what happens to each next request, one name a request.
 """
@@ -52,17 +52,14 @@ def text_of(tokens: list[int]) -> str:
 
 @dataclass
 class FakeServer:
-    kind: str = "vllm"
     meaning: str = "raw"
-    incremental: bool = False  # SGLang: whether an event holds only what is new
     piece: int = 1  # tokens an event
-    weight_version: str = "default"
-    end_of_text: int = 7  # stopped at unless told to ignore it
+    versions: list[dict[str, Any]] = field(default_factory=list)  # spans of the last event
+    end_of_text: int = 7  # stopped at unless the request ignores it
     models: Any = None  # what /v1/models returns, where not the usual
     token: str | None = None
     faults: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
-    gets: int = 0
     left: asyncio.Event = field(default_factory=asyncio.Event)  # a client went away in the middle
     url: str = ""
 
@@ -83,7 +80,6 @@ class FakeServer:
             if self.token and f"authorization: bearer {self.token}" not in head:
                 self.answer(writer, 401, {"error": "Unauthorized"})
             elif head.startswith("get /v1/models"):
-                self.gets += 1
                 self.answer(writer, 200, {"data": self.cards()} if self.models is None else self.models)
             else:
                 self.bodies.append(json.loads(body))
@@ -93,10 +89,7 @@ class FakeServer:
         writer.close()
 
     def cards(self) -> list[dict[str, Any]]:
-        return [
-            {"id": "toy", "owned_by": self.kind, "max_model_len": CONTEXT},
-            {"id": "toy-lora", "owned_by": self.kind},
-        ]
+        return [{"id": "toy", "owned_by": "vllm", "max_model_len": CONTEXT}, {"id": "toy-lora", "owned_by": "vllm"}]
 
     def answer(self, writer: asyncio.StreamWriter, status: int, value: Any, headers: str = "") -> None:
         body = value.encode() if isinstance(value, str) else json.dumps(value).encode()
@@ -108,22 +101,17 @@ class FakeServer:
         what, _, detail = fault.partition(":")
         if what == "status":
             status, _, after = detail.partition(",")
-            return self.answer(
-                writer,
-                int(status),
-                {"error": {"message": f"says {status}"}},
-                f"retry-after: {after}\r\n" if after else "",
-            )
+            retry = f"retry-after: {after}\r\n" if after else ""
+            return self.answer(writer, int(status), {"error": {"message": f"says {status}"}}, retry)
         if what == "drop":
             return writer.transport.abort()
-        prompt = body["prompt"] if self.kind == "vllm" else body["input_ids"]
+        prompt = body["token_ids"]
         if max(prompt) >= VOCABULARY:
             return self.answer(writer, 400, {"error": {"message": f"Token id {max(prompt)} is out of vocabulary"}})
         writer.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
         )
-        events = self.events(prompt, body)
-        for number, event in enumerate(events):
+        for number, event in enumerate(self.events(prompt, body["sampling_params"])):
             if detail and number == int(detail):
                 if what == "die":
                     return writer.transport.abort()
@@ -144,100 +132,67 @@ class FakeServer:
         writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
     def spoilt(self, event: Any, what: str) -> Any:
-        choice = event.get("choices", [{}])[0] if event.get("choices") else {}
-        meta = event.get("meta_info", {})
-        if what == "rubbish":
-            return "{]"
-        if what == "shapeless":
-            return {"hello": 1}
-        if what == "number":
-            return "5"
-        if what == "no_ids":
-            return (
-                {**event, "choices": [{**choice, "token_ids": None}]}
-                if choice
-                else {**event, "meta_info": meta | {"output_token_logprobs": None}}
-            )
-        if what == "words":
-            return (
-                {**event, "choices": [{**choice, "token_ids": ["one"]}]}
-                if choice
-                else {**event, "meta_info": meta | {"output_token_logprobs": [["a", "b", None]]}}
-            )
-        if what == "uneven":
-            return (
-                {**event, "choices": [{**choice, "token_ids": [1, 2]}]}
-                if choice
-                else {**event, "meta_info": meta | {"completion_tokens": 9}}
-            )
-        if what == "beyond":
-            return (
-                {**event, "choices": [{**choice, "token_ids": [VOCABULARY]}]}
-                if choice
-                else {**event, "meta_info": meta | {"output_token_logprobs": [[-1.0, VOCABULARY, None]]}}
-            )
-        if what == "error":
-            return {"error": {"message": "engine core died"}}
-        if what == "abort" and (choice.get("finish_reason") or meta.get("finish_reason")):
-            return (
-                {**event, "choices": [{**choice, "finish_reason": "abort"}]}
-                if choice
-                else {**event, "meta_info": meta | {"finish_reason": {"type": "abort", "message": "engine core died"}}}
-            )
-        return event
+        """Return an event as a server would send it that is broken in this way."""
+        whole = {
+            "rubbish": "{]", "shapeless": {"hello": 1}, "number": "5", "error": {"error": {"message": "engine core died"}}
+        }  # fmt: skip
+        if what in whole:
+            return whole[what]
+        if not event["choices"]:
+            return event
+        choice = event["choices"][0]
+        changes: dict[str, Any] = {
+            "no_ids": {"token_ids": None}, "uneven": {"token_ids": [1, 2]}, "beyond": {"token_ids": [VOCABULARY]},
+            "words": {"token_ids": ["one"], "logprobs": {"content": [{"logprob": "a"}]}},
+            "abort": {"finish_reason": "abort"} if choice["finish_reason"] else {},
+        }  # fmt: skip
+        return {**event, "choices": [choice | changes.get(what, {})]}
 
-    def events(self, prompt: list[int], body: Any) -> list[Any]:
-        """Sample as asked, and return the events that tell of it."""
-        asked = body if self.kind == "vllm" else body["sampling_params"]
-        budget, count = (
-            (body["max_tokens"], body["logprobs"])
-            if self.kind == "vllm"
-            else (asked["max_new_tokens"], body["top_logprobs_num"])
-        )
-        stops = set(asked["stop_token_ids"]) if self.kind == "vllm" or not asked["ignore_eos"] else set()
-        stops |= set() if asked["ignore_eos"] else {self.end_of_text}
-        chance = random.Random(body.get("seed") or 0)
+    def events(self, prompt: list[int], asked: Any) -> list[Any]:
+        """Sample as asked, and return the events of it."""
+        stops = set(asked["stop_token_ids"]) | (set() if asked["ignore_eos"] else {self.end_of_text})
+        chance = random.Random(asked.get("seed") or 0)
         tokens: list[int] = []
-        rows: list[tuple[int, float, list[tuple[int, float]]]] = []
+        entries: list[dict[str, Any]] = []
         matched: int | str | None = None
-        while len(tokens) < budget and matched is None:
-            told = distributions(logits_after([*prompt, *tokens]), asked["temperature"], asked["top_k"], asked["top_p"])
-            weights = [math.exp(number) for number in told["processed"]]
-            token = (
-                weights.index(max(weights))
-                if asked["temperature"] == 0
-                else chance.choices(range(VOCABULARY), weights)[0]
-            )
+        while len(tokens) < asked["max_tokens"] and matched is None:
+            logits = logits_after([*prompt, *tokens])
+            known = distributions(logits, asked["temperature"], asked["top_k"], asked["top_p"])
+            weights = [math.exp(number) for number in known["processed"]]
+            likeliest = weights.index(max(weights))
+            token = likeliest if asked["temperature"] == 0 else chance.choices(range(VOCABULARY), weights)[0]
             tokens.append(token)
-            best = sorted(enumerate(told[self.meaning]), key=lambda pair: -pair[1])[:count]
-            rows.append((token, told[self.meaning][token], best))
+            numbers = known[self.meaning]
+            # As vLLM has it: the sampled token first, then the others by rank, as many in all as were asked for.
+            ranked = [
+                token,
+                *(other for other in sorted(range(VOCABULARY), key=lambda one: -numbers[one]) if other != token),
+            ]
+            top = [{"token_id": other, "logprob": numbers[other]} for other in ranked[: max(1, asked["logprobs"])]]
+            entries.append({"token_id": token, "logprob": numbers[token], "top_logprobs": top})
             matched = (
                 token if token in stops else next((text for text in asked["stop"] if text in text_of(tokens)), None)
             )
-        starts = range(0, len(rows), self.piece)
-        make = self.vllm_event if self.kind == "vllm" else self.sglang_event
-        events = [make(rows, start, min(start + self.piece, len(rows)), matched) for start in starts]
+        starts = range(0, len(tokens), self.piece)
         usage = {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 3}}}
-        return [*events, usage] if self.kind == "vllm" else events
+        return [*(self.event(tokens, entries, start, matched) for start in starts), usage]
 
-    def vllm_event(self, rows: list[Any], start: int, end: int, matched: int | str | None) -> Any:
-        tops = [
-            {f"token_id:{token}": number for token, number in [(row[0], row[1]), *row[2]]} for row in rows[start:end]
-        ]
-        finish = None if end < len(rows) else "length" if matched is None else "stop"
-        told = {"token_logprobs": [row[1] for row in rows[start:end]], "top_logprobs": tops}
-        choice = {"token_ids": [row[0] for row in rows[start:end]], "logprobs": told, "finish_reason": finish}
-        return {"choices": [choice | {"stop_reason": matched if finish == "stop" else None}]}
-
-    def sglang_event(self, rows: list[Any], start: int, end: int, matched: int | str | None) -> Any:
-        shown = rows[start:end] if self.incremental else rows[:end]
-        reason = {"type": "length", "length": end} if matched is None else {"type": "stop", "matched": matched}
-        meta = {
-            "output_token_logprobs": [[row[1], row[0], None] for row in shown],
-            "output_top_logprobs": [[[number, token, None] for token, number in row[2]] for row in shown],
-            "completion_tokens": end,
-            "finish_reason": reason if end == len(rows) else None,
-            "cached_tokens": 3,
-            "weight_version": self.weight_version,
+    def event(self, tokens: list[int], entries: list[Any], start: int, matched: int | str | None) -> Any:
+        end = start + self.piece
+        last = end >= len(tokens)
+        finish = {
+            "finish_reason": ("length" if matched is None else "stop") if last else None,
+            "stop_reason": matched if last else None,
         }
-        return {"meta_info": meta}
+        spans = {"weight_versions": self.versions if last else None}
+        return {
+            "choices": [
+                {
+                    "index": 0,
+                    "token_ids": tokens[start:end],
+                    "logprobs": {"content": entries[start:end]},
+                    **finish,
+                    **spans,
+                }
+            ]
+        }

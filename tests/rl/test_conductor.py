@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from etude.rl.link import Swap
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
@@ -28,7 +29,6 @@ from etude.progress import Reporter
 from etude.rl.environment import Episode, InfrastructureError, Item
 from etude.rl.exchange import Exchange, Report, episode_file
 from etude.rl.ledger import Batched, Closed, Event, Failed, Finished, Ledger, Trained, Weighted
-from etude.rl.link import Swap
 from etude.rl.orchestrator import GIVE_UP, Conductor
 from etude.rl.processes import LEDGER, WISH
 from etude.rl.settings import RlSettings

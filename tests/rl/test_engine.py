@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import json
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from etude.errors import UserError
+from etude.inference.client import OUTLIVING, RemotePolicy
 from etude.inference.local import LocalPolicy
 from etude.inference.policy import Completion, Sampling, Token
-from etude.inference.weight_sync import WeightStore
-from etude.rl.engine import Follower, serve
-from etude.rl.link import Link, Swap
+from etude.inference.weight_sync import Receiver, WeightStore
+from etude.rl.engine import Follower, VllmWeights, serve
 from etude.rl.processes import Child, RlJob
 from etude.rl.settings import RlSettings
 from tests import tiny
@@ -66,6 +67,10 @@ async def policy_of() -> AsyncIterator[LocalPolicy]:
         await policy.close()
 
 
+def following(policy: LocalPolicy, store: WeightStore, say: Callable[[str], None] = lambda _: None) -> Follower:
+    return Follower(store, Receiver(policy, store, say).update, say)
+
+
 @torch.inference_mode()  # type: ignore[untyped-decorator]
 def by_hand(prompt: list[int], versions: list[int]) -> tuple[list[int], list[float]]:
     """Write greedily on transformers' own cache, each token with the weights of its version; nothing is computed twice."""
@@ -85,12 +90,12 @@ def test_new_weights_come_into_a_request_that_runs(tmp_path: Path) -> None:
     async def main() -> Completion:
         store = WeightStore(tmp_path, 4)
         async with policy_of() as policy:
-            follower, first = Follower(policy, store), asyncio.Event()
+            follower, first = following(policy, store), asyncio.Event()
             running = asyncio.create_task(policy.generate(PROMPT, LONG, on_tokens=lambda _: first.set()))
             await first.wait()
             publish(store, 1)
-            swap = await follower.step()
-            assert swap is not None
+            await follower.step()
+            (swap,) = follower.swaps()
             assert (swap.version, swap.bytes) == (1, (tmp_path / "00000001.anchor").stat().st_size)
             assert 0 < swap.paused < swap.seconds
             return await running
@@ -107,7 +112,7 @@ def test_a_prompt_that_old_weights_read_is_read_again_by_new_ones(tmp_path: Path
     async def main() -> None:
         store = WeightStore(tmp_path, 4)
         async with policy_of() as policy:
-            follower = Follower(policy, store)
+            follower = following(policy, store)
             for version in (0, 1, 2):
                 if version:
                     publish(store, version)
@@ -126,14 +131,16 @@ def test_who_joins_late_goes_straight_to_the_newest(tmp_path: Path) -> None:
         store = WeightStore(tmp_path, 2)
         publish(store, 1, 2, 3, 4)
         async with policy_of() as policy:
-            heard: asyncio.Queue[Swap] = asyncio.Queue()
-            following = asyncio.create_task(Follower(policy, WeightStore(tmp_path, 2)).run(heard.put_nowait))
-            assert (await heard.get()).version == 4
-            publish(store, 5)
-            assert (await heard.get()).version == 5
-            assert heard.empty()
+            follower = following(policy, WeightStore(tmp_path, 2))
+            running = asyncio.create_task(follower.run())
+            for version in (4, 5):
+                if version == 5:
+                    publish(store, 5)
+                while follower.version < version:
+                    await asyncio.sleep(0.01)
+            assert [swap.version for swap in follower.swaps()] == [4, 5]
             assert_greedy(model_at(5), PROMPT, await policy.generate(PROMPT, GREEDY))
-            following.cancel()
+            running.cancel()
 
     asyncio.run(main())
 
@@ -145,24 +152,27 @@ def test_a_broken_delta_is_passed_over_and_a_broken_anchor_waited_out(tmp_path: 
         store = WeightStore(tmp_path, 2)
         publish(store, 1)
         async with policy_of() as policy:
-            follower = Follower(policy, WeightStore(tmp_path, 2), said.append)
+            follower = following(policy, WeightStore(tmp_path, 2), said.append)
             await follower.step()
             publish(store, 2, 3)
             spoil(tmp_path / "00000003-00000002.delta")
             spoil(tmp_path / "00000003.anchor")
-            assert [await follower.step() for _ in range(3)] == [None] * 3  # no way there
-            assert len(said) == 1
+            for _ in range(3):
+                await follower.step()  # no way there
+            assert (follower.version, len(said)) == (1, 1)
             assert "no way to version 3" in said[0]
             assert (await policy.generate(PROMPT, GREEDY)).versions == [1] * 16
             publish(store, 4)
-            assert (await follower.step() or Swap(0, 0, 0, 0)).version == 4
+            await follower.step()
+            assert follower.version == 4
             assert_greedy(model_at(4), PROMPT, await policy.generate(PROMPT, GREEDY))
             near = copy.deepcopy(model_at(4)).state_dict()
             for version in (5, 6):  # so little changes that the deltas are the shorter way
                 near["model.norm.weight"][version] += 1
                 store.publish(near, version, version)
             spoil(tmp_path / "00000005-00000004.delta")
-            assert (await follower.step() or Swap(0, 0, 0, 0)).version == 6
+            await follower.step()
+            assert follower.version == 6
             assert "passed over: 00000005-00000004.delta" in said[-1]
             assert torch.equal(policy.engine.runner.model.model.norm.weight, near["model.norm.weight"])
 
@@ -177,7 +187,7 @@ def test_weights_that_are_not_numbers_are_refused_and_change_nothing(tmp_path: P
         store.publish(weights, 1, 1)
         async with policy_of() as policy:
             with pytest.raises(UserError, match=r"model.norm.weight holds values that are not finite"):
-                await Follower(policy, store).step()
+                await following(policy, store).step()
             assert_greedy(model_at(0), PROMPT, await policy.generate(PROMPT, GREEDY))
 
     asyncio.run(main())
@@ -187,11 +197,11 @@ def test_weights_for_an_engine_that_is_dead_raise_in_time(tmp_path: Path) -> Non
     async def main() -> None:
         store = WeightStore(tmp_path, 2)
         async with policy_of() as policy:
-            following = asyncio.create_task(Follower(policy, store).run(lambda _: None))
+            running = asyncio.create_task(following(policy, store).run())
             await policy.close()
             publish(store, 1)
             with pytest.raises(RuntimeError, match="the engine is closed"):
-                await asyncio.wait_for(following, 60)
+                await asyncio.wait_for(running, 60)
 
     asyncio.run(main())
 
@@ -207,7 +217,7 @@ def test_on_a_gpu_weights_wait_on_the_device_for_their_turn(tmp_path: Path) -> N
         store.publish(new, 1, 1)
         try:
             running = asyncio.create_task(policy.generate(PROMPT, LONG))
-            assert await Follower(policy, store).step()
+            await following(policy, store).step()
             own = policy.engine.runner.model.state_dict()
             torch.cuda.synchronize()
             assert all(torch.equal(own[name].cpu(), tensor.to(own[name].dtype)) for name, tensor in new.items())
@@ -243,15 +253,22 @@ def test_a_request_survives_an_engine_that_is_killed(tiny_base: Path, tmp_path: 
         streamed.extend(new)
 
     async def main() -> Completion:
-        link = Link(socket, on_hung=child.kill)
+        policy = RemotePolicy(f"unix:{socket}", 0, settings=OUTLIVING)
         running = asyncio.create_task(child.run())
-        asking = asyncio.create_task(link.generate(PROMPT, Sampling(900, temperature=0), on_tokens=listen))
+        await asyncio.wait(
+            [running, connecting := asyncio.create_task(policy.connect())], return_when=asyncio.FIRST_COMPLETED
+        )
+        assert connecting.done(), (tmp_path / "engine.log").read_text()
+        follower = Follower(WeightStore(tmp_path / "weights", 4), policy.update_weights)
+        weights = asyncio.create_task(follower.run())
+        asking = asyncio.create_task(policy.generate(PROMPT, Sampling(900, temperature=0), on_tokens=listen))
         await asyncio.wait([running, asking], return_when=asyncio.FIRST_COMPLETED, timeout=400)
         assert asking.done(), (tmp_path / "engine.log").read_text()
-        assert (link.version, [swap.version for swap in link.swaps()]) == (1, [1])
-        await link.close()
-        running.cancel()
-        await asyncio.wait([running])
+        assert (follower.version, [swap.version for swap in follower.swaps()]) == (1, [1])
+        for task in (weights, running):
+            task.cancel()
+            await asyncio.wait([task])
+        await policy.close()
         return asking.result()
 
     done = asyncio.run(main())
@@ -266,3 +283,15 @@ def test_an_engine_that_cannot_begin_says_why(tmp_path: Path, socket: Path) -> N
     job = RlJob(tmp_path / "nothing", tmp_path, socket, RlSettings(tasks="none", device="cpu"), seed=0)
     with pytest.raises(UserError, match="nothing"):
         asyncio.run(serve(job, print))
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [({}, "ties its embeddings"), ({"tie_word_embeddings": False, "num_local_experts": 4}, "has experts")],
+)
+def test_what_vllm_would_update_wrongly_is_refused(tmp_path: Path, more: dict[str, Any], says: str) -> None:
+    tmp_path.joinpath("config.json").write_text(json.dumps({"tie_word_embeddings": True} | more))
+    settings = RlSettings(tasks="none", engine="http://127.0.0.1:1")
+    job, store = RlJob(tmp_path, tmp_path, tmp_path / "s", settings, seed=0), WeightStore(tmp_path / "weights", 2)
+    with pytest.raises(UserError, match=says):
+        VllmWeights(RemotePolicy(settings.engine, 10), job, store)

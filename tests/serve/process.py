@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 import sys
 
+from etude.inference.http import Limits, bind, server_of
 from etude.serve.app import build_app
-from etude.serve.openai_schema import Limits
-from etude.serve.process import ModelCard, bind, server_of
+from etude.serve.process import ModelCard
 from tests import tiny
 from tests.serve.scripted import Scripted
 

@@ -12,12 +12,12 @@ from typing import Any
 from openai import OpenAI
 from starlette.applications import Starlette
 
+from etude.inference.http import Gate, Limits, bind, server_of
 from etude.inference.policy import Completion, PolicyInfo, Sampling, Token
 from etude.models.bases import resolve
 from etude.models.load import load_tokeniser
-from etude.serve.app import Gate, build_app
-from etude.serve.openai_schema import Limits
-from etude.serve.process import ModelCard, bind, server_of
+from etude.serve.app import build_app
+from etude.serve.process import ModelCard
 
 CONTEXT, VOCABULARY = 2048, 6144
 PATIENCE = 60  # seconds after which a test that waits is stuck; none is meant to take them

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from etude.errors import UserError
+from etude.inference.http import Limits
 from etude.inference.policy import Busy, Sampling
-from etude.serve.openai_schema import Limits
 from etude.serve.process import ModelCard
 from tests.serve.scripted import CONTEXT, TOOLS, VOCABULARY, Running, Scripted, serving
 

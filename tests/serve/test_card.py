@@ -22,7 +22,7 @@ def test_a_model_made_by_etude_tells_its_tree() -> None:
     assert card.lineage["tree"][0] == "sprout"
     assert card.display == []  # Apache-2.0 wants nothing shown
     assert card.stop_tokens == {0}
-    assert json.dumps(card.told(7))
+    assert json.dumps(card.as_dict())
 
 
 def test_a_model_of_others_says_that_it_has_no_record(tiny_base: Path) -> None:

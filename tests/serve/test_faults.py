@@ -14,9 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from etude.serve.app import Gate
-from etude.serve.openai_schema import Limits
-from etude.serve.process import OWN_NAMES
+from etude.inference.http import OWN_NAMES, Gate, Limits
 from tests.serve.scripted import CHAT, PATIENCE, Running, Scripted, request_bytes, serving
 
 ASK: Any = [{"role": "user", "content": "hi"}]

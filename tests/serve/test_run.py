@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from etude.errors import UserError
+from etude.inference.http import OWN_NAMES, bind, gate_for, is_loopback
 from etude.models.bases import locate, resolve
 from etude.progress import Reporter
-from etude.serve.process import OWN_NAMES, bind, gate_for, is_loopback, read_token
+from etude.serve.process import read_token
 
 
 def test_only_this_machine_unless_told_otherwise() -> None:

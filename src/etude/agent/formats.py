@@ -46,8 +46,6 @@ from etude.errors import UserError, nearest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from etude.agent.calls import Format
-
 THINK, THOUGHT = "<think>", "</think>"
 
 
@@ -204,6 +202,69 @@ class TagCalls:
         }
         body = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
         return f"{OPEN}\n<function={call.name}>\n{body}</function>\n{CLOSE}"
+
+
+def begun(text: str, word: str) -> int:
+    """Return how many characters at the end of `text` may be the beginning of `word`."""
+    return next((size for size in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:size])), 0)
+
+
+class TurnReader:
+    """Takes a turn apart while it comes: what is returned is never taken back, what may still become a mark or a call is held back.
+
+    A call that is not well formed stays text, so that whoever reads it can say so to the model. White space around thinking and
+    before calls is theirs. Without a style calls stay text; a style is one whose calls lie between <tool_call> and </tool_call>.
+    """
+
+    def __init__(self, style: Style | None, *, in_thinking: bool = False) -> None:
+        self.style, self.in_thinking = style, in_thinking
+        self.held = ""
+        self._bare = in_thinking  # nothing but white space since a mark of thinking
+        self._called = False
+
+    def feed(self, text: str, *, final: bool = False) -> tuple[str, str, list[Call]]:
+        """Return the text, the thinking and the calls that are certain now; with `final`, all that is left."""
+        self.held += text
+        parts: dict[bool, str] = {True: "", False: ""}  # of thinking, or not
+        calls: list[Call] = []
+        while True:
+            self.held = self.held.lstrip() if self._bare else self.held
+            marks = [THOUGHT] if self.in_thinking else [THINK, *([OPEN] if self.style else [])]
+            at, mark = min(((self.held.find(mark), mark) for mark in marks if mark in self.held), default=(-1, ""))
+            call = self._call(at, final=final) if mark == OPEN else None
+            if at < 0 or (mark == OPEN and call is None):
+                parts[self.in_thinking] += self._certain(at, marks, final=final)
+                return parts[False], parts[True], calls
+            before = parts[self.in_thinking] + self.held[:at]
+            parts[self.in_thinking] = before if call and isinstance(call.made, str) else before.rstrip()
+            self.held = self.held[call.end if call else at + len(mark) :]
+            if call is None:
+                self.in_thinking, self._bare = mark == THINK, True
+            elif isinstance(call.made, Call):
+                calls.append(call.made)
+                self._bare, self._called = False, True
+            else:  # malformed
+                parts[False] += self._text[call.start : call.end]
+                self._bare = False
+
+    def _call(self, at: int, *, final: bool) -> Found | None:
+        """Return the call that begins at a place, if all of it came."""
+        self._text = self.held
+        if self.style is None or not (final or CLOSE in self.held[at:]):
+            return None
+        found = self.style.find(self.held, at)
+        return found if found and (final or isinstance(found.made, Call)) else None
+
+    def _certain(self, at: int, marks: list[str], *, final: bool) -> str:
+        """Take out the text that belongs to no mark: not what one may begin with, nor the white space before that."""
+        if final:
+            certain, self.held = "" if self._called and self.held.isspace() else self.held, ""
+            return certain.rstrip() if self.in_thinking else certain
+        end = at if at >= 0 else len(self.held) - max(begun(self.held, mark) for mark in marks)
+        end = len(self.held[:end].rstrip())
+        certain, self.held = self.held[:end], self.held[end:]
+        self._bare = self._bare and not certain
+        return certain
 
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_-]*"
@@ -387,7 +448,7 @@ class ChatFormat:
         return self.talk.text(tokens)
 
 
-def choose_format(tokeniser: Any, wish: str = "auto") -> Format:
+def choose_format(tokeniser: Any, wish: str = "auto") -> ChatFormat:
     """Return how a model talks: "native", "plain", or "auto", which is native where the template teaches calls."""
     if wish not in WISHES:
         raise UserError(f"format {wish!r} is not known{nearest(wish, WISHES)}")

@@ -1,21 +1,24 @@
-"""Which model a word means, for everything that lets one work: a run's or a model's folder, a base, an endpoint.
+"""Which model a word means, for everything that lets one work: a run's or a model's folder, a base, or the address of a server.
 
-A policy that says what it was told to: for tests, demonstrations and attacks on the scoring.
-
-Each turn is a text, or a function of the trace's text so far. It is encoded as a model would have to sample it, end of turn included.
+A server that has the token API (our own, or vLLM with `--enable-scale-out`) is asked in token ids, and what it samples is exact; the
+tokeniser is a folder's, which the user names or the server does. Any other server is asked in messages (agent/endpoint.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from etude.agent.endpoint import CONTEXT, EndpointPolicy, message_format
+from etude.agent.formats import choose_format
+from etude.errors import UserError
+from etude.inference.client import RemotePolicy
 from etude.inference.policy import Completion, PolicyInfo, Token
-from etude.models.bases import locate
+from etude.models.bases import known_bases, locate
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
-    from pathlib import Path
 
     from etude.agent.calls import Format
     from etude.inference.policy import Policy, Sampling
@@ -28,25 +31,57 @@ class Found:
 
     name: str
     open: Callable[[], Awaitable[tuple[Policy, Format]]]
-    folder: Path | None  # of its weights; none: an endpoint, whose tokens are bytes of text
+    folder: Path | None = None  # of its weights; none: a server has them
+    text: bool = False  # a service without token ids: its tokens are bytes of text
 
 
-async def find(
-    word: str, device: str, cache: Path, reporter: Reporter, *, name: str = "", token: str = "", context: int | None = None
+async def find(  # noqa: PLR0913 - what one may want to say of a model
+    word: str, device: str, cache: Path, reporter: Reporter, *, name: str = "", token: str = "", context: int | None = None,
+    tokeniser: str = "",
 ) -> Found:  # fmt: skip
-    """Find a model; `name`, or what follows # in an endpoint's address, says which of an endpoint's models."""
-    if not word.startswith(("http://", "https://")):
+    """Find a model; `name`, or what follows # in an address, says which of a server's models.
+
+    `tokeniser`: the folder or base whose tokeniser a server's model has; without it, the server's own word for its model is tried.
+    """
+    if not word.startswith(("http://", "https://", "unix:")):
         called, folder, _ = locate(word, cache, reporter)
         return in_folder(called, folder, device, reporter, context)
-    from etude.agent.endpoint import CONTEXT, EndpointPolicy, message_format
-
     url, _, chosen = word.partition("#")
+    probe = RemotePolicy(url, 0, token)
+    try:
+        if await probe.speaks_tokens():
+            card = await probe.ask_card(name or chosen)
+            return _at_address(url, card, token, _tokeniser_of(url, card, tokeniser, cache, reporter))
+    finally:
+        await probe.close()
+    if tokeniser:
+        raise UserError(f"{url} returns no token ids, so --tokeniser is of no use; vLLM does with --enable-scale-out")
     policy = await EndpointPolicy.open(url, name or chosen, token, context=context or CONTEXT)
 
     async def opened() -> tuple[Policy, Format]:
         return policy, message_format()
 
-    return Found(policy.info.name, opened, None)
+    return Found(policy.info.name, opened, text=True)
+
+
+def _tokeniser_of(url: str, card: dict[str, Any], given: str, cache: Path, reporter: Reporter) -> Path:
+    """Return the folder with the tokeniser of a server's model."""
+    for word in [given] if given else [card.get("root") or "", card["id"]]:
+        if word and Path(word, "tokenizer_config.json").is_file():
+            return Path(word)
+        if given or word in known_bases():
+            return locate(word, cache, reporter)[1]
+    raise UserError(f"{url} serves {card['id']!r}, whose tokeniser is not here; name a folder or base that has it: --tokeniser")
+
+
+def _at_address(url: str, card: dict[str, Any], token: str, folder: Path) -> Found:
+    async def connected() -> tuple[Policy, Format]:
+        from etude.models.load import load_tokeniser
+
+        tokeniser = load_tokeniser(folder)
+        return await RemotePolicy.open(url, len(tokeniser), card["id"], token), choose_format(tokeniser)
+
+    return Found(card["id"], connected)
 
 
 def in_folder(
@@ -55,7 +90,6 @@ def in_folder(
     """Return the model of a folder; `memory`: bytes for the engine's cache, where others work on the same GPU."""
 
     async def load() -> tuple[Policy, Format]:
-        from etude.agent.formats import choose_format
         from etude.inference.local import LocalPolicy
         from etude.models.load import load_tokeniser
 
@@ -66,7 +100,10 @@ def in_folder(
 
 
 class ScriptedPolicy:
-    """Says one line a request; an empty turn when there are no more."""
+    """Says one line a request, an empty turn when there are no more: for tests, demonstrations and attacks on the scoring.
+
+    A line is a text, or a function of the trace's text so far. It is encoded as a model would have to sample it, end of turn included.
+    """
 
     def __init__(
         self,

@@ -257,7 +257,7 @@ BUILT_IN = {
 def entrant(found: Found, name: str = "") -> Contestant:
     """Return a model as a contestant; without a name given, one from a folder is called NAME@DIGEST."""
     marked = f"{found.name}@{weights_mark(found.folder)}" if found.folder and not name else found.name
-    return Contestant(name or marked, partial(_playing, found), 1 if found.folder else BYTES)
+    return Contestant(name or marked, partial(_playing, found), BYTES if found.text else 1)
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from etude.cli.options import CacheFolder, ToolNames, chosen_tools, token_in
+from etude.cli.options import CacheFolder, Tokeniser, ToolNames, chosen_tools, token_in
 from etude.errors import UserError, one_line
 from etude.progress import Reporter
 
@@ -31,6 +31,7 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
     sandbox: Annotated[str, typer.Option(help="auto, namespaces, bubblewrap, podman or docker.")] = "auto",
     name: Annotated[str, typer.Option(help="Which of an endpoint's models; default: its first.")] = "",
     token_file: Annotated[Path | None, typer.Option(help="File with the endpoint's token.")] = None,
+    tokeniser: Tokeniser = "",
     tools: ToolNames = "",
     turns: Annotated[int, typer.Option(min=1, help="Turns at most.")] = 50,
     minutes: Annotated[float, typer.Option(min=0.01, help="Minutes at most.")] = 30.0,
@@ -61,7 +62,7 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
 
     async def work() -> None:
         token = token_in(token_file)
-        source = await find(model, device, folder, Reporter(), name=name, token=token, context=context)
+        source = await find(model, device, folder, Reporter(), name=name, token=token, context=context, tokeniser=tokeniser)
         policy, talk = await source.open()
         settings = settings_for(policy, turns=turns, seconds=60 * minutes, temperature=temperature)
         try:

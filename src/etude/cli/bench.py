@@ -16,6 +16,7 @@ from etude.cli.options import (
     Minutes,
     Temperature,
     TokenFile,
+    Tokeniser,
     ToolNames,
     Turns,
     chosen_tools,
@@ -60,7 +61,7 @@ def run(  # noqa: PLR0913, PLR0917 - an argument for every option
     concurrency: Annotated[int, typer.Option(help="Concurrent attempts (0 = two a core).")] = 0,
     tools: ToolNames = "", turns: Turns = 50, minutes: Minutes = 30.0, temperature: Temperature = 0.7,
     price_read: PriceRead = 0.0, price_cached: PriceCached = 0.0, price_written: PriceWritten = 0.0,
-    token_file: TokenFile = None, device: Device = "auto", cache: CacheFolder = None,
+    token_file: TokenFile = None, tokeniser: Tokeniser = "", device: Device = "auto", cache: CacheFolder = None,
 ) -> None:  # fmt: skip
     """Run k attempts of every model at every task; an interrupted benchmark resumes with the same command."""
     from etude.bench.agents import run_benchmark
@@ -76,7 +77,7 @@ def run(  # noqa: PLR0913, PLR0917 - an argument for every option
     place = cache.absolute() if cache else default_cache()
 
     async def work() -> Path:
-        contestants = await _contestants(models, token_file, device, place)
+        contestants = await _contestants(models, token_file, device, place, tokeniser)
         task_set = _tasks(tasks, place, reporter)
         folder = out or Path("runs", "bench", task_set.name)
         with lock_run(folder, reporter.say):
@@ -109,7 +110,9 @@ def _settings(given: dict[str, Any]) -> BenchSettings:
         raise UserError(f"{first['loc'][-1]} = {first['input']}: {first['msg'].lower()}") from None
 
 
-async def _contestants(words: Sequence[str], token_file: Path | None, device: str, cache: Path) -> list[Contestant]:
+async def _contestants(
+    words: Sequence[str], token_file: Path | None, device: str, cache: Path, tokeniser: str
+) -> list[Contestant]:
     """Return the models to measure. All are found before any is loaded."""
     from etude.agent.policies import find
     from etude.bench.agents import BUILT_IN, entrant
@@ -117,7 +120,7 @@ async def _contestants(words: Sequence[str], token_file: Path | None, device: st
     token, reporter = token_in(token_file), Reporter()
     made: dict[str, Contestant] = {}
     for word in words:
-        each = BUILT_IN.get(word) or entrant(await find(word, device, cache, reporter, token=token))
+        each = BUILT_IN.get(word) or entrant(await find(word, device, cache, reporter, token=token, tokeniser=tokeniser))
         if each.name in made:
             raise UserError(f"{each.name} is named twice; measure endpoints of one name into folders of their own")
         made[each.name] = each

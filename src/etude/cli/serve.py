@@ -28,8 +28,8 @@ def serve(  # noqa: PLR0913, PLR0917 - an argument for every option
     cache: CacheFolder = None,
 ) -> None:
     """Serve a model: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics."""
-    from etude.serve.openai_schema import Limits
-    from etude.serve.process import bind, gate_for, read_token, server_of
+    from etude.inference.http import Limits, bind, gate_for, server_of
+    from etude.serve.process import read_token
 
     bounds = {"max_queue": max_queue, "max_request_bytes": max_request_bytes, "timeout": timeout, "drain": drain}
     limits = Limits.model_validate(bounds | {"context": context})

@@ -1,42 +1,45 @@
-"""A policy over HTTP: any vLLM or SGLang server, token ids in and out.
+"""The one client of the token API: a policy at an address, whether our engine answers there or a vLLM server.
 
-**Which log-probs.** A server reports one number a token, and what it means depends on the server and how it was started:
-`raw` (temperature 1, nothing cut off: vLLM by default), `scaled` (after temperature, before top-k and top-p: SGLang by
-default) or `processed` (the distribution sampled from: vLLM with `--logprobs-mode processed_logprobs`). No reply says
-which, so it is found out when the policy is opened: the same likeliest tokens are asked for twice, at temperature 0 and at
-temperature 2 with top_k 1. At temperature 1 with nothing cut off, which is what RL samples with, all three are one number
-and both log-probs are exact. At temperature 0 the token was certain: the log-prob it was drawn with is 0. Otherwise the
-one that the server does not tell is NaN, or the request is refused, as set.
+An address is `http://HOST:PORT`, with or without /v1, or `unix:/PATH`. A vLLM server speaks the token API when it was started with
+`--enable-scale-out` or `--tokens-only`.
 
-**Versions.** A token carries the version the server reports with it (SGLang, where it is a number), else `policy.version`
-as it is when the token arrives; whoever updates the weights sets it.
+**Which log-probs.** Our engine reports both: under the distribution sampled from, and under the model itself. vLLM reports one
+number a token: `raw` (temperature 1, nothing cut off: its default), or `processed` (the distribution sampled from, with
+`--logprobs-mode processed_logprobs`). No reply says which, so it is found out when the policy is opened: the same likeliest tokens
+are asked for at temperature 0, and at temperature 2 with top_k 1. At temperature 1 with nothing cut off, which is what RL samples
+with, they are one number and both log-probs are exact. At temperature 0 the token was certain: the log-prob it was drawn with is
+0. Otherwise the one that the server does not report is NaN, or the request is refused, as set.
 
-**Faults.** A request is sent again only while nothing came of it: no connection, 429 or 503, a connection lost before the
-first token. What breaks later is `ServerFailed`; half a completion is never returned. Cancelling closes the connection,
-on which both servers abort the request.
+**Versions.** Every token carries the version of the weights that sampled it, as the server's `weight_versions` say. vLLM sends them
+with its last event; until then `on_tokens` sees the version last set through this client.
 
-How vLLM and SGLang are asked for tokens and how they answer: bodies out, server-sent events in. No I/O.
-
-Both take sampling defaults from the model's own `generation_config.json` or from flags, so every setting is sent. What
-stops a completion is the caller's affair: the model's end-of-text token stops it only where it is among `stop_tokens`.
+**Faults.** A request is sent again while nothing came of it: no connection, 429 or 503, a connection lost before the first token.
+With `resume` it outlives its server: when the connection is lost, the rest is asked for after the tokens that came, as often as it
+takes. Since a seed gives each position its own random number, another engine of ours writes what the first would have written, if
+with newer weights. Without `resume` what breaks half-way is `ServerFailed`: half a completion is never returned. Cancelling closes
+the connection, on which servers abort the request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import math
-import operator
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import httpx2
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import from_json, to_json
 
 from etude.errors import UserError, nearest, one_line
 from etude.inference.policy import Busy, Completion, PolicyInfo, Sampling, Token
+from etude.inference.weight_sync import BrokenStore, Swap
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -44,123 +47,22 @@ if TYPE_CHECKING:
     OnTokens = Callable[[list[Token]], None] | None
     T = TypeVar("T")
 
-# SGLang streams all it has so far in every event, unless started with --incremental-streaming-output: long completions
-# that nobody watches come in fewer, larger pieces.
-UNWATCHED_INTERVAL = 32
-PLAIN = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-Pairs = tuple[tuple[int, float], ...]  # token ids and log-probs
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one event adds."""
-
-    tokens: list[tuple[int, float, Pairs]]  # id, log-prob (whatever the server means by it), alternatives
-    finish: str | None = None
-    stopped_by: int | str | None = None
-    cached: int = 0
-    version: int | None = None
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """One kind of server."""
-
-    name: str
-    path: str
-    body: Callable[[str, Sequence[int], Sampling, bool], dict[str, Any]]  # model, prompt, sampling, is it watched
-    read: Callable[[Any, int, int], Piece]  # event, tokens had before, alternatives wanted
-
-
-def message_in(body: str) -> str:
-    """Return the text of an error, however the server wraps it."""
-    try:
-        said = json.loads(body)
-        for key in ("error", "message", "detail"):
-            said = said.get(key, said) if isinstance(said, dict) else said
-    except ValueError:
-        said = body
-    return " ".join(str(said).split())[:300]
-
-
-def _common(sampling: Sampling) -> dict[str, Any]:
-    return PLAIN | {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "stop": list(sampling.stop),
-        "stop_token_ids": sorted(sampling.stop_tokens),
-        "skip_special_tokens": False,  # a stop text may be the text of a special token
-    }
-
-
-def _reported(rows: Any, tops: Any, count: int) -> list[tuple[int, float, Pairs]]:
-    """Return (id, log-prob, the `count` likeliest) a token; the sampled token is among the likeliest only if it is one."""
-    best = (tuple(sorted(top, key=lambda pair: -pair[1])[:count]) for top in tops)
-    return [(operator.index(token), float(number), top) for (token, number), top in zip(rows, best, strict=True)]
-
-
-def _vllm_body(model: str, prompt: Sequence[int], sampling: Sampling, _watched: bool) -> dict[str, Any]:  # noqa: FBT001
-    asked = {"model": model, "prompt": list(prompt), "max_tokens": sampling.max_tokens}
-    drawn = {"top_k": sampling.top_k, "seed": sampling.seed, "ignore_eos": True}
-    told = {"logprobs": sampling.alternatives, "return_token_ids": True, "return_tokens_as_token_ids": True}
-    stream = {"stream": True, "stream_options": {"include_usage": True}}
-    return _common(sampling) | asked | drawn | told | stream
-
-
-def _vllm_read(event: Any, _have: int, count: int) -> Piece:
-    cached = ((event.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    if not event["choices"]:
-        return Piece([], cached=cached)
-    choice = event["choices"][0]
-    ids, told = choice.get("token_ids"), choice.get("logprobs") or {"token_logprobs": [], "top_logprobs": []}
-    if ids is None:
-        raise UserError("the server returns no token ids; vLLM from 0.10.2 on does, and so does etude: update it")
-    tops = [[(int(name.removeprefix("token_id:")), top[name]) for name in top] for top in told["top_logprobs"]]
-    rows = list(zip(ids, told["token_logprobs"], strict=True))
-    return Piece(_reported(rows, tops, count), choice["finish_reason"], choice.get("stop_reason"), cached)
-
-
-def _sglang_body(_model: str, prompt: Sequence[int], sampling: Sampling, watched: bool) -> dict[str, Any]:  # noqa: FBT001
-    parameters = {
-        "max_new_tokens": sampling.max_tokens,
-        "top_k": sampling.top_k or -1,
-        "ignore_eos": not sampling.stop_tokens,  # it would ignore those too
-        "stream_interval": 1 if watched else UNWATCHED_INTERVAL,
-    }
-    told = {"return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": sampling.alternatives}
-    return {"input_ids": list(prompt), "sampling_params": _common(sampling) | parameters, "stream": True} | told
-
-
-def _sglang_read(event: Any, have: int, count: int) -> Piece:
-    meta = event["meta_info"]
-    stop, total, version = meta["finish_reason"] or {}, meta["completion_tokens"], str(meta.get("weight_version"))
-    rows = _new(meta.get("output_token_logprobs") or [], have, total)
-    if len(rows) != total - have:
-        raise UserError("the server returns no token ids with log-probs; SGLang's own /generate does: update it")
-    tops = _new(meta["output_top_logprobs"], have, total) if count else [[]] * len(rows)
-    tokens = _reported([row[1::-1] for row in rows], [[tuple(row[1::-1]) for row in top] for top in tops], count)
-    finish = f"abort: {stop.get('message')}" if stop.get("type") == "abort" else stop.get("type")
-    number = int(version) if version.isdecimal() else None
-    return Piece(tokens, finish, stop.get("matched"), meta.get("cached_tokens") or 0, number)
-
-
-def _new(rows: list[Any], have: int, total: int) -> list[Any]:
-    """Return the rows that are new, from an event that holds all of them so far or only the new ones."""
-    return rows[have:total] if len(rows) >= total else rows[: total - have]
-
-
-VLLM = Dialect("vLLM", "/v1/completions", _vllm_body, _vllm_read)
-SGLANG = Dialect("SGLang", "/generate", _sglang_body, _sglang_read)
-
-
-Meaning = Literal["raw", "scaled", "processed"]
+Meaning = Literal["both", "raw", "processed"]
 PROBE_TOKENS = 4
-ADDRESS = r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d+)?(/\S*)?"
-RUBBISH = (ValueError, KeyError, TypeError, IndexError, AttributeError)  # what reading a reply of another shape raises
+ADDRESS = r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d+)?(/\S*)?|unix:/.+"
+MALFORMED = (
+    ValueError,
+    KeyError,
+    TypeError,
+    IndexError,
+    AttributeError,
+)  # what reading a reply of another shape raises
+NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+BEAT = 1.0  # seconds between two questions whether the server is well
 
 
-class RemoteSettings(BaseModel):
-    """How patient a remote policy is, and what it insists on."""
+class ClientSettings(BaseModel):
+    """How patient the client is, and what it insists on."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -168,173 +70,288 @@ class RemoteSettings(BaseModel):
     first_token: float = Field(
         default=600.0, gt=0, description="seconds to wait for the first token, queueing included"
     )
-    between_tokens: float = Field(default=120.0, gt=0, description="seconds to wait for each further piece of a stream")
+    between_tokens: float = Field(default=120.0, gt=0, description="seconds to wait for each further event of a stream")
     total: float = Field(default=3600.0, gt=0, description="seconds a whole completion may take")
     retries: int = Field(default=5, ge=0, description="times a request is sent again of which nothing came")
     backoff: float = Field(default=0.5, gt=0, description="seconds before the first retry; doubles each time")
     longest_wait: float = Field(default=30.0, gt=0, description="seconds before a retry, at most; asked for more: busy")
-    require_logprob: bool = Field(default=False, description="refuse requests whose log-prob as drawn would be NaN")
+    resume: bool = Field(
+        default=False, description="wait for a lost server to come back, and go on after the tokens that came"
+    )
+    require_logprob: bool = Field(default=False, description="refuse requests whose log-prob as sampled would be NaN")
     require_raw_logprob: bool = Field(default=False, description="refuse requests whose raw log-prob would be NaN")
 
 
+OUTLIVING = ClientSettings(
+    resume=True, connect=30.0, backoff=0.05, longest_wait=0.5, between_tokens=1e9, first_token=1e9, total=1e9
+)
+
+
 class ServerFailed(UserError):  # noqa: N818 - a state of the server
-    """The server or the way to it broke: nothing is wrong with the request, and nothing of its result can be used."""
+    """The server or the connection broke: nothing is wrong with the request, and nothing of its result can be used."""
 
 
 class _TryAgain(Exception):  # noqa: N818 - a state, not a mistake
-    """Nothing came of an attempt; `final` is what to raise when no attempt is left."""
+    """Nothing was lost by an attempt; `final` is what to raise when no attempt is left."""
 
     def __init__(self, final: Exception, after: float = 0.0) -> None:
         self.final, self.after = final, after
 
 
-def told(meaning: Meaning, sampling: Sampling) -> tuple[bool, bool]:
-    """Return whether the server's number is the log-prob the token was drawn with, and whether it is the raw one."""
-    scaled = sampling.temperature not in {0.0, 1.0}
-    cut = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
-    if meaning == "scaled":
-        return not cut, not scaled
-    return meaning == "processed" or not (scaled or cut), meaning == "raw" or not (scaled or cut)
+def message_in(body: str) -> str:
+    """Return the text of an error, however the server wraps it."""
+    try:
+        message = json.loads(body)
+        for key in ("error", "message", "detail"):
+            message = message.get(key, message) if isinstance(message, dict) else message
+    except ValueError:
+        message = body
+    return " ".join(str(message).split())[:300]
+
+
+def exact(meaning: Meaning, sampling: Sampling) -> tuple[bool, bool]:
+    """Return whether the server's number is the log-prob the token was sampled with, and whether it is the raw one."""
+    plain = sampling.temperature in {0.0, 1.0} and (
+        sampling.temperature == 0 or (sampling.top_p == 1 and sampling.top_k == 0)
+    )
+    return meaning != "raw" or plain, meaning != "processed" or plain
 
 
 def meaning_of(greedy: Sequence[float], hot: Sequence[float]) -> Meaning:
     """Return what a server's numbers mean, from those of the same tokens at temperature 0, and 2 with top_k 1."""
     if all(abs(number) < 1e-5 for number in hot):
         return "processed"  # one token was left to choose from
-    same = all(math.isclose(one, two, rel_tol=0.02, abs_tol=0.02) for one, two in zip(greedy, hot, strict=True))
-    return "raw" if same else "scaled"  # bf16 differs by a hundredth, temperature 2 by far more
+    if all(math.isclose(one, two, rel_tol=0.02, abs_tol=0.02) for one, two in zip(greedy, hot, strict=True)):
+        return "raw"  # bf16 differs by a hundredth
+    raise UserError("the server reports log-probs after temperature; start vLLM with --logprobs-mode raw_logprobs")
 
 
 class _Answer:
-    """What came of one request so far."""
+    """What came of one request so far, over one connection or several."""
 
-    def __init__(self, sampling: Sampling, meaning: Meaning) -> None:
-        self.sampling = sampling
-        self.drawn, self.raw = (0.0 if known else math.nan for known in told(meaning, sampling))  # added to the number
+    def __init__(self, prompt: Sequence[int], sampling: Sampling, meaning: Meaning) -> None:
+        self.prompt, self.sampling = list(prompt), sampling
+        self.sampled, self.raw = (
+            0.0 if known else math.nan for known in exact(meaning, sampling)
+        )  # added to the number
         self.tokens: list[Token] = []
-        self.last, self.cached = Piece([]), 0
+        self.began = 0  # tokens that came over connections before this one
+        self.finish: str | None = None
+        self.stop: int | str | None = None
+        self.cached = 0
+        self.experts: Any = None
 
-    def add(self, piece: Piece, version: int) -> list[Token]:
-        """Take in a piece and return its tokens."""
-        stamp = version if piece.version is None else piece.version
-        certain = self.sampling.temperature == 0
-        fresh = [
-            Token(token, 0.0 if certain else number + self.drawn, number + self.raw, stamp, others)
-            for token, number, others in piece.tokens
-        ]
+    def body(self, model: str) -> bytes:
+        """Return the request for what is missing. Servers have defaults of their own, so every setting is sent."""
+        own, self.began = self.sampling, len(self.tokens)
+        params = NEUTRAL | {
+            "max_tokens": own.max_tokens - self.began, "temperature": own.temperature, "top_p": own.top_p, "top_k": own.top_k,
+            "seed": own.seed, "stop": list(own.stop), "stop_token_ids": sorted(own.stop_tokens), "ignore_eos": True,
+            "skip_special_tokens": False,  # a stop text may be the text of a special token
+            # vLLM's list begins with the sampled token, likely or not
+            "logprobs": own.alternatives + 1 if own.alternatives else 0,
+        }  # fmt: skip
+        if own.experts:
+            params["routed_experts"] = True
+        text = [*self.prompt, *(token.id for token in self.tokens)]
+        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        return to_json({"model": model, "token_ids": text, "sampling_params": params, **stream})
+
+    def add(self, event: Any, version: int) -> list[Token]:
+        """Take in an event and return its tokens."""
+        usage = event.get("usage") or {}
+        self.cached = self.cached or (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        if not event["choices"]:
+            return []
+        choice = event["choices"][0]
+        ids, entries = choice["token_ids"] or [], (choice.get("logprobs") or {}).get("content") or []
+        fresh = [self._token(number, entry, version) for number, entry in zip(ids, entries, strict=True)]
         self.tokens += fresh
-        self.last = piece if piece.finish else self.last
-        self.cached = max(self.cached, piece.cached)
-        return fresh
+        for span in choice.get("weight_versions") or []:
+            self._stamp(span["version"], self.began + span["start"], self.began + span["end"])
+        if choice.get("routed_experts"):
+            self.experts = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])), allow_pickle=False)
+        self.finish, self.stop = choice.get("finish_reason"), choice.get("stop_reason")
+        return self.tokens[len(self.tokens) - len(fresh) :]
+
+    def _token(self, number: int, entry: Any, version: int) -> Token:
+        value, others = entry["logprob"], tuple[tuple[int, float], ...]()
+        sampled = 0.0 if self.sampling.temperature == 0 else entry.get("sampled_logprob", value) + self.sampled
+        if self.sampling.alternatives:
+            pairs = [(int(other["token_id"]), float(other["logprob"])) for other in entry["top_logprobs"]]
+            others = tuple(sorted(pairs, key=lambda pair: -pair[1])[: self.sampling.alternatives])
+        return Token(number, sampled, value + self.raw, version, others)
+
+    def _stamp(self, version: str, start: int, end: int) -> None:
+        if not version.isdecimal():  # vLLM's first is called "default"
+            return
+        for place in range(start, end):
+            if self.tokens[place].version != int(version):
+                self.tokens[place] = self.tokens[place]._replace(version=int(version))
+
+    def ended(self) -> bool:
+        """Whether all of it came, though the server could not say so any more."""
+        if self.tokens and (last := self.tokens[-1].id) in self.sampling.stop_tokens:
+            self.finish, self.stop = "stop", last
+        elif len(self.tokens) == self.sampling.max_tokens:
+            self.finish = "length"
+        return self.finish is not None
 
     def completion(self, url: str) -> Completion:
         """Return the whole, or say why there is none."""
-        finish, stop = self.last.finish, self.last.stopped_by
-        if finish == "length":
-            return Completion(self.tokens, "length", cached=self.cached)
-        if finish != "stop":
-            raise ServerFailed(f"{url} ended after {len(self.tokens)} tokens, saying {finish!r}; see its log")
-        if stop not in self.sampling.stop_tokens | set(self.sampling.stop):
-            advice = "if it is the model's end of text, add it to stop_tokens: given others, SGLang stops there too"
-            raise UserError(f"{url} stopped at {stop!r}, which is not among the stops asked for; {advice}")
-        return Completion(self.tokens, "stop", stop, self.cached)
+        if self.finish not in {"stop", "length"}:
+            raise ServerFailed(f"{url} ended after {len(self.tokens)} tokens, saying {self.finish!r}; see its log")
+        return Completion(self.tokens, self.finish, self.stop, self.cached, self.experts)  # type: ignore[arg-type]
 
 
 class RemotePolicy:
-    """A `Policy` over a vLLM or SGLang server; made by `open`."""
+    """A `Policy` at an address; made by `open`."""
 
-    def __init__(self, url: str, vocabulary: int, token: str, settings: RemoteSettings) -> None:
-        self.version = 0  # of the weights; set by whoever updates them
-        self._settings, self._dialect, self._info = settings, VLLM, PolicyInfo("", 0, vocabulary)
+    def __init__(self, url: str, vocabulary: int, token: str = "", settings: ClientSettings | None = None) -> None:
+        if not re.fullmatch(ADDRESS, url):
+            raise UserError(f"{url!r} is not the address of a server; write http://127.0.0.1:8000 or unix:/path")
+        self.version = 0  # of the weights, as far as they were set through this client
+        self.card: dict[str, Any] = {}  # what the server says of its model
+        self._settings, self._info = settings or ClientSettings(), PolicyInfo("", 0, vocabulary)
         self._meaning: Meaning = "raw"  # until `open` has found out: then raw log-probs are the numbers as they came
         self._url = url.rstrip("/").removesuffix("/v1")
         self._limits: set[asyncio.Timeout] = set()
         self._closed = False
+        unix = self._url.startswith("unix:")
+        # No limits on connections: the server knows how many requests it takes. Loading certificates takes a tenth of a second.
         self._client = httpx2.AsyncClient(
-            base_url=self._url,
+            base_url="http://localhost" if unix else self._url,
             headers={"Authorization": f"Bearer {token}"} if token else {},
-            timeout=httpx2.Timeout(None, connect=settings.connect),  # the rest is timed by tokens, in _attempt
-            limits=httpx2.Limits(),  # none: the server knows how many requests it takes
-            verify=self._url.startswith("https:"),  # loading certificates takes a tenth of a second
+            timeout=httpx2.Timeout(None, connect=self._settings.connect),  # the rest is timed by tokens, in _attempt
+            transport=httpx2.AsyncHTTPTransport(
+                uds=self._url.removeprefix("unix:") if unix else None,
+                verify=self._url.startswith("https:"),
+                limits=httpx2.Limits(),
+                trust_env=False,
+            ),
             trust_env=False,
         )
 
     @classmethod
     async def open(
-        cls, url: str, vocabulary: int, model: str = "", token: str = "", settings: RemoteSettings | None = None
+        cls, url: str, vocabulary: int = 0, model: str = "", token: str = "", settings: ClientSettings | None = None
     ) -> RemotePolicy:
-        """Connect to the server at `url`, for example http://127.0.0.1:8000, and find out what its log-probs mean.
+        """Connect to a server and find out what its log-probs mean.
 
-        `vocabulary` is the caller's: one more than the largest id it may send. `model` is a name the server serves, by
-        default its first; `token` goes out as `Authorization: Bearer`. Proxies in the environment are not used.
+        `vocabulary` is one more than the largest id the caller may send; 0: as the server says, which vLLM does not. `model` is a
+        name the server serves, by default its first; `token` goes out as `Authorization: Bearer`. Proxies in the environment are
+        not used.
         """
-        if not re.fullmatch(ADDRESS, url):
-            raise UserError(f"{url!r} is not the address of a server; write it like http://127.0.0.1:8000")
-        policy = cls(url, vocabulary, token, settings or RemoteSettings())
+        policy = cls(url, vocabulary, token, settings)
         try:
-            card, context = await policy._insist(lambda: policy._card(model))
-            policy._dialect = SGLANG if card.get("owned_by") == "sglang" else VLLM
-            policy._info = PolicyInfo(card["id"], context, vocabulary)
-            policy._meaning = await policy._find_meaning()
+            await policy.connect(model)
         except BaseException:
             await policy.close()
             raise
-        policy._info.details.update(url=policy._url, server=policy._dialect.name, logprobs=policy._meaning)
         return policy
+
+    async def connect(self, model: str = "") -> PolicyInfo:
+        """Wait for the server and ask what it serves."""
+        self.card, context = await self._insist(lambda: self._card(model))
+        vocabulary = self._info.vocabulary or self.card.get("vocabulary", 0)
+        self._info = PolicyInfo(self.card["id"], context, vocabulary)
+        ours = self.card.get("owned_by") == "etude"
+        self._meaning = "both" if ours else await self._find_meaning()
+        self._info.details.update(url=self._url, server="etude" if ours else "vLLM", logprobs=self._meaning)
+        return self._info
+
+    async def ask_card(self, model: str = "") -> dict[str, Any]:
+        """Return what the server says of a model, by default of its first."""
+        return (await self._insist(lambda: self._card(model)))[0]
+
+    async def speaks_tokens(self) -> bool:
+        """Whether the server has the token API: one that has none does not know the path."""
+        reply = await self._insist(lambda: self._post("/inference/v1/generate", {}, refuse=False))
+        if reply.status_code in {401, 403}:
+            raise self._explained(f"{message_in(reply.text)} (status {reply.status_code})", UserError)
+        return reply.status_code not in {404, 405}
 
     @property
     def info(self) -> PolicyInfo:
-        """Return the served model's name and context; `details` says what the server's log-probs mean."""
+        """The served model's name and context; `details` says what the server's log-probs mean."""
         return self._info
 
     async def generate(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        session: str | None = None,  # noqa: ARG002 - both servers find shared prefixes by themselves
-        on_tokens: OnTokens = None,
+        self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None, on_tokens: OnTokens = None
     ) -> Completion:
         """Return a completion. UserError: the request is wrong. ServerFailed: the server is. Busy: not now."""
         self._check(prompt, sampling)
-        return await self._sample(prompt, sampling, on_tokens)
+        return await self._sample(prompt, sampling, session, on_tokens)
 
     async def close(self) -> None:
-        """Close all connections; requests under way end with `ServerFailed`."""
+        """Close all connections; requests that run end with `ServerFailed`."""
         self._closed = True
         for limit in self._limits:
             limit.reschedule(0)
         await self._client.aclose()
 
+    async def update_weights(self, version: int) -> Swap:
+        """Have our engine take over a version of its weight store. BrokenStore: it cannot be had, and nothing was changed."""
+        await self.tell("/start_weight_update")
+        await self.tell("/update_weights", {"update_info": {"version": version}})
+        reply = await self.tell("/finish_weight_update", {"weight_version": str(version)})
+        self.version = version
+        return Swap(**{name: reply[name] for name in asdict(Swap(0, 0, 0.0, 0.0))})
+
+    async def tell(self, path: str, body: Any = None) -> Any:
+        """Post to a route of the weight life cycle; return what came back."""
+        reply = await self._insist(lambda: self._post(path, body or {}))
+        return reply.json() if reply.content else None
+
+    async def watch(self, patience: float, on_hung: Callable[[], None]) -> None:
+        """Ask once a second whether the server is well, until cancelled; after `patience` seconds without a reply call `on_hung`.
+
+        Only a server that accepts and does not answer hangs: one that is gone is started again by others. Beats are counted, not
+        seconds: this side may have been held up itself.
+        """
+        beat, missed = min(BEAT, patience / 10), 0
+        asking: asyncio.Task[Any] | None = None
+        try:
+            while True:
+                asking = asking or asyncio.create_task(self._client.get("/health"))
+                await asyncio.wait([asking], timeout=beat)
+                missed = 0 if asking.done() else missed + 1
+                if asking.done():
+                    asking.exception()
+                    asking = None
+                    await asyncio.sleep(beat)
+                elif missed * beat >= patience:
+                    on_hung()
+                    missed = 0
+        finally:
+            if asking:
+                asking.cancel()
+
     def _check(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Refuse here what the server would refuse, ignore or not tell."""
-        if not prompt:
-            raise UserError("the prompt is empty; give at least one token id")
-        for token in {*prompt, *sampling.stop_tokens}:
+        """Refuse here what the server would refuse, ignore or not report."""
+        if not prompt or {*map(type, prompt)} != {int}:
+            raise UserError("a prompt is token ids, whole numbers, at least one; this one is empty or holds others")
+        for token in (min(prompt), max(prompt), *sampling.stop_tokens):
             if not 0 <= token < self._info.vocabulary:
                 raise UserError(f"token id {token} is outside the vocabulary of {self._info.vocabulary}")
         if len(prompt) + sampling.max_tokens > self._info.context:
             asked = f"{len(prompt)} tokens of prompt and max_tokens = {sampling.max_tokens}"
             raise UserError(f"{asked} are more than the context of {self._info.context} tokens of {self._info.name}")
-        if sampling.experts:
-            raise UserError(f"{self._url} cannot return routed experts; use the local engine")
-        if sampling.seed is not None and sampling.temperature > 0 and self._dialect is SGLANG:
-            raise UserError("SGLang heeds no seed of a single request; leave the seed out")
-        drawn, raw = told(self._meaning, sampling)
+        sampled, raw = exact(self._meaning, sampling)
         needs_raw = self._settings.require_raw_logprob or sampling.alternatives
-        if (self._settings.require_logprob and not drawn) or (needs_raw and not raw):
+        if (self._settings.require_logprob and not sampled) or (needs_raw and not raw):
             why = f"{self._url} reports {self._meaning} log-probs, not the ones required at this temperature, top_p and top_k"
             raise UserError(f"{why}; use temperature 1 without top_p and top_k, or another --logprobs-mode of vLLM")
 
     async def _find_meaning(self) -> Meaning:
         """Ask for the same tokens twice; the prompt is the largest id the caller may send, so a smaller vocabulary shows."""
-        probe = [self._info.vocabulary - 1]
+        probe = [max(0, self._info.vocabulary - 1)]
         greedy = await self._sample(probe, Sampling(PROBE_TOKENS, temperature=0.0))
         hot = await self._sample(probe, Sampling(PROBE_TOKENS, temperature=2.0, top_k=1))
         return meaning_of(greedy.raw_logprobs, hot.raw_logprobs)
 
     async def _card(self, model: str) -> tuple[dict[str, Any], int]:
-        """Return what the server tells of the model asked for, or of its first, and its context."""
+        """Return what the server says of the model asked for, or of its first, and its context."""
         try:
             async with asyncio.timeout(self._settings.first_token):
                 reply = await self._client.get("/v1/models")
@@ -349,38 +366,61 @@ class RemotePolicy:
             raise ServerFailed(self._why_late(0, late=False)) from None
         except httpx2.RequestError as error:
             raise _TryAgain(self._lost(error, tokens=0)) from error
-        except RUBBISH as error:
-            raise ServerFailed(f"{self._url}/v1/models tells no model: no vLLM or SGLang server") from error
+        except MALFORMED as error:
+            raise ServerFailed(f"{self._url}/v1/models names no model: neither vLLM nor etude") from error
 
-    async def _sample(self, prompt: Sequence[int], sampling: Sampling, on_tokens: OnTokens = None) -> Completion:
-        body = self._dialect.body(self._info.name, prompt, sampling, on_tokens is not None)
+    async def _post(self, path: str, body: Any, *, refuse: bool = True) -> httpx2.Response:
+        try:
+            reply = await self._client.post(path, content=to_json(body), headers={"Content-Type": "application/json"})
+        except httpx2.RequestError as error:
+            raise _TryAgain(self._lost(error, tokens=0)) from error
+        if reply.status_code == 409:
+            raise BrokenStore(message_in(reply.text))
+        if refuse:
+            await self._refuse(reply)
+        return reply
+
+    async def _sample(
+        self, prompt: Sequence[int], sampling: Sampling, session: str | None = None, on_tokens: OnTokens = None
+    ) -> Completion:
+        answer = _Answer(prompt, sampling, self._meaning)
         end = asyncio.get_running_loop().time() + self._settings.total
-        return await self._insist(lambda: self._attempt(body, sampling, on_tokens, end))
+        return await self._insist(lambda: self._attempt(answer, session, on_tokens, end))
 
     async def _insist(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Attempt until something comes of it or the retries are used up."""
-        wait, left = self._settings.backoff, self._settings.retries
+        """Attempt until something comes of it or the retries are used up; a client that resumes has no end of them."""
+        own = self._settings
+        wait, left = own.backoff, math.inf if own.resume else own.retries
         while True:
             try:
                 return await attempt()
             except _TryAgain as again:
-                if not left or again.after > self._settings.longest_wait:
+                if self._closed:
+                    raise ServerFailed(f"the policy at {self._url} is closed") from None
+                if (not left or again.after > own.longest_wait) and not (
+                    own.resume and not isinstance(again.final, Busy)
+                ):
                     raise again.final from again.__cause__
                 pause = max(again.after, wait * random.uniform(0.5, 1.0))  # noqa: S311 - so that all do not come at once
-                await asyncio.sleep(min(pause, self._settings.longest_wait))
-                wait, left = 2 * wait, left - 1
+                await asyncio.sleep(min(pause, own.longest_wait))
+                wait, left = min(2 * wait, own.longest_wait), left - 1
 
-    async def _attempt(self, body: Any, sampling: Sampling, on_tokens: OnTokens, end: float) -> Completion:
+    async def _attempt(self, answer: _Answer, session: str | None, on_tokens: OnTokens, end: float) -> Completion:
         if self._closed:
             raise ServerFailed(f"the policy at {self._url} is closed")
-        answer, now = _Answer(sampling, self._meaning), asyncio.get_running_loop().time
+        now, headers = asyncio.get_running_loop().time, {"Content-Type": "application/json"}
+        headers |= {"X-Session-ID": session} if session else {}
         limit = asyncio.timeout_at(min(now() + self._settings.first_token, end))
         self._limits.add(limit)
         try:
-            async with limit, self._client.stream("POST", self._dialect.path, json=body) as reply:
+            body = answer.body(self._info.name)
+            async with (
+                limit,
+                self._client.stream("POST", "/inference/v1/generate", content=body, headers=headers) as reply,
+            ):
                 await self._refuse(reply)
-                async for piece in self._pieces(reply, answer):
-                    fresh = answer.add(piece, self.version)
+                async for event in self._events(reply):
+                    fresh = self._read(answer, event)
                     if fresh and on_tokens:
                         on_tokens(fresh)
                     limit.reschedule(min(now() + self._settings.between_tokens, end))
@@ -390,48 +430,65 @@ class RemotePolicy:
                 raise
             raise ServerFailed(self._why_late(len(answer.tokens), late=now() >= end)) from None
         except httpx2.RequestError as error:
-            lost = self._lost(error, len(answer.tokens))
-            raise (lost if answer.tokens else _TryAgain(lost)) from error
+            return self._resume(answer, self._lost(error, len(answer.tokens)))
         finally:
             self._limits.discard(limit)
 
-    async def _pieces(self, reply: httpx2.Response, answer: _Answer) -> AsyncIterator[Piece]:
-        async for line in reply.aiter_lines():
-            data = line.removeprefix("data:").strip()
-            if not line.startswith("data:") or data == "[DONE]":
-                continue
-            try:
-                event = json.loads(data)
-                if event.get("error"):
-                    raise self._explained(message_in(data), ServerFailed)
-                piece = self._dialect.read(event, len(answer.tokens), answer.sampling.alternatives)
-            except RUBBISH as error:
-                raise ServerFailed(f"{self._url} sent no reply of {self._dialect.name}: {data[:100]!r}") from error
-            for token, *_ in piece.tokens:
-                if not 0 <= token < self._info.vocabulary:
-                    raise ServerFailed(f"{self._url} sampled {token}, outside the caller's vocabulary: another model")
-            yield piece
+    def _resume(self, answer: _Answer, lost: ServerFailed) -> Completion:
+        """Go on after a lost connection, if that is wanted and can be; a stop text may lie across the border."""
+        resumable = self._settings.resume and not (answer.sampling.stop or answer.sampling.experts)
+        if answer.tokens and resumable and answer.ended():
+            return answer.completion(self._url)
+        raise _TryAgain(lost) if resumable or not answer.tokens else lost
+
+    def _read(self, answer: _Answer, data: bytes) -> list[Token]:
+        try:
+            event = from_json(data)
+            if error := event.get("error"):
+                if isinstance(error, dict) and error.get("code") == 503:  # the engine has stopped: another takes over
+                    raise httpx2.RemoteProtocolError(message_in(data.decode()))
+                raise self._explained(message_in(data.decode()), ServerFailed)
+            fresh = answer.add(event, self.version)
+        except MALFORMED as error:
+            shown = data[:100].decode(errors="replace")
+            raise ServerFailed(f"{self._url} sent no reply of the token API: {shown!r}") from error
+        for token in fresh:
+            if not 0 <= token.id < self._info.vocabulary:
+                raise ServerFailed(f"{self._url} sampled {token.id}, outside the caller's vocabulary: another model")
+        return fresh
+
+    async def _events(self, reply: httpx2.Response) -> AsyncIterator[bytes]:
+        """Yield the data of server-sent events."""
+        rest = b""
+        async for chunk in reply.aiter_bytes():
+            *events, rest = (rest + chunk).split(b"\n\n")
+            for event in events:
+                data = event.removeprefix(b"data:").strip()
+                if data and data != b"[DONE]":
+                    yield data
 
     async def _refuse(self, reply: httpx2.Response) -> None:
         """Raise what a status other than 200 means."""
         if reply.status_code == 200:
             return
-        said = f"{message_in((await reply.aread()).decode(errors='replace'))} (status {reply.status_code})"
+        message = f"{message_in((await reply.aread()).decode(errors='replace'))} (status {reply.status_code})"
         if reply.status_code in {429, 503}:
             asked = reply.headers.get("retry-after", "")
             after = float(asked) if asked.isdecimal() else 0.0  # a date is left to our own backoff
-            raise _TryAgain(Busy(after or self._settings.longest_wait), after)
-        raise self._explained(said, UserError if reply.status_code < 500 else ServerFailed)
+            lost = self._settings.resume and reply.status_code == 503
+            final = ServerFailed(f"{self._url}: {message}") if lost else Busy(after or self._settings.longest_wait)
+            raise _TryAgain(final, after)
+        raise self._explained(message, UserError if reply.status_code < 500 else ServerFailed)
 
-    def _explained(self, said: str, fault: type[UserError]) -> UserError:
+    def _explained(self, message: str, fault: type[UserError]) -> UserError:
         """Say in our words what a server's message comes down to."""
-        if "vocab" in said.lower():
-            return UserError(f"{self._url} does not know all {self._info.vocabulary} ids: another model; {said}")
-        if "context length" in said or "max_model_len" in said:
-            return UserError(f"the request is too long for {self._info.name} at {self._url}: {said}")
-        if "(status 401)" in said or "(status 403)" in said:
-            return UserError(f"{self._url} asks for a token; pass the one it was started with: {said}")
-        return fault(f"{self._url} {'failed' if fault is ServerFailed else 'refuses the request'}: {said}")
+        if "vocab" in message.lower():
+            return UserError(f"{self._url} does not know all {self._info.vocabulary} ids: another model; {message}")
+        if "context length" in message or "max_model_len" in message:
+            return UserError(f"the request is too long for {self._info.name} at {self._url}: {message}")
+        if "(status 401)" in message or "(status 403)" in message:
+            return UserError(f"{self._url} asks for a token; pass the one it was started with: {message}")
+        return fault(f"{self._url} {'failed' if fault is ServerFailed else 'refuses the request'}: {message}")
 
     def _why_late(self, tokens: int, *, late: bool) -> str:
         if self._closed:
@@ -440,7 +497,7 @@ class RemotePolicy:
             return f"{self._url} took longer than {self._settings.total:g} s in all; {tokens} tokens came"
         if tokens:
             return f"{self._url} sent nothing for {self._settings.between_tokens:g} s after {tokens} tokens"
-        return f"{self._url} sent nothing in {self._settings.first_token:g} s; it is overloaded, stuck or no vLLM or SGLang"
+        return f"{self._url} sent nothing in {self._settings.first_token:g} s; it is overloaded, hangs, or is neither vLLM nor etude"
 
     def _lost(self, error: Exception, tokens: int) -> ServerFailed:
         if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -20,7 +21,7 @@ from transformers import AutoTokenizer
 from etude.errors import UserError, one_line
 from etude.inference.engine import Engine
 from etude.inference.model_runner import Runner
-from etude.inference.policy import Busy, Completion, PolicyInfo, Sampling
+from etude.inference.policy import Busy, Completion, EngineStopped, PolicyInfo, Sampling
 from etude.inference.prefix_cache import Pages
 from etude.models.load import choose_device, load_model
 from etude.models.mtp_heads import load_heads
@@ -47,8 +48,11 @@ class LocalPolicy:
         self._info = PolicyInfo(name, engine.context, engine.runner.vocabulary, {"guesses": engine.guesses})
         self._mail: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
-        self._over: RuntimeError | None = None  # why nothing more is done
+        self._over: EngineStopped | None = None  # why nothing more is done
         self._pending = 0
+        self.paused = False
+        # What callers hear of one step goes to their loop in one piece: to wake it for every request would cost more than the step.
+        self._outbox: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
         atexit.register(self._stop)  # a thread inside torch must not be cut off
@@ -93,8 +97,8 @@ class LocalPolicy:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Completion] = loop.create_future()
         box: list[Request] = []
-        show = (lambda new: _tell(loop, on_tokens, new)) if on_tokens else None
-        end = lambda result: _tell(loop, _settle, done, result)  # noqa: E731 - said in one line
+        show = (lambda new: self._tell(loop, partial(on_tokens, new))) if on_tokens else None
+        end = lambda result: self._tell(loop, partial(_settle, done, result))  # noqa: E731 - said in one line
         self._post(lambda: box.append(self.engine.submit(prompt, sampling, session, show, end)))
         self._pending += 1
         try:
@@ -117,6 +121,14 @@ class LocalPolicy:
 
         await self._ask(doing)
         return paused[0]
+
+    async def pause(self, *, wanted: bool) -> None:
+        """Stop after the step that runs, keeping all requests, or go on."""
+
+        def set_paused() -> None:
+            self.paused = wanted
+
+        await self._ask(set_paused)
 
     def stage(self, weights: Mapping[str, torch.Tensor]) -> Staged:
         """Do of an update what can be done while requests run; in any thread."""
@@ -141,7 +153,7 @@ class LocalPolicy:
 
     async def close(self) -> None:
         """Stop the thread; requests under way end with an error."""
-        self._end(RuntimeError("the engine is closed"))
+        self._end(EngineStopped("the engine is closed"))
         await asyncio.to_thread(self._stop)
 
     async def _ask(self, what: Callable[[], None]) -> None:
@@ -152,9 +164,9 @@ class LocalPolicy:
             try:
                 what()
             except Exception as error:  # noqa: BLE001 - it is the asker's, whatever it is
-                _tell(loop, _settle, done, error)
+                self._tell(loop, partial(_settle, done, error))
             else:
-                _tell(loop, _settle, done, None)
+                self._tell(loop, partial(_settle, done, None))
 
         self._post(doing)
         await done
@@ -162,17 +174,17 @@ class LocalPolicy:
     def _post(self, what: Callable[[], None]) -> None:
         with self._wake:
             if self._over:
-                raise RuntimeError(str(self._over)) from self._over.__cause__
+                raise EngineStopped(str(self._over)) from self._over.__cause__
             self._mail.append(what)
             self._wake.notify()
 
-    def _end(self, why: RuntimeError) -> None:
+    def _end(self, why: EngineStopped) -> None:
         with self._wake:
             self._over = self._over or why
             self._wake.notify()
 
     def _stop(self) -> None:
-        self._end(RuntimeError("the engine is closed"))
+        self._end(EngineStopped("the engine is closed"))
         self._thread.join()
         atexit.unregister(self._stop)
 
@@ -180,21 +192,32 @@ class LocalPolicy:
         try:
             while not self._over:
                 with self._wake:
-                    self._wake.wait_for(lambda: self._over or self._mail or self.engine.busy())
+                    self._wake.wait_for(lambda: self._over or self._mail or (self.engine.busy() and not self.paused))
                 self._read_mail()
-                if self.engine.busy() and not self._over:
+                if self.engine.busy() and not (self._over or self.paused):
                     self.engine.step()
+                self._flush()
         except Exception as error:  # noqa: BLE001 - whoever waits must be told, whatever it is
-            stopped = RuntimeError(f"the engine has stopped: {one_line(error)}")
+            stopped = EngineStopped(f"the engine has stopped: {one_line(error)}")
             stopped.__cause__ = error
             self._end(stopped)
         assert self._over is not None
         self._read_mail()  # who wrote last must be told, too; nobody can write now
         self.engine.fail(self._over)
+        self._flush()
 
     def _read_mail(self) -> None:
         while self._mail:
             self._mail.popleft()()
+
+    def _tell(self, loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
+        self._outbox.setdefault(loop, []).append(what)
+
+    def _flush(self) -> None:
+        outbox, self._outbox = self._outbox, {}
+        for loop, calls in outbox.items():
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody is left to hear of it
+                loop.call_soon_threadsafe(_call_each, loop, calls)
 
 
 def build(  # noqa: PLR0913
@@ -256,9 +279,9 @@ def _memory(device: torch.device, page: int, rows: int) -> int:
     return min(int(psutil.virtual_memory().available * SHARE / 2), (2 * rows + 1) * page)
 
 
-def _tell(loop: asyncio.AbstractEventLoop, what: Callable[..., None], *given: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody is left to be told
-        loop.call_soon_threadsafe(what, *given)
+def _call_each(loop: asyncio.AbstractEventLoop, calls: list[Callable[[], None]]) -> None:
+    for call in calls:
+        loop.call_soon(call)  # each on its own: one that raises does not keep the others from being called
 
 
 def _settle(future: asyncio.Future[Any], result: Any) -> None:

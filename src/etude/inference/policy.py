@@ -108,6 +108,10 @@ class Busy(Exception):  # noqa: N818 - a state, not a mistake
         self.after = after
 
 
+class EngineStopped(RuntimeError):  # noqa: N818 - a state, not a mistake
+    """The engine will answer nothing more; another one may take its requests over."""
+
+
 class Policy(Protocol):
     """Anything that samples. `generate` may be called many times at once; cancelling its task cancels the request."""
 

@@ -11,6 +11,7 @@ anchor. If no way is left to the newest version, it leaves a note, and the next 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -23,11 +24,13 @@ from etude.files import remove_parts, whole_file
 from etude.inference.weight_delta import Broken, apply, copied, fits, pack, tied, unpack, untie
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
+    from etude.inference.local import LocalPolicy
+    from etude.inference.model_runner import Staged
     from etude.inference.weight_delta import Bytes, Weights
 
 NAME = re.compile(r"(\d{8,})(?:\.anchor|-(\d{8,})\.delta)")
@@ -184,3 +187,54 @@ def _walk(way: Sequence[File], held: Held | None) -> Weights:
         except (OSError, Broken) as error:
             raise Broken(f"{file.path.name} {getattr(error, 'strerror', None) or error}") from None
     return tied(weights, packet.ties)
+
+
+@dataclass(frozen=True)
+class Swap:
+    """New weights have come to a policy."""
+
+    version: int
+    bytes: int  # read from the store
+    seconds: float  # from the request for them to sampling from them
+    paused: float  # of these, seconds that requests had to wait
+
+
+class Receiver:
+    """Takes versions of a store over into an engine.
+
+    They are read, checked and brought to the device while tokens are written; what remains for the pause between two steps is to
+    copy them over the old ones.
+    """
+
+    def __init__(self, policy: LocalPolicy, store: WeightStore, say: Callable[[str], None] = lambda _: None) -> None:
+        self.policy, self.store, self.say = policy, store, say
+        self.last = Swap(policy.statistics()["version"], 0, 0.0, 0.0)
+        self._held: Held | None = None
+        self._staged: tuple[Held, Staged, float] | None = None
+
+    @property
+    def version(self) -> int:
+        return self.last.version
+
+    async def stage(self, version: int) -> None:
+        """Bring a version to the device. BrokenStore: it cannot be had; nothing was changed."""
+        if version == self.version:
+            return
+        began = time.perf_counter()
+        held = await asyncio.to_thread(self.store.pull, version, self._held)
+        for why in held.passed_over:
+            self.say(f"passed over: {why}")
+        self._staged = held, await asyncio.to_thread(self.policy.stage, held.tensors), began
+
+    async def commit(self) -> Swap:
+        """Sample from what was staged; return what the last change of weights cost."""
+        if self._staged:
+            (held, staged, began), self._staged = self._staged, None
+            paused = await self.policy.update(staged, held.version)
+            self._held = held
+            self.last = Swap(held.version, held.bytes, time.perf_counter() - began, paused)
+        return self.last
+
+    async def update(self, version: int) -> Swap:
+        await self.stage(version)
+        return await self.commit()

@@ -1,92 +1,159 @@
-"""The process that samples: a model on its device, asked over a link, that follows the weights as the trainer publishes them.
+"""Who samples for RL: a process with our engine, or a server that runs already; and how new weights come to them.
 
     python -m etude.rl.engine JOB.json
 
-It begins with the model's folder, which is version 0, and goes straight to the newest version there is. New weights are read, checked
-and brought to the device while tokens are written; what remains for the pause between two steps is to copy them over the old ones.
+The process begins with the model's folder, which is version 0, goes straight to the newest version there is, and then answers the
+token API (inference/server.py) at a Unix socket. The orchestrator's `Follower` brings every version that the trainer publishes to
+whoever samples, by the weight life cycle of that API.
+
+A vLLM server (`[rl] engine = "http://…"`) takes whole checkpoints from disk: a version is written beside the store, the server pauses
+and keeps its requests, loads it, drops all keys and values, and goes on. What was seen to go wrong there without an error is refused:
+tied embeddings, of which the output layer stays old, and experts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import shutil
+import socket
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etude.inference.weight_sync import BrokenStore, WeightStore
-from etude.rl.link import Server, Swap
+from etude.errors import UserError
+from etude.files import read_json
+from etude.inference.weight_sync import BrokenStore, Receiver, Swap, WeightStore
 from etude.rl.processes import as_child, load_job
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
+    from etude.inference.client import RemotePolicy
     from etude.inference.local import LocalPolicy
     from etude.inference.weight_sync import Held
     from etude.rl.processes import RlJob
 
+    Say = Callable[[str], None]
+
 POLL = 0.05  # seconds between two looks for new weights
+BEAT = 1.0  # seconds between two questions whether the engine's thread is well
 
 
 class Follower:
-    """Keeps a policy at the newest weights of a store."""
+    """Brings the newest weights of a store to whoever samples."""
 
-    def __init__(self, policy: LocalPolicy, store: WeightStore, say: Callable[[str], None] = lambda _: None) -> None:
-        self.policy, self.store, self.say = policy, store, say
-        self.version = policy.statistics()["version"]
-        self._held: Held | None = None
-        self._said = ""
-        # A version that could not be had: reading it all again twenty times a second helps nobody.
-        self._out_of_reach = -1
+    def __init__(self, store: WeightStore, update: Callable[[int], Awaitable[Swap]], say: Say = lambda _: None) -> None:
+        self.store, self.update, self.say = store, update, say
+        self.version = 0
+        self._swaps: list[Swap] = []
+        self._unreachable = (
+            -1
+        )  # a version that could not be had: reading it all again twenty times a second helps nobody
 
-    async def run(self, on_swap: Callable[[Swap], None]) -> None:
-        """Follow until cancelled. A policy that has died raises; a version that cannot be had is waited out."""
+    def swaps(self) -> list[Swap]:
+        """Return the changes of weights since this was asked last."""
+        swaps, self._swaps = self._swaps, []
+        return swaps
+
+    async def run(self) -> None:
+        """Follow until cancelled. A version that cannot be had is waited out."""
         while True:
-            if swap := await self.step():
-                on_swap(swap)
+            await self.step()
             await asyncio.sleep(POLL)
 
-    async def step(self) -> Swap | None:
-        """Take over the newest version, if it is newer than the one in use."""
+    async def step(self) -> None:
+        """Bring the newest version, if it is newer than the one in use."""
         newest = await asyncio.to_thread(self.store.newest)
-        if newest is None or newest <= max(self.version, self._out_of_reach):
-            return None
-        began = time.perf_counter()
+        if newest is None or newest <= max(self.version, self._unreachable):
+            return
         try:
-            held = await asyncio.to_thread(self.store.pull, newest, self._held)
+            swap = await self.update(newest)
         except BrokenStore as error:
-            self._say_once(str(error))
-            self._out_of_reach = newest
-            return None
-        for why in held.passed_over:
-            self._say_once(f"passed over: {why}")
-        staged = await asyncio.to_thread(self.policy.stage, held.tensors)
-        paused = await self.policy.update(staged, newest)
-        self._held, self.version = held, newest
-        return Swap(newest, held.bytes, time.perf_counter() - began, paused)
-
-    def _say_once(self, line: str) -> None:
-        if line != self._said:
-            self._said = line
-            self.say(line)
+            self.say(str(error))
+            self._unreachable = newest
+            return
+        self._swaps.append(swap)
+        self.version = newest
 
 
-async def serve(job: RlJob, say: Callable[[str], None]) -> None:
-    """Answer and follow until this process is ended; raise when the engine breaks, for another one to begin."""
+class VllmWeights:
+    """Brings versions to a vLLM server, which must see the run's folder and have been started with VLLM_SERVER_DEV_MODE=1."""
+
+    def __init__(self, policy: RemotePolicy, job: RlJob, store: WeightStore) -> None:
+        self.policy, self.folder, self.store = policy, job.folder / "vllm", store
+        self._held: Held | None = None
+        config = read_json(job.model / "config.json")
+        if config.get("tie_word_embeddings"):
+            raise UserError(f"{job.model} ties its embeddings, and vLLM leaves the output layer old after an update: save the model"
+                            " with tie_word_embeddings = false, or leave `engine` out")  # fmt: skip
+        if any("expert" in name for name in config):
+            raise UserError(f"{job.model} has experts, whose weights vLLM does not update right; leave `engine` out")
+
+    async def update(self, version: int) -> Swap:
+        """Have the server load a version. A failed update is a lost engine: the server must be started again."""
+        began = time.perf_counter()
+        self._held = await asyncio.to_thread(self.store.pull, version, self._held)
+        target = self.folder / f"{version:08d}"
+        await asyncio.to_thread(_write, target, self._held)
+        pausing = time.perf_counter()
+        try:
+            await self.policy.tell("/pause?mode=keep")
+            await self.policy.tell(
+                "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(target)}}
+            )
+            await self.policy.tell("/reset_prefix_cache?reset_running_requests=true")
+            await self.policy.tell("/update_weight_version", {"new_version": str(version)})
+            await self.policy.tell("/resume")
+        except UserError as error:
+            raise UserError(
+                f"the server failed to load version {version} of the weights and must be started again: {error}"
+            ) from None
+        self.policy.version = version
+        for old in self.folder.iterdir():
+            if old != target:
+                shutil.rmtree(old)
+        now = time.perf_counter()
+        return Swap(version, self._held.bytes, now - began, now - pausing)
+
+
+def _write(folder: Path, held: Held) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {name: tensor.contiguous().clone() for name, tensor in held.tensors.items()}, folder / "model.safetensors"
+    )
+
+
+async def serve(job: RlJob, say: Say) -> None:
+    """Answer until this process is ended; raise when the engine breaks, for another one to begin."""
+    from etude.inference.http import Limits, Served, server_of
+    from etude.inference.server import build_app
+
     policy = await asyncio.to_thread(open_policy, job, say)
-    try:
-        server, follower = Server(policy), Follower(policy, WeightStore(job.weights, job.settings.anchor_every), say)
-        if swap := await follower.step():  # before anybody is answered: old weights would write what is soon too old
-            server.swapped(swap)
-        tasks = [asyncio.create_task(server.run(job.socket)), asyncio.create_task(follower.run(server.swapped))]
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)  # neither ends but by raising
-        done.pop().result()
-    finally:
-        await policy.close()
+    receiver = Receiver(policy, WeightStore(job.weights, job.settings.anchor_every), say)
+    if newest := receiver.store.newest():  # before anybody is answered: old weights would write what is soon too old
+        with contextlib.suppress(BrokenStore):
+            await receiver.update(newest)
+    limits = Limits(
+        max_queue=1 << 20, timeout=1e9, max_request_bytes=1 << 30, max_connections=1 << 20, max_unread=1 << 30, drain=0
+    )
+    served = Served(policy, limits)
+    app = build_app(served, {"id": policy.info.name}, frozenset(), receiver)
+    with socket.socket(socket.AF_UNIX) as address:
+        job.socket.unlink(missing_ok=True)
+        address.bind(str(job.socket))
+        job.socket.chmod(0o600)
+        server = asyncio.create_task(server_of(app, limits).serve(sockets=[address]))
+        while not server.done():
+            await policy.beat()
+            await asyncio.wait([server], timeout=BEAT)
 
 
-def open_policy(job: RlJob, say: Callable[[str], None]) -> LocalPolicy:
-    """Return the policy at version 0. Heads are left out: they would not be trained, and seeded requests do not guess."""
+def open_policy(job: RlJob, say: Say) -> LocalPolicy:
+    """Return the policy at version 0. Heads are left out: they would not be trained, and seeded requests use no draft tokens."""
     import torch
 
     from etude.inference.local import LocalPolicy

@@ -27,15 +27,15 @@ from etude.agent.formats import choose_format
 from etude.agent.trace import from_json, to_json
 from etude.errors import UserError
 from etude.files import digest_of, whole_file
-from etude.inference.weight_sync import WeightStore
+from etude.inference.client import OUTLIVING, ClientSettings, RemotePolicy
+from etude.inference.weight_sync import Receiver, WeightStore
 from etude.models.load import load_tokeniser
 from etude.models.shape import model_shape
 from etude.rewards.reward import reweighted, weights
-from etude.rl.engine import Follower, open_policy
+from etude.rl.engine import Follower, VllmWeights, open_policy
 from etude.rl.environment import InfrastructureError
 from etude.rl.exchange import Batch, Exchange, TrainedEpisode, TrainedGroup, episode_file
 from etude.rl.ledger import Event, Failed, Finished, Ledger, Trained, Weighted
-from etude.rl.link import Link
 from etude.rl.metrics import StepMetrics, behaviours, keep_samples
 from etude.rl.monitor import Monitor
 from etude.rl.processes import JOB, LEDGER, WISH, Child, RlJob, load_job
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from etude.inference.policy import Completion, Policy, PolicyInfo, Sampling, Token
-    from etude.rl.link import Swap
     from etude.rl.settings import RlSettings
     from etude.rl.trainer import Trainer
 
@@ -61,20 +60,24 @@ if TYPE_CHECKING:
     from etude.work import Work
 
 
+PATIENCE = (
+    300.0  # seconds without an answer until an engine counts as hung; a large model is compiled for minutes at first
+)
+STRICT = ClientSettings(require_logprob=True)
+
+
 @dataclass(frozen=True)
 class Parts:
     """The other two parts of a run."""
 
     policy: Policy
-    engine: Doing  # keeps the engine at work until cancelled
-    trainer: Doing  # keeps the trainer at work until it was told to stop and the model is saved
+    follower: Follower  # knows the version of the weights that are sampled from
+    engine: Doing  # runs the engine until cancelled
+    trainer: Doing  # runs the trainer until it is asked to stop and the model is saved
     ready: Callable[[], Coroutine[Any, Any, PolicyInfo]]  # waits until the engine answers
-    version: Callable[[], int]  # of the weights that are sampled from now
-    swaps: Callable[[], list[Swap]]  # of these weights, since this was asked last
-    sampled: Callable[
-        [], None
-    ]  # hears that an episode was played: an engine that died before that has come back to life
-    trained: Callable[[], None]  # the same of a step and the trainer
+    # An engine that died before an episode was played, and a trainer before a step, have come back to life by these.
+    sampled: Callable[[], None] = lambda: None
+    trained: Callable[[], None] = lambda: None
 
 
 class TimedPolicy:
@@ -113,17 +116,35 @@ class TimedPolicy:
 
 
 def _apart(job: RlJob, say: Say) -> Parts:
-    """Return parts that are started again when they die."""
-    path = str(job.save())
+    """Return parts that are started again when they die, but for an engine that is somebody else's."""
+    path, store = str(job.save()), _store(job)
 
     def child(module: str) -> Child:
         return Child(module, [sys.executable, "-m", f"etude.rl.{module}", path], job.folder / f"{module}.log", say)
 
-    engine, trainer = child("engine"), child("trainer")
-    link = Link(job.socket, on_hung=engine.kill)
+    trainer = child("trainer")
+    if job.settings.engine:
+        policy = RemotePolicy(job.settings.engine, len(load_tokeniser(job.model)), settings=STRICT)
+        follower = Follower(store, VllmWeights(policy, job, store).update, say)
+        return Parts(policy, follower, follower.run, trainer.run, policy.connect, trained=trainer.progressed)
+    engine = child("engine")
+    policy = RemotePolicy(f"unix:{job.socket}", 0, settings=OUTLIVING)
+    follower = Follower(store, policy.update_weights, say)
 
-    at_work, heard = (engine.run, trainer.run), (engine.progressed, trainer.progressed)
-    return Parts(link, *at_work, link.ready, lambda: link.version, link.swaps, *heard)
+    async def run() -> None:
+        await policy.connect()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(policy.watch(PATIENCE, engine.kill))
+            group.create_task(follower.run())
+
+    async def engine_and_weights() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(engine.run())
+            group.create_task(run())
+
+    return Parts(
+        policy, follower, engine_and_weights, trainer.run, policy.connect, engine.progressed, trainer.progressed
+    )
 
 
 async def _together(job: RlJob, say: Say) -> Parts:
@@ -132,18 +153,12 @@ async def _together(job: RlJob, say: Say) -> Parts:
 
     trainer = await asyncio.to_thread(Trainer, job.model, job.settings, job.trainer, say=say)
     policy = await asyncio.to_thread(open_policy, job, say)
-    follower, swaps = Follower(policy, _store(job), say), list["Swap"]()
+    follower = Follower(_store(job), Receiver(policy, _store(job), say).update, say)
 
     async def ready() -> PolicyInfo:
         return policy.info
 
-    def taken() -> list[Swap]:
-        found = swaps.copy()
-        swaps.clear()
-        return found
-
-    doing = partial(follower.run, swaps.append), partial(_learn, job, trainer)
-    return Parts(policy, *doing, ready, lambda: follower.version, taken, *[lambda: None] * 2)
+    return Parts(policy, follower, follower.run, partial(_learn, job, trainer), ready)
 
 
 async def _learn(job: RlJob, trainer: Trainer) -> None:
@@ -300,7 +315,7 @@ class Conductor:
     def _may_begin(self) -> bool:
         """Return whether what begins now is as new as State takes it to be; it matters where nothing may come too late."""
         patient = self.settings.mode == "sync" or self.settings.late == "wait"
-        return not patient or self.parts.version() >= self.state.version
+        return not patient or self.parts.follower.version >= self.state.version
 
     async def _wait(self) -> None:
         """Wait for an episode to end, but not longer than the trainer may be left unheard."""
@@ -339,7 +354,7 @@ class Conductor:
 
     def _read_reports(self) -> None:
         while report := self.exchange.report(self.state.trained + 1):
-            for swap in self.parts.swaps():
+            for swap in self.parts.follower.swaps():
                 self.step_metrics.swapped(asdict(swap))
             self.step_metrics.trained(report)
             self._write_row(report.step)

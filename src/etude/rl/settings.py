@@ -113,6 +113,10 @@ class RlSettings(_Settings):
         default="auto", description="of the saved weights; auto: as the parent's"
     )
     processes: bool = Field(default=True, description="engine and trainer in processes of their own; false: all in one")
+    engine: str = Field(
+        default="",
+        description="address of a running vLLM server that samples, such as http://127.0.0.1:8000; empty: our own engine",
+    )
     engine_memory: float = Field(default=0.0, ge=0, description="GB for the engine's cache; 0: a share of what is free")
     anchor_every: int = Field(
         default=20, ge=1, description="versions between whole copies of the weights; deltas between"
@@ -132,6 +136,10 @@ class RlSettings(_Settings):
     def _can_learn(self) -> RlSettings:
         if self.mode == "async" and self.staleness == 0:
             raise ValueError('staleness = 0 allows nothing but mode = "sync"; set that, or a staleness of 1 or more')
+        if self.engine and not self.processes:
+            raise ValueError(
+                "engine names a running server, and processes = false keeps all in one process; leave one out"
+            )
         return self
 
     @property

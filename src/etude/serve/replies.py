@@ -1,15 +1,8 @@
-"""Answers in the shapes of OpenAI's API: whole, and in chunks.
+"""Replies in the shapes of OpenAI's API, whole and in chunks: text, reasoning and calls, out of tokens.
 
-What a client is shown of a completion: text and calls, out of tokens. The same whether it is streamed or not.
-
-Tokens to text while they come: what is written is never taken back, and in the end all of it is there.
-
-A character may be spread over several tokens, and a stop text over several characters: what could still become either is held
-back until it is known. How the tokens are split over calls makes no difference to the text.
-
-Tool calls in sampled text: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as ChatML templates teach them.
-
-A call that is not well formed stays text, so that whoever reads it can say so to the model. White space around calls is theirs.
+What is sent is never taken back, and in the end all of it is there, the same whether it is streamed or not. A character may be spread
+over several tokens, a stop text over several characters, a call over many: what could still become any of them is held back until
+it is known.
 """
 
 from __future__ import annotations
@@ -18,21 +11,21 @@ import codecs
 import json
 import time
 import uuid
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pydantic_core import from_json
 from tokenizers.decoders import ByteLevel
 
+from etude.agent.formats import begun
+from etude.inference.server import LEAST
 from etude.serve.openai_schema import ChatRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from etude.agent.calls import Call
+    from etude.agent.formats import TurnReader
     from etude.inference.policy import Completion, Sampling, Token
     from etude.serve.requests import Job
-
-LEAST = -9999.0  # what clients expect for a log-prob of minus infinity, which JSON cannot say
 
 
 class Answer:
@@ -48,11 +41,13 @@ class Answer:
         """Return the whole answer."""
         choices = []
         for index, piece in enumerate(pieces):
-            content = piece.text if piece.text or not piece.calls else None
-            calls = {"tool_calls": _calls(piece)} if piece.calls else {}
-            said = (
-                {"message": {"role": "assistant", "content": content, **calls}} if self.chat else {"text": piece.text}
-            )
+            message: dict[str, Any] = {
+                "role": "assistant",
+                "content": piece.text if piece.text or not piece.calls else None,
+            }
+            message |= {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+            message |= {"tool_calls": _calls(piece)} if piece.calls else {}
+            said = {"message": message} if self.chat else {"text": piece.text}
             choices.append(self._choice(index, piece, said, first=True))
         return self._envelope("chat.completion", choices) | {"usage": self.usage(completions)}
 
@@ -61,10 +56,11 @@ class Answer:
         request, first, before = self.job.request, index not in self.called, self.called.get(index, 0)
         self.called[index] = before + len(piece.calls)
         about_tokens = piece.ids and (request.return_token_ids or request.alternatives is not None)
-        if not (piece.text or piece.calls or about_tokens or piece.reason or (first and self.chat)):
+        if not (piece.text or piece.reasoning or piece.calls or about_tokens or piece.reason or (first and self.chat)):
             return None
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
         delta |= {"content": piece.text} if piece.text else {}
+        delta |= {"reasoning_content": piece.reasoning} if piece.reasoning else {}
         delta |= {"tool_calls": _calls(piece, before)} if piece.calls else {}
         choice = self._choice(index, piece, {"delta": delta} if self.chat else {"text": piece.text}, first=first)
         no_usage = {"usage": None} if request.stream_options.include_usage else {}
@@ -90,7 +86,7 @@ class Answer:
     def _choice(self, index: int, piece: Piece, said: dict[str, Any], *, first: bool) -> dict[str, Any]:
         choice = {"index": index, **said, "logprobs": self._logprobs(piece), "finish_reason": piece.reason}
         if self.job.request.return_token_ids:
-            choice |= {"token_ids": piece.ids} | ({"prompt_token_ids": self.job.orders[index].prompt} if first else {})
+            choice |= {"token_ids": piece.ids} | ({"prompt_token_ids": self.job.orders[index][0]} if first else {})
         return choice
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
@@ -99,9 +95,9 @@ class Answer:
             return None
         likely = [token.alternatives[:wanted] for token in tokens]
         if self.chat:
-            told = [self._token(token.id, token.raw_logprob) for token in tokens]
+            sampled = [self._token(token.id, token.raw_logprob) for token in tokens]
             others = [[self._token(*other) for other in each] for each in likely]
-            return {"content": [one | {"top_logprobs": top} for one, top in zip(told, others, strict=True)]}
+            return {"content": [one | {"top_logprobs": top} for one, top in zip(sampled, others, strict=True)]}
         return {
             "tokens": [self._word(token.id) for token in tokens],
             "token_logprobs": [max(token.raw_logprob, LEAST) for token in tokens],
@@ -118,12 +114,12 @@ class Answer:
 
 def _calls(piece: Piece, before: int | None = None) -> list[dict[str, Any]]:
     """Return the calls of a piece; in a chunk they are numbered from `before`."""
-    told = []
+    calls = []
     for place, call in enumerate(piece.calls):
         number = {} if before is None else {"index": before + place}
-        function = {"name": call.name, "arguments": call.arguments}
-        told.append(number | {"id": call.id, "type": "function", "function": function})
-    return told
+        function = {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)}
+        calls.append(number | {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
+    return calls
 
 
 MARKS = {"<tool_call>", "</tool_call>", "<think>", "</think>"}  # special tokens that are part of the text
@@ -132,18 +128,6 @@ _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = sorted(set(range(256)) - set(_PRINTABLE))
 # Byte-level tokenisers write each byte as a character of its own; this is the way back.
 BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
-
-
-class Reader(Protocol):
-    """Turns the tokens of one completion into text, one by one."""
-
-    def feed(self, token: int) -> str:
-        """Return the text that is certain now."""
-        ...
-
-    def flush(self) -> str:
-        """Return what was held back, at the end."""
-        ...
 
 
 class TokenTexts:
@@ -170,7 +154,7 @@ class TokenTexts:
         """Return the text of some tokens, marks included."""
         return str(self.tokeniser.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def reader(self) -> Reader:
+    def reader(self) -> _ByteReader | _WindowReader:
         """Return a reader for one completion."""
         return _ByteReader(self) if self.tells_bytes else _WindowReader(self)
 
@@ -238,72 +222,11 @@ class StopCut:
         return "" if self.found else self.held
 
 
-def begun(text: str, word: str) -> int:
-    """Return how many characters at the end of `text` may be the beginning of `word`."""
-    return next((size for size in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:size])), 0)
-
-
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call."""
-
-    name: str
-    arguments: str  # JSON
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}", compare=False)
-
-
-class CallReader:
-    """Takes the calls out of a text while it comes."""
-
-    def __init__(self) -> None:
-        self.held = ""
-        self.found = 0
-
-    def feed(self, text: str) -> tuple[str, list[Call]]:
-        """Return the text between calls and the calls that are certain now."""
-        self.held += text
-        said, calls = "", []
-        while (end := self.held.find(CLOSE)) >= 0:
-            start = self.held.rfind(OPEN, 0, end)
-            call = parse_call(self.held[start + len(OPEN) : end]) if start >= 0 else None
-            if call is None:
-                said += self.held[: end + len(CLOSE)]
-            else:
-                said += self.held[:start].rstrip()
-                calls.append(call)
-            self.held = self.held[end + len(CLOSE) :]
-        self.found += len(calls)
-        opened = self.held.find(OPEN)
-        if opened < 0:  # what white space and a begun mark at the end belong to is not known yet
-            opened = len(self.held) - begun(self.held, OPEN)
-        certain = len(self.held[:opened].rstrip())
-        said, self.held = said + self.held[:certain], self.held[certain:]
-        return said, calls
-
-    def flush(self) -> str:
-        """Return what was held back, at the end."""
-        return "" if self.found and self.held.isspace() else self.held
-
-
-def parse_call(text: str) -> Call | None:
-    """Return a call, if this is one."""
-    try:
-        made = from_json(text.strip(), allow_inf_nan=False)
-    except ValueError:
-        return None
-    if not (isinstance(made, dict) and made.keys() <= {"name", "arguments"} and isinstance(made.get("name"), str)):
-        return None
-    arguments = made.get("arguments", {})
-    return Call(made["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
-
-
 class Piece(NamedTuple):
     """A part of a completion, or all of it."""
 
     text: str
+    reasoning: str
     calls: list[Call]
     tokens: list[Token]  # without the stop token, which nobody is shown
     ids: list[int]  # of all that was sampled
@@ -313,25 +236,27 @@ class Piece(NamedTuple):
 class Writer:
     """Writes one completion."""
 
-    def __init__(self, texts: TokenTexts, sampling: Sampling, *, reads_calls: bool) -> None:
-        self.reader, self.cut = texts.reader(), StopCut(sampling.stop)
-        self.calls = CallReader() if reads_calls else None
+    def __init__(self, texts: TokenTexts, sampling: Sampling, turn: TurnReader | None) -> None:
+        self.reader, self.cut, self.turn = texts.reader(), StopCut(sampling.stop), turn
         self.stop_tokens = sampling.stop_tokens
-        self.seen = 0  # tokens
+        self.seen = self.calls = 0  # tokens; calls
 
     def write(self, tokens: list[Token], completion: Completion | None = None) -> Piece:
         """Return what is certain after these tokens; with the whole completion, all that is left of it."""
-        if completion is not None:
+        over = completion is not None
+        if completion:
             tokens = completion.tokens[self.seen :]
         self.seen += len(tokens)
         shown = [token for token in tokens if token.id not in self.stop_tokens]
         text = "".join(self.reader.feed(token.id) for token in shown)
-        text = self.cut.feed(text if completion is None else text + self.reader.flush())
-        text += "" if completion is None else self.cut.flush()
-        text, calls = self.calls.feed(text) if self.calls else (text, [])
+        text = self.cut.feed(text + self.reader.flush() if over else text)
+        text += self.cut.flush() if over else ""
+        reasoning, calls = "", list["Call"]()
+        if self.turn:
+            text, reasoning, calls = self.turn.feed(text, final=over)
+        self.calls += len(calls)
         reason: str | None = None
-        if completion is not None:
-            text += self.calls.flush() if self.calls else ""
+        if completion:
             reason = "stop" if self.cut.found else completion.finish_reason
-            reason = "tool_calls" if self.calls and self.calls.found else reason
-        return Piece(text, calls, shown, [token.id for token in tokens], reason)
+            reason = "tool_calls" if self.calls else reason
+        return Piece(text, reasoning, calls, shown, [token.id for token in tokens], reason)

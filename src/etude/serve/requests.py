@@ -1,39 +1,25 @@
-"""From a request to what a policy is asked for: token ids and how to sample. No network and no waiting in here.
-
-Completions under way: started together, cancelled together, read as they come, never more unread than agreed.
-"""
+"""From a request to what a policy is asked for: token ids and how to sample. No network and no waiting in here."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from etude.agent.formats import THINK, TurnReader, choose_format
 from etude.data.chat import ChatTemplate
 from etude.errors import UserError, one_line
+from etude.inference.http import ApiError
 from etude.inference.policy import Sampling
-from etude.serve.openai_schema import ApiError, ChatRequest, CompletionRequest
-from etude.serve.replies import OPEN
+from etude.serve.openai_schema import ChatRequest, CompletionRequest
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from etude.agent.formats import Style
+    from etude.inference.http import Limits, Order
+    from etude.inference.policy import PolicyInfo
 
-    from etude.inference.policy import Completion, Policy, PolicyInfo, Token
-    from etude.serve.openai_schema import Limits
-
-COMPLETION = (
-    16  # tokens that OpenAI writes after a plain prompt if nobody says how many; a chat may take what room there is
-)
+COMPLETION = 16  # tokens after a plain prompt if nobody says how many, as OpenAI has it; a chat may take all that fits
 AnyRequest = ChatRequest | CompletionRequest
-
-
-@dataclass(frozen=True)
-class Order:
-    """One completion."""
-
-    prompt: list[int]
-    sampling: Sampling
 
 
 @dataclass(frozen=True)
@@ -42,21 +28,22 @@ class Job:
 
     request: AnyRequest
     orders: list[Order]
+    style: Style | None = None  # how the model writes calls, if it was offered tools
+    in_thinking: bool = False  # the prompt ends in the midst of it
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts, each counted once however many completions it gets."""
-        return sum(len(order.prompt) for order in self.orders[:: self.request.n])
+        return sum(len(prompt) for prompt, _ in self.orders[:: self.request.n])
 
     @property
     def session(self) -> str | None:
         """The conversation this belongs to, if it goes on in one line."""
         return self.request.prompt_cache_key if len(self.orders) == 1 else None
 
-    @property
-    def reads_calls(self) -> bool:
-        """Whether the model was told of tools."""
-        return isinstance(self.request, ChatRequest) and bool(self.request.offered)
+    def reader(self) -> TurnReader | None:
+        """Return what takes thinking and calls out of a completion; a plain completion stays as it is."""
+        return TurnReader(self.style, in_thinking=self.in_thinking) if isinstance(self.request, ChatRequest) else None
 
 
 class Preparer:
@@ -66,15 +53,22 @@ class Preparer:
         self.tokeniser, self.info, self.limits, self.stop_tokens = tokeniser, info, limits, stop_tokens
         self.context = min(info.context, limits.context or info.context)
         self.turn_ends = frozenset[int]()
+        self._style: Style | str = "this model has no chat template"
         with contextlib.suppress(UserError):  # a template without a token for it: the model's own end has to do
             if tokeniser.chat_template:
                 self.turn_ends = frozenset({ChatTemplate(tokeniser, "base").end_token})
+        try:
+            self._style = choose_format(tokeniser, "native").style
+        except UserError as error:
+            self._style = str(error)
 
     def job(self, request: AnyRequest) -> Job:
         """Return what to ask of the policy."""
         asked, usual, stops = request.max_tokens, COMPLETION, self.stop_tokens
+        style, in_thinking = None, False
         if isinstance(request, ChatRequest):
-            prompts = [self._encode(self._render(request))]
+            style, text = self._tool_style(request), self._render(request)
+            prompts, in_thinking = [self._encode(text)], text.rstrip().endswith(THINK)
             asked, usual = request.max_completion_tokens or asked, self.context
             stops |= self.turn_ends
         else:
@@ -91,8 +85,8 @@ class Preparer:
             room = self._room(prompt, asked, usual)
             for index in range(request.n):  # with the same seed they would all be the same
                 seed = None if request.seed is None else (request.seed + index) % 2**63
-                orders.append(Order(prompt, replace(sampling, max_tokens=room, seed=seed)))
-        return Job(request, orders)
+                orders.append((prompt, replace(sampling, max_tokens=room, seed=seed)))
+        return Job(request, orders, style, in_thinking)
 
     def _room(self, prompt: list[int], asked: int | None, usual: int) -> int:
         """Return how many tokens may be sampled after a prompt."""
@@ -108,81 +102,31 @@ class Preparer:
             raise ApiError(400, told, code="context_length_exceeded")
         return asked or min(usual, room)
 
+    def _tool_style(self, request: ChatRequest) -> Style | None:
+        if request.offered and isinstance(self._style, str):
+            raise ApiError(400, f"this model cannot call tools here: {self._style}", param="tools")
+        return self._style if request.offered and not isinstance(self._style, str) else None
+
     def _render(self, request: ChatRequest) -> str:
         template = self.tokeniser.chat_template
         if not template:
             raise ApiError(400, "this model has no chat template; use /v1/completions")
-        if request.offered and OPEN not in str(template):
-            raise ApiError(400, f"this model's chat template has no {OPEN}, so it cannot call tools", param="tools")
+        effort: dict[str, Any] = {}
+        if request.reasoning_effort:
+            effort = {
+                "reasoning_effort": request.reasoning_effort,
+                "enable_thinking": request.reasoning_effort != "none",
+            }
+            if not any(name in str(template) for name in effort):
+                raise ApiError(400, "this model's chat template knows no reasoning effort", param="reasoning_effort")
         messages = [message.model_dump(exclude_none=True) for message in request.messages]
         tools = [tool.model_dump(exclude_unset=True) for tool in request.offered] or None
         try:
             render = self.tokeniser.apply_chat_template
-            return str(render(messages, tools=tools, add_generation_prompt=True, tokenize=False))
+            return str(render(messages, tools=tools, add_generation_prompt=True, tokenize=False, **effort))
         except Exception as error:  # noqa: BLE001 - templates are programs and fail in many ways
             told = f"the chat template refuses these messages: {one_line(error)}"
             raise ApiError(400, told, param="messages") from None
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokeniser.encode(text, add_special_tokens=False, verbose=False))
-
-
-Tasks = list["asyncio.Task[Completion]"]
-
-
-class Inbox:
-    """Tokens that came and were not yet taken, by completion. What waits is handed over in one piece."""
-
-    def __init__(self, most: int, on_overflow: Callable[[], object]) -> None:
-        self.most, self.on_overflow = most, on_overflow
-        self.news = asyncio.Event()
-        self.waiting: dict[int, list[Token]] = {}
-        self.unread = 0
-
-    def put(self, index: int, tokens: list[Token]) -> None:
-        """Keep tokens; if that is too many, nobody is reading."""
-        self.unread += len(tokens)
-        if self.unread > self.most:
-            self.waiting.clear()
-            self.on_overflow()
-            return
-        self.waiting.setdefault(index, []).extend(tokens)
-        self.news.set()
-
-    def take(self, index: int) -> list[Token]:
-        """Return the tokens of one completion that came since the last time."""
-        tokens = self.waiting.pop(index, [])
-        self.unread -= len(tokens)
-        return tokens
-
-
-@contextlib.asynccontextmanager
-async def under_way(policy: Policy, job: Job, inbox: Inbox | None = None) -> AsyncIterator[Tasks]:
-    """Start all completions of a job. Leaving cancels what still runs, and waits until the policy has let go of it."""
-    tasks: Tasks = []
-    for index, order in enumerate(job.orders):
-        listen = (lambda tokens, index=index: inbox.put(index, tokens)) if inbox else None
-        asked = policy.generate(order.prompt, order.sampling, session=job.session, on_tokens=listen)
-        tasks.append(asyncio.create_task(asked))
-    try:
-        yield tasks
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def as_they_come(tasks: Tasks, inbox: Inbox) -> AsyncIterator[tuple[int, list[Token], Completion | None]]:
-    """Yield which completion goes on, its new tokens, and all of it once it is done."""
-    for task in tasks:
-        task.add_done_callback(lambda _: inbox.news.set())
-    left = dict(enumerate(tasks))
-    while left:
-        await inbox.news.wait()
-        inbox.news.clear()
-        for index, task in list(left.items()):
-            done, tokens = task.done(), inbox.take(index)
-            if done:
-                del left[index]
-            if done or tokens:
-                yield index, tokens, task.result() if done else None

@@ -1,4 +1,4 @@
-"""The remote policy against a server that speaks as vLLM or SGLang does, well and badly (fake_server.py)."""
+"""The client against a server that speaks the token API as vLLM does, well and badly (fake_server.py)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from etude.errors import UserError
-from etude.inference.client import RemotePolicy, RemoteSettings, ServerFailed, meaning_of, told
+from etude.inference.client import ClientSettings, RemotePolicy, ServerFailed, exact, meaning_of
 from etude.inference.policy import Busy, Completion, Policy, Sampling, Token
 from tests.inference.fake_server import CONTEXT, VOCABULARY, FakeServer, distributions, logits_after, text_of
 
-QUICK = RemoteSettings(backoff=0.001, retries=2)
+QUICK = ClientSettings(backoff=0.001, retries=2)
 PROMPT = [3, 1, 4, 1, 5]
-KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
 
 
 def with_policy(
-    fake: FakeServer, work: Callable[[RemotePolicy], Awaitable[Any]], settings: RemoteSettings = QUICK, **opening: Any
+    fake: FakeServer, work: Callable[[RemotePolicy], Awaitable[Any]], settings: ClientSettings = QUICK, **opening: Any
 ) -> Any:
     """Run `work` with a policy over the fake; what the probes sent is forgotten."""
 
@@ -41,7 +40,7 @@ def with_policy(
     return asyncio.run(session())
 
 
-def ask(fake: FakeServer, sampling: Sampling, settings: RemoteSettings = QUICK) -> Completion:
+def ask(fake: FakeServer, sampling: Sampling, settings: ClientSettings = QUICK) -> Completion:
     completion = with_policy(fake, lambda policy: policy.generate(PROMPT, sampling), settings)
     assert isinstance(completion, Completion)
     return completion
@@ -65,24 +64,20 @@ CUT = Sampling(12, top_k=5)
 NUCLEUS = Sampling(12, temperature=0.7, top_p=0.8)
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
 @pytest.mark.parametrize(
     ("meaning", "sampling", "drawn", "raw"),
     [
-        *((meaning, PLAIN, True, True) for meaning in ("raw", "scaled", "processed")),
+        *((meaning, PLAIN, True, True) for meaning in ("raw", "processed")),
         ("raw", WARM, False, True),
         ("raw", CUT, False, True),
         ("raw", NUCLEUS, False, True),
-        ("scaled", WARM, True, False),
-        ("scaled", CUT, False, True),
-        ("scaled", NUCLEUS, False, False),
         ("processed", WARM, True, False),
         ("processed", CUT, True, False),
         ("processed", NUCLEUS, True, False),
     ],
 )
-def test_log_probs_are_exact_or_nan(kind: str, meaning: str, sampling: Sampling, drawn: bool, raw: bool) -> None:
-    completion = ask(FakeServer(kind, meaning), sampling)
+def test_log_probs_are_exact_or_nan(meaning: str, sampling: Sampling, drawn: bool, raw: bool) -> None:
+    completion = ask(FakeServer(meaning), sampling)
     for numbers, known, truth in ((completion.logprobs, drawn, "processed"), (completion.raw_logprobs, raw, "raw")):
         if known:
             assert numbers == pytest.approx(expected(completion.token_ids, sampling, truth), abs=1e-9)
@@ -92,11 +87,10 @@ def test_log_probs_are_exact_or_nan(kind: str, meaning: str, sampling: Sampling,
     assert (completion.finish_reason, completion.stopped_by, completion.cached) == ("length", None, 3)
 
 
-@KINDS
-@pytest.mark.parametrize("meaning", ["raw", "scaled", "processed"])
-def test_greedy_tokens_are_certain(kind: str, meaning: str) -> None:
+@pytest.mark.parametrize("meaning", ["raw", "processed"])
+def test_greedy_tokens_are_certain(meaning: str) -> None:
     sampling = Sampling(8, temperature=0.0, top_k=3, top_p=0.5)
-    completion = ask(FakeServer(kind, meaning), sampling)
+    completion = ask(FakeServer(meaning), sampling)
     likeliest: list[int] = []
     for _ in range(8):
         logits = logits_after([*PROMPT, *likeliest])
@@ -111,13 +105,13 @@ def test_greedy_tokens_are_certain(kind: str, meaning: str) -> None:
     temperature=some.sampled_from([0.3, 1.0, 1.7]),
     top_k=some.integers(0, 4),
     top_p=some.sampled_from([0.4, 0.9, 1.0]),
-    meaning=some.sampled_from(["raw", "scaled", "processed"]),
+    meaning=some.sampled_from(["raw", "processed"]),
 )
-def test_what_is_called_told_is_the_same_number(
+def test_what_is_called_exact_is_the_same_number(
     logits: list[float], temperature: float, top_k: int, top_p: float, meaning: Any
 ) -> None:
     numbers = distributions(logits, temperature, top_k, top_p)
-    drawn, raw = told(meaning, Sampling(1, temperature, top_p, top_k))
+    drawn, raw = exact(meaning, Sampling(1, temperature, top_p, top_k))
     for token in (token for token, number in enumerate(numbers["processed"]) if number > -math.inf):
         assert not drawn or numbers[meaning][token] == pytest.approx(numbers["processed"][token])
         assert not raw or numbers[meaning][token] == pytest.approx(numbers["raw"][token])
@@ -127,13 +121,13 @@ def test_the_meaning_shows_in_two_probes() -> None:
     greedy = [-1.0, -2.5]
     assert meaning_of(greedy, [-1.003, -2.49]) == "raw"  # bf16
     assert meaning_of(greedy, [0.0, 0.0]) == "processed"
-    assert meaning_of(greedy, [-1.6, -3.1]) == "scaled"
+    with pytest.raises(UserError, match="after temperature"):
+        meaning_of(greedy, [-1.6, -3.1])
     assert meaning_of([-1e-7, -2.0], [0.0, -2.0]) == "raw"
 
 
-@KINDS
-def test_alternatives_are_the_likeliest_at_temperature_one(kind: str) -> None:
-    completion = ask(FakeServer(kind), Sampling(6, alternatives=3))
+def test_alternatives_are_the_likeliest_at_temperature_one() -> None:
+    completion = ask(FakeServer(), Sampling(6, alternatives=3))
     for place, token in enumerate(completion.tokens):
         raw = distributions(logits_after([*PROMPT, *completion.token_ids[:place]]), 1.0, 0, 1.0)["raw"]
         best = sorted(range(VOCABULARY), key=lambda one: -raw[one])[:3]
@@ -141,29 +135,23 @@ def test_alternatives_are_the_likeliest_at_temperature_one(kind: str) -> None:
         assert [pair[1] for pair in token.alternatives] == pytest.approx([raw[one] for one in best])
 
 
-@pytest.mark.parametrize(("kind", "incremental"), [("vllm", False), ("sglang", False), ("sglang", True)])
 @pytest.mark.parametrize("piece", [1, 3, 50])
-def test_tokens_are_heard_as_they_come(kind: str, incremental: bool, piece: int) -> None:
+def test_tokens_are_heard_as_they_come(piece: int) -> None:
     heard: list[list[Token]] = []
-    fake = FakeServer(kind, incremental=incremental, piece=piece)
+    fake = FakeServer(piece=piece)
     completion = with_policy(fake, lambda policy: policy.generate(PROMPT, Sampling(10), on_tokens=heard.append))
     assert [len(tokens) for tokens in heard] == [min(piece, 10 - start) for start in range(0, 10, piece)]
     assert [token for tokens in heard for token in tokens] == completion.tokens
 
 
-@KINDS
-def test_a_seed_or_its_absence_is_passed_on(kind: str) -> None:
+def test_a_seed_or_its_absence_is_passed_on() -> None:
     async def work(policy: RemotePolicy) -> None:
         await policy.generate(PROMPT, Sampling(2))
         await policy.generate(PROMPT, Sampling(2, seed=11))
 
-    fake = FakeServer(kind)
-    if kind == "sglang":
-        with pytest.raises(UserError, match="heeds no seed of a single request"):
-            with_policy(fake, work)
-    else:
-        with_policy(fake, work)
-        assert [body.get("seed") for body in fake.bodies] == [None, 11]
+    fake = FakeServer()
+    with_policy(fake, work)
+    assert [body["sampling_params"]["seed"] for body in fake.bodies] == [None, 11]
 
 
 def test_it_is_a_policy() -> None:
@@ -177,63 +165,81 @@ def test_it_is_a_policy() -> None:
 # ---- what ends it
 
 
-@KINDS
-def test_a_stop_token_is_part_of_the_completion(kind: str) -> None:
-    plain = ask(FakeServer(kind), Sampling(20, temperature=0.0)).token_ids
+def test_a_stop_token_is_part_of_the_completion() -> None:
+    plain = ask(FakeServer(), Sampling(20, temperature=0.0)).token_ids
     stop = plain[4]
-    completion = ask(FakeServer(kind), Sampling(20, temperature=0.0, stop_tokens=frozenset({stop})))
+    completion = ask(FakeServer(), Sampling(20, temperature=0.0, stop_tokens=frozenset({stop})))
     assert completion.token_ids == plain[: plain.index(stop) + 1]
     assert (completion.finish_reason, completion.stopped_by) == ("stop", stop)
 
 
-@KINDS
-def test_a_stop_text_ends_it(kind: str) -> None:
-    plain = ask(FakeServer(kind), Sampling(20, temperature=0.0)).token_ids
+def test_a_stop_text_ends_it() -> None:
+    plain = ask(FakeServer(), Sampling(20, temperature=0.0)).token_ids
     stop = text_of(plain)[4:6]
-    completion = ask(FakeServer(kind), Sampling(20, temperature=0.0, stop=("?", stop)))
+    completion = ask(FakeServer(), Sampling(20, temperature=0.0, stop=("?", stop)))
     assert stop in text_of(completion.token_ids)
     assert stop not in text_of(completion.token_ids[:-1])
     assert (completion.finish_reason, completion.stopped_by) == ("stop", stop)
 
 
-@KINDS
-def test_the_end_of_text_does_not_stop_it_unasked(kind: str) -> None:
-    plain = ask(FakeServer(kind), Sampling(5, temperature=0.0)).token_ids
-    assert ask(FakeServer(kind, end_of_text=plain[1]), Sampling(5, temperature=0.0)).token_ids == plain
-
-
-def test_sglang_stopping_unasked_is_said() -> None:
-    plain = ask(FakeServer("sglang"), Sampling(5, temperature=0.0)).token_ids
-    other = next(token for token in range(VOCABULARY) if token not in plain)
-    with pytest.raises(UserError, match=f"stopped at {plain[1]}, which is not among the stops"):
-        ask(FakeServer("sglang", end_of_text=plain[1]), Sampling(5, temperature=0.0, stop_tokens=frozenset({other})))
+def test_the_end_of_text_does_not_stop_it_unasked() -> None:
+    plain = ask(FakeServer(), Sampling(5, temperature=0.0)).token_ids
+    assert ask(FakeServer(end_of_text=plain[1]), Sampling(5, temperature=0.0)).token_ids == plain
 
 
 # ---- versions
 
 
-def test_the_version_is_the_one_at_arrival() -> None:
+def test_versions_are_those_of_the_last_event() -> None:
+    spans = [
+        {"version": "default", "start": 0, "end": 1},
+        {"version": "7", "start": 1, "end": 3},
+        {"version": "8", "start": 3, "end": 4},
+    ]
+    heard: list[int] = []
+
     async def work(policy: RemotePolicy) -> list[int]:
-        policy.version = 4
+        policy.version = 6
+        listen = lambda tokens: heard.extend(token.version for token in tokens)  # noqa: E731
+        return (await policy.generate(PROMPT, Sampling(4), on_tokens=listen)).versions
 
-        def on_tokens(tokens: list[Token]) -> None:
-            policy.version = 5
+    assert with_policy(FakeServer(versions=spans), work) == [6, 7, 7, 8]
+    assert heard == [6, 6, 6, 8]  # until the last event nobody knows
 
-        return (await policy.generate(PROMPT, Sampling(4), on_tokens=on_tokens)).versions
 
-    assert with_policy(FakeServer(), work) == [4, 5, 5, 5]
-    assert with_policy(FakeServer("sglang"), work) == [4, 5, 5, 5]
-    assert with_policy(FakeServer("sglang", weight_version="17"), work) == [17] * 4
+def test_a_request_goes_on_after_the_tokens_that_came() -> None:
+    """Over three connections: two die after two tokens each; the toy's tokens depend on all that came before."""
+    sampling = Sampling(6, temperature=0.0)
+    fake, heard = FakeServer(faults=["die:2", "status:503", "die:2"]), list[Token]()
+    resuming = QUICK.model_copy(update={"resume": True})
+    done = with_policy(fake, lambda policy: policy.generate(PROMPT, sampling, on_tokens=heard.extend), resuming)
+    assert done.tokens == heard
+    assert done.token_ids == ask(FakeServer(), sampling).token_ids
+    assert [body["sampling_params"]["max_tokens"] for body in fake.bodies] == [6, 4, 4, 2]
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_a_request_of_which_all_but_the_end_came_is_not_sent_again(finish: str) -> None:
+    last = ask(FakeServer(), Sampling(2, temperature=0.0)).token_ids[-1]
+    sampling = (
+        Sampling(2, temperature=0.0)
+        if finish == "length"
+        else Sampling(9, temperature=0.0, stop_tokens=frozenset({last}))
+    )
+    fake = FakeServer(faults=["die:2"], piece=1)
+    done = with_policy(
+        fake, lambda policy: policy.generate(PROMPT, sampling), QUICK.model_copy(update={"resume": True})
+    )
+    assert (len(done.tokens), done.finish_reason, len(fake.bodies)) == (2, finish, 1)
 
 
 # ---- faults
 
 
-@KINDS
 @pytest.mark.parametrize("faults", [["status:429,0"], ["status:503"], ["drop"], ["status:429", "drop"], ["die:0"]])
-def test_it_asks_again_where_nothing_was_lost(kind: str, faults: list[str]) -> None:
-    fake = FakeServer(kind, faults=[*faults])
-    assert ask(fake, Sampling(5)).token_ids == ask(FakeServer(kind), Sampling(5)).token_ids
+def test_it_asks_again_where_nothing_was_lost(faults: list[str]) -> None:
+    fake = FakeServer(faults=[*faults])
+    assert ask(fake, Sampling(5)).token_ids == ask(FakeServer(), Sampling(5)).token_ids
     assert len(fake.bodies) == len(faults) + 1
 
 
@@ -251,6 +257,8 @@ FAILURES = {
     "abort": "abort",
     "error": "failed: engine core died",
     "rubbish": "sent no reply of",
+    "no_ids": "sent no reply of",
+    "uneven": "sent no reply of",
     "shapeless": "sent no reply of",
     "number": "sent no reply of",
     "words": "sent no reply of",
@@ -259,29 +267,17 @@ FAILURES = {
 }
 
 
-@KINDS
 @pytest.mark.parametrize("fault", FAILURES)
-def test_a_failure_is_told_at_once_and_harms_no_other_request(kind: str, fault: str) -> None:
+def test_a_failure_is_told_at_once_and_harms_no_other_request(fault: str) -> None:
     async def work(policy: RemotePolicy) -> None:
         with pytest.raises(ServerFailed, match=FAILURES[fault]) as failed:
             await policy.generate(PROMPT, Sampling(5))
         assert "\n" not in str(failed.value)
         assert len((await policy.generate(PROMPT, Sampling(5))).tokens) == 5
 
-    fake = FakeServer(kind, faults=[fault])
+    fake = FakeServer(faults=[fault])
     with_policy(fake, work)
     assert len(fake.bodies) == 2  # so it was not asked again
-
-
-@KINDS
-def test_a_server_without_token_ids_is_too_old(kind: str) -> None:
-    with pytest.raises(UserError, match=r"returns no token ids.*update it"):
-        ask(FakeServer(kind, faults=["no_ids"]), Sampling(5))
-
-
-def test_ids_and_log_probs_must_be_as_many() -> None:
-    with pytest.raises(ServerFailed, match="sent no reply of vLLM"):
-        ask(FakeServer(faults=["uneven"]), Sampling(5))
 
 
 @pytest.mark.parametrize(
@@ -304,8 +300,7 @@ def test_a_server_that_hangs(fault: str, limits: dict[str, float], match: str) -
     assert len(fake.bodies) == 1
 
 
-@KINDS
-def test_cancelling_closes_the_connection(kind: str) -> None:
+def test_cancelling_closes_the_connection() -> None:
     async def work(policy: RemotePolicy) -> None:
         began = asyncio.Event()
         asking = asyncio.create_task(policy.generate(PROMPT, Sampling(9), on_tokens=lambda _: began.set()))
@@ -315,7 +310,7 @@ def test_cancelling_closes_the_connection(kind: str) -> None:
             await asking
         await fake.left.wait()
 
-    fake = FakeServer(kind, faults=["hang:1"])
+    fake = FakeServer(faults=["hang:1"])
     with_policy(fake, work)
 
 
@@ -333,13 +328,12 @@ def test_closing_ends_requests_under_way_and_later_ones() -> None:
     with_policy(FakeServer(faults=["hang:1"]), work)
 
 
-@KINDS
-def test_many_at_once_do_not_mix(kind: str) -> None:
+def test_many_at_once_do_not_mix() -> None:
     async def work(policy: RemotePolicy) -> list[Completion]:
         prompts = [[token] for token in range(VOCABULARY)]
         return await asyncio.gather(*(policy.generate(prompt, Sampling(6, temperature=0.0)) for prompt in prompts * 3))
 
-    completions = with_policy(FakeServer(kind), work)
+    completions = with_policy(FakeServer(), work)
     for place, completion in enumerate(completions):
         logits = logits_after([place % VOCABULARY])
         assert completion.token_ids[0] == logits.index(max(logits))
@@ -352,12 +346,12 @@ def test_many_at_once_do_not_mix(kind: str) -> None:
 @pytest.mark.parametrize(
     ("prompt", "sampling", "match"),
     [
-        ([], Sampling(1), "prompt is empty"),
+        ([], Sampling(1), "at least one"),
+        ([1.5], Sampling(1), "whole numbers"),
         ([VOCABULARY], Sampling(1), f"token id {VOCABULARY} is outside"),
         ([-1], Sampling(1), "token id -1 is outside"),
         ([1], Sampling(1, stop_tokens=frozenset({VOCABULARY + 3})), f"token id {VOCABULARY + 3} is outside"),
         ([1] * CONTEXT, Sampling(1), f"more than the context of {CONTEXT}"),
-        ([1], Sampling(1, experts=True), "routed experts"),
     ],
 )
 def test_a_wrong_request_is_not_sent(prompt: list[int], sampling: Sampling, match: str) -> None:
@@ -407,10 +401,9 @@ def test_a_model_is_chosen_by_name() -> None:
         opened(FakeServer(), model="toi")
 
 
-@KINDS
-def test_a_smaller_vocabulary_shows_at_once(kind: str) -> None:
+def test_a_smaller_vocabulary_shows_at_once() -> None:
     with pytest.raises(UserError, match=f"does not know all {VOCABULARY + 1} ids: another model"):
-        opened(FakeServer(kind), VOCABULARY + 1)
+        opened(FakeServer(), VOCABULARY + 1)
 
 
 def test_a_token_is_sent() -> None:
@@ -423,7 +416,7 @@ def test_a_token_is_sent() -> None:
     "models", ["<html>", {}, {"data": []}, {"data": [{"id": "x"}]}, {"data": 3}, [], {"data": [{}]}]
 )
 def test_something_else_answers(models: Any) -> None:
-    with pytest.raises(ServerFailed, match="no vLLM or SGLang server"):
+    with pytest.raises(ServerFailed, match="neither vLLM nor etude"):
         opened(FakeServer(models=models))
 
 
