@@ -80,7 +80,7 @@ async def serving(policy: LocalPolicy, address: str, store: WeightStore | None =
         listening = bind("127.0.0.1", int(address.rpartition(":")[2]))
     listening.listen(100)
     server = server_of(app, limits)
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign] # signals are pytest's
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment] # signals are pytest's
     task = asyncio.create_task(server.serve(sockets=[listening]))
     try:
         yield policy

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from etude.rl.link import Swap
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
@@ -23,6 +22,7 @@ from etude.agent.trace import Node, Trace
 from etude.errors import UserError, storage_error
 from etude.files import write_json
 from etude.inference.policy import Completion, PolicyInfo, Sampling, Token
+from etude.inference.weight_sync import Swap
 from etude.jsonl import MetricsLog, read_rows
 from etude.lineage.compute import ComputeShape, forward_flops
 from etude.progress import Reporter
@@ -86,6 +86,10 @@ class Parts:
     def policy(self) -> Parts:
         return self
 
+    @property
+    def follower(self) -> Parts:
+        return self
+
     async def generate(self, prompt: list[int], sampling: Sampling, **_: Any) -> Completion:
         await asyncio.sleep(0)
         return Completion([Token(7, -1.0, -1.0, self.held)] * sampling.max_tokens, "length")
@@ -104,6 +108,7 @@ class Parts:
     async def ready(self) -> PolicyInfo:
         return PolicyInfo("fake", 100, 100)
 
+    @property
     def version(self) -> int:
         newest = max((step for step in range(1, 100) if self.exchange.report(step)), default=0)
         self.asked = self.asked + 1 if newest > self.held else 0

@@ -35,7 +35,7 @@ class Found:
     text: bool = False  # a service without token ids: its tokens are bytes of text
 
 
-async def find(  # noqa: PLR0913 - what one may want to say of a model
+async def find(
     word: str, device: str, cache: Path, reporter: Reporter, *, name: str = "", token: str = "", context: int | None = None,
     tokeniser: str = "",
 ) -> Found:  # fmt: skip
@@ -71,7 +71,9 @@ def _tokeniser_of(url: str, card: dict[str, Any], given: str, cache: Path, repor
             return Path(word)
         if given or word in known_bases():
             return locate(word, cache, reporter)[1]
-    raise UserError(f"{url} serves {card['id']!r}, whose tokeniser is not here; name a folder or base that has it: --tokeniser")
+    raise UserError(
+        f"{url} serves {card['id']!r}, whose tokeniser is not here; name a folder or base that has it: --tokeniser"
+    )
 
 
 def _at_address(url: str, card: dict[str, Any], token: str, folder: Path) -> Found:
