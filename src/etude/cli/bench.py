@@ -120,7 +120,9 @@ async def _contestants(
     token, reporter = token_in(token_file), Reporter()
     made: dict[str, Contestant] = {}
     for word in words:
-        each = BUILT_IN.get(word) or entrant(await find(word, device, cache, reporter, token=token, tokeniser=tokeniser))
+        each = BUILT_IN.get(word) or entrant(
+            await find(word, device, cache, reporter, token=token, tokeniser=tokeniser)
+        )
         if each.name in made:
             raise UserError(f"{each.name} is named twice; measure endpoints of one name into folders of their own")
         made[each.name] = each

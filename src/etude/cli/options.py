@@ -24,7 +24,9 @@ CacheFolder = Annotated[
 ]
 Changes = Annotated[list[str] | None, typer.Option("--set", help="Setting to change: stage.key=value. Repeatable.")]
 Device = Annotated[str, typer.Option("--device", help="Device: auto, cpu or cuda.")]
-Tokeniser = Annotated[str, typer.Option(help="Folder or base with the tokeniser of a server's model; default: as it says.")]
+Tokeniser = Annotated[
+    str, typer.Option(help="Folder or base with the tokeniser of a server's model; default: as it says.")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and the plan; run nothing.")]
 Minutes = Annotated[float, typer.Option("--minutes", min=0.01, help="Time limit of an episode in minutes.")]
 OutFolder = Annotated[Path | None, typer.Option("--out", help="Run folder; default runs/NAME.")]
