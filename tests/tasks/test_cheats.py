@@ -74,7 +74,7 @@ def episodes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Episode]:
         str(place) for place in Path(sys.base_prefix, "lib").glob("python*/site-packages")
     )  # as environments have it
     calc = replace(small.codebase(folder / "calc"), hidden=hidden)
-    talk: ChatFormat = choose_format(load_tokeniser(resolve("sprout").folder))  # type: ignore[assignment]
+    talk: ChatFormat = choose_format(load_tokeniser(resolve("sprout").folder))
     layer = write_layer(folder / "seen", visible(small.task(), calc), (calc.tree,))
 
     async def every() -> dict[str, Episode]:

@@ -93,7 +93,7 @@ def studio(tmp_path_factory: pytest.TempPathFactory, tokeniser: Any) -> Studio:
         prompts={"terse": "fix total"},
     )
     tasks = TaskSet("calc", "0", (good, never), {"calc==1": calc})
-    return Studio(tasks, choose_format(tokeniser), tokeniser_digest(tokeniser), Searcher(), seed=1)  # type: ignore[arg-type]
+    return Studio(tasks, choose_format(tokeniser), tokeniser_digest(tokeniser), Searcher(), seed=1)
 
 
 def made(studio: Studio, folder: Path) -> tuple[dict[str, Any], list[Trace]]:

@@ -62,7 +62,9 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
 
     async def work() -> None:
         token = token_in(token_file)
-        source = await find(model, device, folder, Reporter(), name=name, token=token, context=context, tokeniser=tokeniser)
+        source = await find(
+            model, device, folder, Reporter(), name=name, token=token, context=context, tokeniser=tokeniser
+        )
         policy, talk = await source.open()
         settings = settings_for(policy, turns=turns, seconds=60 * minutes, temperature=temperature)
         try:
