@@ -7,8 +7,8 @@ import graphlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.data.document import Document
-from etude.data.tokenise import header, in_groups, in_order, joined_length
+from etude.data.document import Document, in_groups
+from etude.data.tokenise import header, in_order, joined_length
 
 
 def file(path: str, text: str = "x\n") -> Document:

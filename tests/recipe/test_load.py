@@ -216,7 +216,11 @@ def test_the_resolved_corpus_can_be_run_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('pypi = ["toolz==1.2.0"]', 'pypi = ["toolz"]', "recipe.toml:10: data.source.1: 'toolz' names no version"),
+        (
+            'pypi = ["toolz==1.2.0"]',
+            'pypi = ["toolz"]',
+            "recipe.toml:10: data.source.1: 'toolz' is no package at a version",
+        ),
         ('folder = "src"', 'foldr = "src"', "recipe.toml:8: unknown key 'data.source.0.foldr'; did you mean 'folder'"),
         ('name = "two"', 'name = "one"', "two sources are called 'one'"),
         ('name = "two"', "", "'data.source.1.name' is missing: names the source in counts"),

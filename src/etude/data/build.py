@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 from importlib import metadata
 from itertools import chain
@@ -26,7 +26,7 @@ import etude
 from etude.data import loader
 from etude.data.deduplicate import drop_duplicates
 from etude.data.document import Document, Samples
-from etude.data.filter_documents import UnitJob, filter_unit, share_out
+from etude.data.filter_documents import UnitJob, filter_unit, units_of
 from etude.data.filters.contamination import index_tasks, ngram_runs, read_tasks
 from etude.data.filters.private import scrub
 from etude.data.heldout import hold_out, is_heldout
@@ -66,9 +66,7 @@ class Build:
     base: Path | None  # the model whose tokeniser is used, and who writes replay
     entries: dict[str, SourceEntry] = field(default_factory=dict)  # by source
     shards: list[ShardEntry] = field(default_factory=list)
-    histogram: dict[str, Counter[int]] = field(
-        default_factory=lambda: defaultdict(Counter)
-    )  # documents by domain, log₂ tokens
+    histogram: dict[str, Counter[int]] = field(default_factory=dict)  # documents by domain and log₂ of their tokens
 
     def run(self) -> Manifest:
         """Build the corpus, or finish building it."""
@@ -153,7 +151,7 @@ class Build:
             say(f"data: {short} of {len(tasks)} texts of benchmark tasks are too short to be looked for")
         jobs: list[UnitJob] = []
         for source in self.data.source:
-            for parts in share_out(sources[source.name].parts):
+            for parts in units_of(sources[source.name].parts):
                 jobs.append(UnitJob(source, self.data, parts, index, self.work.folder / UNITS / f"{len(jobs):05d}"))
         units = [Unit(f"filter/{job.folder.name}", job, max(job.size, 1)) for job in jobs]
         self.work.parallel("data: filtering", units, "B", filter_unit, self.data.workers or cores())
@@ -199,7 +197,7 @@ class Build:
                 domain, target = self.entries[name].domain, self.work.folder / SHARDS
                 shards, lengths = pack_source(name, domain, mine, self.data.length, vocabulary, target)
                 self.shards.extend(shards)
-                self.histogram[domain].update(lengths)
+                self.histogram.setdefault(domain, Counter()).update(lengths)
                 write_table(mine, self.work.folder / TABLES / f"{name}.parquet")
                 task.advance()
 

@@ -1,18 +1,16 @@
-"""Conversations as the tokens a policy sees and samples, which are not the tokens of the whole text.
+"""Conversations for fine-tuning: read or made from a codebase, and turned into the tokens a policy sees and samples.
 
-What a policy samples begins a token of its own: no merge crosses the border between prompt and answer, and later turns
-follow the sampled tokens, which are never tokenised again. Learnt is what the assistant writes, up to its end-of-turn token.
-Some templates rewrite the past (Qwen3's drops old reasoning): a conversation then becomes several, each with the past as the
-policy sees it at that turn, and each answer is still learnt once.
+**Conversations** are in OpenAI's format, checked when they are read: a fault noticed in training would cost the run. From a
+codebase they are made of its documented Python functions, asked for in few words. A function gives up to two: it is written from
+its signature and what it does, and it is shown after the file was read with a tool. All that is made from one file is held out
+together.
 
-Conversations packed whole into the rows of a corpus in memory, so that a `Loader` serves them as it does any other.
+**Tokens** of a conversation are not the tokens of the whole text. What a policy samples begins a token of its own: no merge
+crosses the border between prompt and answer, and later turns follow the sampled tokens, which are never tokenised again. Learnt
+is what the assistant writes, up to its end-of-turn token. Some templates rewrite the past (Qwen3's drops old reasoning): a
+conversation then becomes several, each with the past as the policy sees it at that turn, and each answer is still learnt once.
 
-Conversations in OpenAI's format, checked when they are read: a fault found in training would cost the run.
-
-Conversations made from a codebase: its documented Python functions, asked for in few words.
-
-A function gives up to two: it is written from its signature and what it does, and it is shown after the file was read with
-a tool. All that is made from one file is held out together.
+**Rows**: conversations are packed whole into a corpus in memory, so that a `Loader` serves them as it does any other.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ import re
 import warnings
 import zlib
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -35,7 +33,7 @@ import numpy as np
 from pydantic import BaseModel, Field, Json, ValidationError, model_validator
 
 from etude.data.heldout import choose_heldout
-from etude.data.loader import Batch, Corpus, Series
+from etude.data.loader import Corpus, Series
 from etude.data.packing import Shard, pack
 from etude.data.settings import Settings as Strict
 from etude.errors import UserError, one_line
@@ -114,12 +112,12 @@ def read_conversations(path: Path) -> list[Conversation]:
     """Read JSONL, plain or .gz: on each line {"messages": […], "tools": […]}, the tools if there are any."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            lines = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
+            lines = [(line, f"{path}, line {number}") for number, line in enumerate(file, 1) if line.strip()]
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"conversations cannot be read from {path}: {one_line(error)}") from None
     if not lines:
         raise UserError(f"{path} is empty; write one conversation a line")
-    return [_conversation(line, f"{path}, line {number}") for number, line in lines]
+    return [_conversation(line, origin) for line, origin in lines]
 
 
 def _conversation(line: bytes, origin: str) -> Conversation:
@@ -127,10 +125,9 @@ def _conversation(line: bytes, origin: str) -> Conversation:
         row = _Line.model_validate_json(line)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if "[" not in str(part))  # without the names of types
-        raise UserError(
-            f"{origin}: {f'{place} ' if place else ''}{first['msg'].removeprefix('Value error, ')}"
-        ) from None
+        place = [str(part) for part in first["loc"] if "[" not in str(part)]  # without the names of types
+        fault = first["msg"].removeprefix("Value error, ")
+        raise UserError(f"{origin}: {' '.join(['.'.join(place), fault]).strip()}") from None
     messages = [{**each.model_dump(exclude_none=True), "content": each.content or ""} for each in row.messages]
     return Conversation(messages, row.tools or [], origin)
 
@@ -174,12 +171,12 @@ def _of_file(path: str, text: str, seed: int, most_chars: int) -> Iterator[Conve
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # odd escapes are not our affair
-            found = list(_functions(parse_python(text)))
+            named = list(_functions(parse_python(text)))
     except (SyntaxError, ValueError, RecursionError):
         yield "file is not Python"
         return
-    functions = dict(found)
-    yield from ["another of its name follows"] * (len(found) - len(functions))
+    functions = dict(named)
+    yield from ["another of its name follows"] * (len(named) - len(functions))
     for name, node in functions.items():
         first = min(each.lineno for each in [node, *node.decorator_list])
         source = "\n".join(text.split("\n")[first - 1 : node.end_lineno])
@@ -269,19 +266,19 @@ class ChatTemplate:
     def _answer(self, conversation: Conversation, index: int, prompt: str) -> tuple[str, str]:
         """Return what the assistant writes after a prompt, and what the template puts behind that."""
         message, whole = conversation.messages[index], self._render(conversation, index + 1)
-        said, end, rest = whole[len(prompt) :].rpartition(self.end)
+        answer, end, rest = whole[len(prompt) :].rpartition(self.end)
         fault = f"{conversation.origin}: chat template {self.name!r}"
         if not (whole.startswith(prompt) and end):
             raise UserError(f"{fault} does not show an answer as its prompt begins it, up to {self.end}; {ADVICE}")
-        if self.end in said:
+        if self.end in answer:
             raise UserError(f"{conversation.origin}: an assistant's message spells {self.end}, which ends it; mend it")
         texts = [message["content"].strip(), message.get("reasoning_content", "").strip()]
         texts += [call["function"]["name"] for call in message.get("tool_calls", [])]
-        lost = [text for text in texts if text not in said]
+        lost = [text for text in texts if text not in answer]
         lost += [name for tool in conversation.tools if (name := tool["function"]["name"]) not in prompt]
         if lost:
             raise UserError(f"{fault} leaves out {lost[0][:40]!r}, a tool, a call or text of an answer; {ADVICE}")
-        return said + end, rest
+        return answer + end, rest
 
     def _render(self, conversation: Conversation, count: int, **options: bool) -> str:
         messages, tools = conversation.messages[:count], conversation.tools or None
@@ -320,51 +317,30 @@ def choose_template(tokeniser: Any, wish: str) -> ChatTemplate:
     return ChatTemplate(tokeniser, wish, len(tokeniser) - size)
 
 
-CHAT = "chat"  # the only source, and its domain
-
-
-@dataclass(frozen=True, eq=False)
-class ChatShard(Shard):
-    """Packed rows, and which of their tokens are learnt."""
-
-    learnt: npt.NDArray[np.bool_]  # [T]
-
-
-class ChatCorpus(Corpus):
-    """A corpus of `ChatShard`s."""
-
-    def read(self, places: Sequence[tuple[str, Any, int]]) -> Batch:
-        """Read rows with the tokens to learn, none of which is padding."""
-        batch = super().read(places)
-        learnt = np.zeros(batch.tokens.shape, np.bool_)
-        spans = [shard.learnt[shard.rows[index] : shard.rows[index + 1]] for _, shard, index in places]
-        learnt[batch.documents >= 0] = np.concatenate(spans)
-        return replace(batch, learnt=learnt)
-
-
 def pack_chat(
     splits: Mapping[str, Sequence[Encoded]], *, length: int, separator: int, vocabulary: int, too_long: Literal["drop", "cut"]
-) -> tuple[ChatCorpus, dict[str, dict[str, int]]]:  # fmt: skip
+) -> tuple[Corpus, dict[str, dict[str, int]]]:  # fmt: skip
     """Pack each split, "train" and others; return also, by split, what became of its conversations. Empty ones are left out."""
     fitted = {split: _fitted(conversations, length, too_long) for split, conversations in splits.items()}
     counts = {split: counted for split, (_, counted) in fitted.items()}
     if not fitted["train"][0]:
         raise UserError(f'a mask that hides every token: {counts}; use a length over {length}, or too_long = "cut"')
     shards = {split: _shard(kept, length) for split, (kept, _) in sorted(fitted.items()) if kept}
-    series = {split: {CHAT: Series(CHAT, [shard])} for split, shard in shards.items()}
-    arrays = [part for shard in shards.values() for part in (shard.tokens, shard.pieces, shard.rows, shard.learnt)]
-    contents = [hashlib.sha256(part.tobytes()).hexdigest() for part in arrays]
-    digest = digest_of([length, separator, list(shards), contents])
-    place, share, domain = Path("the conversations"), {CHAT: 1.0}, {CHAT: CHAT}
-    return ChatCorpus(place, length, separator, vocabulary, share, domain, series, digest), counts
+    series = {split: {"chat": Series("chat", [shard])} for split, shard in shards.items()}  # the only source and domain
+    arrays: list[Any] = [
+        part for each in shards.values() for part in (each.tokens, each.pieces, each.rows, each.learnt)
+    ]
+    digest = digest_of([length, separator, list(shards), [hashlib.sha256(each).hexdigest() for each in arrays]])
+    place = Path("the conversations")
+    return Corpus(place, length, separator, vocabulary, {"chat": 1.0}, {"chat": "chat"}, series, digest), counts
 
 
-def _shard(conversations: Sequence[Encoded], length: int) -> ChatShard:
+def _shard(conversations: Sequence[Encoded], length: int) -> Shard:
     packed = pack([len(each.tokens) for each in conversations], length)
     ends = np.concatenate([[0], np.cumsum(packed.lengths)])
     in_order = [conversations[index] for index in packed.documents]
     tokens, learnt = (np.concatenate(each) for each in zip(*in_order, strict=True))
-    return ChatShard(tokens.astype(np.uint32), ends[packed.offsets], ends, learnt)
+    return Shard(tokens.astype(np.uint32), ends[packed.offsets], ends, learnt)
 
 
 def _fitted(conversations: Sequence[Encoded], length: int, too_long: str) -> tuple[list[Encoded], dict[str, int]]:

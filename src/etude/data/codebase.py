@@ -1,12 +1,12 @@
-"""A source tree as text: which files are code, in path order, and why the others were left out.
+"""A source tree as text, and chains of edits to its files: what bases are compared on, and conversations are made of.
 
-In a git checkout only tracked files count, so that build outputs and virtual environments stay out.
+**A codebase** is the code below a folder, in path order, and why the other files were left out. In a git checkout only tracked
+files count, so that build outputs and virtual environments stay out.
 
-Chains of edits to a file: from git history where there is one, made from the text where there is not.
-
-A chain is the file at the start, and a list of versions after it; the differences between neighbours are shown to a model
-which must then write the last version. Made edits are the kind that people make in small steps: rename, insert, delete,
-move and change a number. They are drawn from a seeded generator, so a chain is the same everywhere.
+**An edit chain** is a file at the start, and a list of versions after it; the differences between neighbours are shown to a model
+which must then write the last version. It comes from git history where there is one, and is made from the text where there is
+not. Made edits are the kind that people make in small steps: rename, insert, delete, move and change a number. They are drawn
+from a seeded generator, so a chain is the same everywhere.
 """
 
 from __future__ import annotations
@@ -82,12 +82,11 @@ class Codebase:
         """
         if not most_bytes or self.bytes <= most_bytes:
             return self
-        chosen: list[SourceFile] = []
-        taken = 0
+        chosen, room = [], most_bytes
         for file in sorted(self.files, key=lambda file: hashlib.sha256(file.path.encode()).digest()):
-            if taken + file.bytes <= most_bytes:
+            if file.bytes <= room:
                 chosen.append(file)
-                taken += file.bytes
+                room -= file.bytes
         chosen = chosen or [min(self.files, key=lambda file: (file.bytes, file.path))]
         left_out = {**self.left_out, "over the size budget": len(self.files) - len(chosen)}
         return Codebase(self.root, tuple(sorted(chosen, key=lambda file: file.path)), left_out)
@@ -100,7 +99,8 @@ def read_codebase(root: Path, keep: Keep = "code") -> Codebase:
     left_out: Counter[str] = Counter()
     files = []
     base = root if root.is_dir() else root.parent
-    for path in [root] if root.is_file() else tracked_files(root) or _files_below(root):
+    below = tracked_files(root) or [path for path in walked(root) if not os.path.isdir(path)]  # noqa: PTH112 - may raise
+    for path in [root] if root.is_file() else below:
         text, fault = _read(path, keep)
         if fault:
             left_out[fault] += 1
@@ -113,19 +113,15 @@ def read_codebase(root: Path, keep: Keep = "code") -> Codebase:
     return Codebase(root, tuple(sorted(files, key=lambda file: file.path)), dict(sorted(left_out.items())))
 
 
-def _files_below(root: Path) -> list[Path]:
-    return [path for path in walked(root) if not os.path.isdir(path)]  # noqa: PTH112 - the method may raise
-
-
 def tracked_files(root: Path) -> list[Path]:
     """Return what git tracks below a folder and is there: files, links, submodules; nothing if it is no git checkout."""
     listed = git(root, "ls-files", "-z")
     if listed is None:
         return []
     if listed.returncode and any(os.path.lexists(folder / ".git") for folder in [root, *root.resolve().parents]):
-        said = " ".join(listed.stderr.decode(errors="replace").strip().splitlines()[:1])
+        reason = " ".join(listed.stderr.decode(errors="replace").strip().splitlines()[:1])
         advice = "put that right, or copy the files elsewhere"
-        raise UserError(f"{root} is a git checkout that git cannot read ({said}); {advice}")
+        raise UserError(f"{root} is a git checkout that git cannot read ({reason}); {advice}")
     names = dict.fromkeys(os.fsdecode(name) for name in listed.stdout.split(b"\0") if name)
     return [root / name for name in names if os.path.lexists(root / name)]
 
@@ -193,8 +189,7 @@ class EditChain:
     @property
     def diffs(self) -> list[str]:
         """The unified differences between neighbours, without file headers."""
-        pairs = zip(self.versions, self.versions[1:], strict=False)
-        return [unified_diff(before, after) for before, after in pairs]
+        return [unified_diff(before, after) for before, after in itertools.pairwise(self.versions)]
 
 
 def unified_diff(before: str, after: str) -> str:
@@ -204,12 +199,11 @@ def unified_diff(before: str, after: str) -> str:
 
 
 def _rename(lines: list[str], rng: random.Random) -> list[str]:
-    names = sorted(set(IDENTIFIER.findall("\n".join(lines))))
-    if not names:
-        return lines
-    old = rng.choice(names)
-    new = f"{old}_{rng.choice(['new', 'value', 'item', 'next'])}"
-    return [re.sub(rf"\b{old}\b", new, line) for line in lines]
+    if names := sorted(set(IDENTIFIER.findall("\n".join(lines)))):
+        old = rng.choice(names)
+        new = f"{old}_{rng.choice(['new', 'value', 'item', 'next'])}"
+        return [re.sub(rf"\b{old}\b", new, line) for line in lines]
+    return lines
 
 
 def _delete(lines: list[str], rng: random.Random) -> list[str]:
@@ -229,11 +223,10 @@ def _move(lines: list[str], rng: random.Random) -> list[str]:
 
 
 def _renumber(lines: list[str], rng: random.Random) -> list[str]:
-    candidates = [index for index, line in enumerate(lines) if NUMBER.search(line)]
-    if not candidates:
-        return lines
-    at = rng.choice(candidates)
-    return [*lines[:at], NUMBER.sub(str(rng.randrange(100)), lines[at], count=1), *lines[at + 1 :]]
+    if candidates := [index for index, line in enumerate(lines) if NUMBER.search(line)]:
+        at = rng.choice(candidates)
+        return [*lines[:at], NUMBER.sub(str(rng.randrange(100)), lines[at], count=1), *lines[at + 1 :]]
+    return lines
 
 
 EDITS: tuple[Callable[[list[str], random.Random], list[str]], ...] = (_rename, _delete, _insert, _move, _renumber)
@@ -256,12 +249,9 @@ def made_chain(path: str, text: str, steps: int, rng: random.Random) -> EditChai
 
 def cut_piece(text: str, most_chars: int) -> str:
     """Return the first whole lines of a text within `most_chars`: a file short enough to be written out again."""
-    piece = ""
-    for line in text.splitlines():
-        if len(piece) + len(line) + 1 > most_chars:
-            break
-        piece += line + "\n"
-    return piece
+    lines = [line + "\n" for line in text.splitlines()]
+    ends = itertools.accumulate(map(len, lines))
+    return "".join(line for line, end in zip(lines, ends, strict=True) if end <= most_chars)
 
 
 def made_chains(code: Codebase, count: int, steps: int, most_chars: int, seed: int) -> list[EditChain]:

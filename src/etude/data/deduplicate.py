@@ -190,10 +190,10 @@ def _near_pairs(keys: Keys, matrix: Matrix, alive: Indices, similarity: float) -
 
 def _equal_pairs(keys: Keys, indices: Indices) -> list[tuple[Indices, Indices]]:
     """Return pairs (earlier, later) of documents with equal keys: each with the first of its group and with the one before."""
-    slices = len(keys) // SLICE + 1
+    slices = np.uint64(len(keys) // SLICE + 1)
     pairs = []
-    for number in range(slices):
-        chosen = np.flatnonzero(keys % np.uint64(slices) == number) if slices > 1 else np.arange(len(keys))
+    for number in range(int(slices)):
+        chosen = np.flatnonzero(keys % slices == number)
         order = chosen[np.argsort(keys[chosen], kind="stable")]  # equal keys stay in document order
         ordered = keys[order]
         equal = np.flatnonzero(ordered[1:] == ordered[:-1]) + 1

@@ -10,12 +10,13 @@ import hashlib
 from bisect import insort
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-UNKNOWN = "unknown"  # a licence that could not be told
+T = TypeVar("T")
+UNKNOWN = "unknown"  # a licence that could not be determined
 
 
 @dataclass(slots=True)
@@ -28,7 +29,7 @@ class Document:
     kind: str = "file"  # file, commit or row
     language: str = ""  # tag of the library `identify`: python, markdown, plain-text, …
     licence: str = UNKNOWN  # SPDX expression
-    evidence: str = ""  # what told the licence: spdx-tag, header, text-hash, classifier, metadata, declared
+    evidence: str = ""  # for the licence: spdx-tag, header, text-hash, classifier, metadata, declared
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +94,17 @@ class Samples:
     def all(self) -> list[dict[str, Any]]:
         """Return what was kept, by reason."""
         return [drop for reason in sorted(self._chosen) for _, drop in self._chosen[reason]]
+
+
+def in_groups(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Yield groups of neighbours of at most `most` together; a larger one stands alone."""
+    group: list[T] = []
+    room = most
+    for item in items:
+        if group and size_of(item) > room:
+            yield group
+            group, room = [], most
+        group.append(item)
+        room -= size_of(item)
+    if group:
+        yield group

@@ -28,6 +28,7 @@ import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +36,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from etude.data.deduplicate import DOCUMENTS, HASHES, KEYS, SIGNATURES, band_keys, signatures, text_hash
-from etude.data.document import Document, Drop, Part, Raw, Samples
+from etude.data.document import Document, Drop, Part, Raw, Samples, in_groups
 from etude.data.filters.content import PROSE, decode, generated, is_code, language, quality
 from etude.data.filters.licence import Licences, Policy
 from etude.data.filters.private import scrub
@@ -43,7 +44,7 @@ from etude.data.manifest import SourceEntry
 from etude.files import publish_folder, read_json, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from etude.data.filters.contamination import TaskIndex
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
 UNIT_BYTES = 64_000_000
 BATCH_BYTES = 48_000_000  # of text held in memory at once: the secret detector takes a second to start for each batch
-BATCH_DOCUMENTS = 100_000
+SMALLEST = 480  # bytes a document counts as at least, which has a price of its own: no more than 100,000 at once
 DIFF_SIGNS = re.compile(r"^[+-]", re.MULTILINE)
 RESULT = "result.json"
 EXCERPT = 400  # characters of a dropped document that are shown
@@ -64,7 +65,7 @@ class UnitJob:
 
     source: SourceSettings
     data: DataSettings
-    parts: tuple[Part, ...]
+    parts: list[Part]
     tasks: TaskIndex
     folder: Path  # where its result goes
 
@@ -85,17 +86,9 @@ class UnitJob:
         return dict(read_json(self.folder / RESULT))
 
 
-def share_out(parts: Sequence[Part]) -> list[tuple[Part, ...]]:
+def units_of(parts: Iterable[Part]) -> Iterator[list[Part]]:
     """Group neighbouring parts into units of about equal size. The grouping depends on the parts alone."""
-    units: list[list[Part]] = []
-    room = 0
-    for part in parts:
-        if room < part.size or not units:
-            units.append([])
-            room = UNIT_BYTES
-        units[-1].append(part)
-        room -= part.size
-    return [tuple(unit) for unit in units]
+    return in_groups(parts, lambda part: part.size, UNIT_BYTES)
 
 
 def filter_unit(job: UnitJob) -> dict[str, Any]:
@@ -122,7 +115,9 @@ class _Filtering:
             shutil.rmtree(folder, ignore_errors=True)
         work.mkdir(parents=True)
         with pq.ParquetWriter(work / DOCUMENTS, SCHEMA, compression="zstd", compression_level=1) as writer:
-            for batch in self._batches():
+            passed = chain.from_iterable(map(self._passed, self.job.parts))
+            batches = in_groups(passed, lambda document: max(len(document.text), SMALLEST), BATCH_BYTES)
+            for batch in chain(batches, [[]]):  # at least one, so that all files are there
                 self._finish(batch, work, writer)
         assert entry.documents_in == entry.kept + entry.drops.total(), f"a document disappeared: {entry}"
         result = {"digest": self.digest.hexdigest(), "samples": self.samples.all(), "hits": self.hits}
@@ -139,19 +134,6 @@ class _Filtering:
     def _drop(self, drop: Drop) -> None:
         self.entry.drop(drop)
         self.samples.offer(asdict(drop))
-
-    def _batches(self) -> Iterator[list[Document]]:
-        """Yield the documents that pass the filters for single documents, some at a time."""
-        batch: list[Document] = []
-        size = 0
-        for part in self.job.parts:
-            for document in self._passed(part):
-                batch.append(document)
-                size += len(document.text)
-                if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
-                    yield batch
-                    batch, size = [], 0
-        yield batch
 
     def _passed(self, part: Part) -> Iterator[Document]:
         source = self.job.source

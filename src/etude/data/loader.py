@@ -182,18 +182,21 @@ class Corpus:
     def read(self, places: Sequence[Place]) -> Batch:
         """Read rows, pad them to one length and number what they hold."""
         tokens = np.full((len(places), self.length), self.separator, dtype=np.int64)
+        learnt = np.zeros(tokens.shape, np.bool_)
         begins, numbers = [], []  # of the pieces and the padding of each row, which may be empty
         for index, (_, shard, inside) in enumerate(places):
             row = shard.row(inside)
             tokens[index, : len(row.tokens)] = row.tokens
+            learnt[index, : len(row.tokens)] = row.learnt if row.learnt is not None else False
             begins.append(np.append(row.starts, len(row.tokens)) + index * self.length)
             numbers.append(np.append(np.arange(len(row.starts)), -1))
         begin = np.concatenate(begins)
         spans = np.diff(begin, append=tokens.size)
         documents = np.repeat(np.concatenate(numbers).astype(np.int32), spans)
         positions = np.arange(tokens.size, dtype=np.int32) - np.repeat(begin.astype(np.int32), spans)
-        sources = [source for source, _, _ in places]
-        return Batch(tokens, documents.reshape(tokens.shape), positions.reshape(tokens.shape), sources)
+        shape, sources = tokens.shape, [source for source, _, _ in places]
+        marked = any(shard.learnt is not None for _, shard, _ in places)
+        return Batch(tokens, documents.reshape(shape), positions.reshape(shape), sources, learnt if marked else None)
 
     def heldout(self, domain: str, batch: int = 8, rows: int | None = None) -> Iterator[Batch]:
         """Return the held-out rows of a domain once, in order, or `rows` of them evenly spread; the last batch may be smaller."""

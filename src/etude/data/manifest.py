@@ -52,7 +52,7 @@ class SourceEntry(Entry):
     heldout_repositories: list[str] = []  # whole ones; for rows without a repository none is named
     licences: Counter[str] = Counter()  # → bytes
     languages: Counter[str] = Counter()  # → bytes
-    evidence: Counter[str] = Counter()  # what told the licence → bytes
+    evidence: Counter[str] = Counter()  # for the licence → bytes
     tokens: Counter[str] = Counter(train=0, heldout=0)
     text_bytes: Counter[str] = Counter(train=0, heldout=0)  # what bits per byte are counted over
     tokens_in: int = 0  # estimated: the text that came in, at the bytes a token of what stayed

@@ -213,6 +213,7 @@ class Row(NamedTuple):
 
     tokens: npt.NDArray[np.unsignedinteger[Any]]  # [n], n at most the length of a row
     starts: Integers  # [pieces], the first is 0
+    learnt: npt.NDArray[np.bool_] | None  # [n]
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,6 +223,7 @@ class Shard:
     tokens: npt.NDArray[np.unsignedinteger[Any]]  # [T]
     rows: Integers  # [R + 1]
     pieces: Integers  # [P + 1]
+    learnt: npt.NDArray[np.bool_] | None = None  # [T]: tokens to be predicted; None: every one
 
     @classmethod
     def open(cls, folder: Path, name: str) -> Shard:
@@ -247,4 +249,5 @@ class Shard:
         """Return a row; its tokens are a view of the file."""
         begin, end = self.rows[index], self.rows[index + 1]
         first, last = np.searchsorted(self.pieces, [begin, end])
-        return Row(self.tokens[begin:end], self.pieces[first:last] - begin)
+        learnt = None if self.learnt is None else self.learnt[begin:end]
+        return Row(self.tokens[begin:end], self.pieces[first:last] - begin, learnt)

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, model_validator
 from etude.data.filters.licence import canonical
 
 CREDENTIALS = re.compile(r"https?://[^/]*@|://[^/]*:[^/]*@")
+PIN = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?==[A-Za-z0-9][A-Za-z0-9._!+-]*")
 SELF = "self"  # replay from the base itself
 LOCATIONS = ("folder", "git", "pypi", "jsonl", "parquet", "dataset")
 ROWS, FILES = {"jsonl", "parquet", "dataset"}, {"folder", "git", "pypi"}
@@ -26,20 +27,19 @@ class Settings(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     """Unknown keys and wrong types are refused."""
 
 
+Licences = Literal["permissive", "copyleft", "any"] | list[str]
+
+
 class SourceSettings(Settings):
     """One place documents come from: exactly one of folder, git, pypi, jsonl, parquet and dataset."""
 
-    name: str = Field(
-        pattern=r"^[a-z0-9][a-z0-9_.-]*$", description="names the source in counts, shards and the manifest"
-    )
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$", description="its name in counts, shards and the manifest")
     domain: str = Field("code", pattern=r"^[a-z0-9][a-z0-9_-]*$", description="code, docs, commits, general, …")
     weight: float = Field(1.0, gt=0, description="how often a token is seen, against one of a source with weight 1")
     hold_out: bool | Literal["all"] = Field(
-        default=True, description="whether its repositories may be held out; false: all is trained on; all: nothing is"
+        default=True, description="may be held out; false: none of it; all: all of it"
     )
-    licences: Literal["permissive", "copyleft", "any"] | list[str] = Field(
-        "permissive", description="what may stay: permissive; also copyleft; any; or a list of SPDX ids"
-    )
+    licences: Licences = Field("permissive", description="what may stay: permissive; also copyleft; any; or SPDX ids")
     unknown: Literal["drop", "keep"] = Field("drop", description="what to do with documents whose licence is not known")
     licence: str | None = Field(None, description="the licence of all its documents, if you know it (SPDX)")
     keep: Literal["all", "code", "prose"] = Field("all", description="files: all, code, or prose such as Markdown")
@@ -63,24 +63,21 @@ class SourceSettings(Settings):
     def _one_location(self) -> SourceSettings:
         given = [name for name in LOCATIONS if getattr(self, name)]
         if len(given) != 1:
-            known = ", ".join(LOCATIONS)
-            raise ValueError(f"source {self.name!r} must have exactly one of {known}; it has {given or 'none'}")
+            wanted = f"exactly one of {', '.join(LOCATIONS)}"
+            raise ValueError(f"source {self.name!r} must have {wanted}; it has {given or 'none'}")
         self._refuse_idle(given[0])
         if self.name == SELF:
             raise ValueError(f"a source cannot be called {SELF!r}: that is text sampled from the base")
-        listed = self.licences if isinstance(self.licences, list) else []
-        stated = [*listed, *([self.licence] if self.licence else [])]
-        if wrong := [licence for licence in stated if canonical(licence) is None]:
-            raise ValueError(
-                f"{wrong[0]!r} is no SPDX licence expression, such as MIT, or LicenseRef-Mine for one of your own"
-            )
+        for licence in [*(self.licences if isinstance(self.licences, list) else []), self.licence]:
+            if licence is not None and canonical(licence) is None:
+                examples = "such as MIT, or LicenseRef-Mine for one of your own"
+                raise ValueError(f"{licence!r} is no SPDX licence expression, {examples}")
         if self.git and CREDENTIALS.search(self.git):
-            raise ValueError(
-                "`git` holds a password or a token, which would go into every record; leave it to git's credential helper"
-            )
+            why = "`git` holds a password or a token, which would go into every record"
+            raise ValueError(f"{why}; leave it to git's credential helper")
         for package in self.pypi:
-            if package.count("==") != 1 or not all(package.split("==")):
-                raise ValueError(f"{package!r} names no version; write it as name==version")
+            if not PIN.fullmatch(package):
+                raise ValueError(f"{package!r} is no package at a version; write it as name==version")
         return self
 
     def _refuse_idle(self, location: str) -> None:
@@ -125,13 +122,15 @@ class ContaminationSettings(Settings):
     hits: int = Field(3, ge=1, description="n-grams of tasks that make a document contaminated; 1 also hits idioms")
 
 
+FIM_TOKENS = ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]
+
+
 class FimSettings(Settings):
     """Fill-in-the-middle, for files of code only."""
 
     rate: float = Field(0.0, ge=0, le=1, description="share of files of code that are rearranged")
     spm: float = Field(0.5, ge=0, le=1, description="share of those that begin with the suffix, not the prefix")
-    tokens: list[str] = Field(["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"], min_length=3, max_length=3,
-                              description="the tokeniser's tokens for prefix, middle and suffix")  # fmt: skip
+    tokens: list[str] = Field(FIM_TOKENS, min_length=3, max_length=3, description="those for prefix, middle, suffix")
 
 
 class ReplaySettings(Settings):
@@ -156,16 +155,12 @@ class TokeniserSettings(Settings):
 class DataSettings(Settings):
     """The table `[data]`."""
 
-    source: list[SourceSettings] = Field(
-        min_length=1, description="the places documents come from, in order of preference"
-    )
+    source: list[SourceSettings] = Field(min_length=1, description="where documents come from, preferred ones first")
     length: int = Field(2048, ge=16, le=1 << 24, description="tokens in a packed row")
-    separator: str | None = Field(
-        None, description="the token after each document; default <|endoftext|>, or another usual end"
-    )
+    separator: str | None = Field(None, description="token after each document; default <|endoftext|> or another end")
     heldout: float = Field(0.02, ge=0, lt=1, description="share of each domain that is held out, in whole repositories")
     repositories: Literal["off", "path", "imports"] = Field(
-        "off", description="join the files of a repository into documents: in path order, or imported files first"
+        "off", description="join a repository's files, in this order"
     )
     repository_chars: int = Field(200_000, ge=1000, description="longest joined document, in characters")
     shares: dict[str, float] = Field({}, description="share of tokens by domain; the rest is split as the weights say")
@@ -184,18 +179,13 @@ class DataSettings(Settings):
         names = [source.name for source in self.source]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two sources are called {twice[0]!r}; give each its own name")
-        if self.replay and self.replay.source not in [*names, SELF]:
-            known = ", ".join(names)
-            raise ValueError(f'replay.source {self.replay.source!r} is neither a source ({known}) nor "self"')
-        self._check_shares()
-        if self.replay and self.replay.source == SELF and self.tokeniser.source != "base":
+        replayed = self.replay.source if self.replay else None
+        if replayed not in {*names, SELF, None}:
+            raise ValueError(f'replay.source {replayed!r} is neither a source ({", ".join(names)}) nor "self"')
+        if replayed == SELF and self.tokeniser.source != "base":
             raise ValueError('replay.source = "self" gives tokens of the base, so tokeniser.source must be "base"')
         if len(set(self.fim.tokens)) < len(self.fim.tokens):
             raise ValueError("fim.tokens must be three different tokens")
-        return self
-
-    def _check_shares(self) -> None:
-        replayed = self.replay.source if self.replay else None
         domains = {source.domain for source in self.source if source.name != replayed}
         if unknown := set(self.shares) - domains:
             raise ValueError(f"shares names the domain {min(unknown)!r}, which no source has, replay aside")
@@ -204,3 +194,4 @@ class DataSettings(Settings):
             raise ValueError("shares (and replay.share) must not be negative and must not add up to more than 1")
         if total < 1 - 1e-9 and not domains - set(self.shares):
             raise ValueError("shares (and replay.share) add up to less than 1, and no domain is left for the rest")
+        return self

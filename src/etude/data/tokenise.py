@@ -38,7 +38,7 @@ import pyarrow.parquet as pq
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from etude.data.deduplicate import DOCUMENTS, KEPT
-from etude.data.document import Document
+from etude.data.document import Document, in_groups
 from etude.data.filters.content import is_code
 from etude.data.filters.licence import all_of
 from etude.data.heldout import draw, is_heldout
@@ -120,9 +120,8 @@ class Encoder:
                 return self.added[name]
         if wanted is not None:
             raise UserError(f"data.separator {wanted!r} is not a token of the tokeniser")
-        raise UserError(
-            "the tokeniser has no usual end token; name the one to put after each document in data.separator"
-        )
+        advice = "name the one to put after each document in data.separator"
+        raise UserError(f"the tokeniser has no usual end token; {advice}")
 
     def fim_tokens(self, names: Sequence[str]) -> list[int]:
         """Return the ids of the tokens for prefix, middle and suffix."""
@@ -237,9 +236,8 @@ def tokenise_unit(job: TokeniseJob) -> dict[str, Any]:
                 entry.tokens["heldout" if held else "train"] += len(tokens)
                 entry.text_bytes["heldout" if held else "train"] += size
                 entry.fim += shaped.fim
-    return {
-        "written_tokens": entry.tokens.total(), "exact_fast_tokeniser": encoder.use_fast, "counts": entry.counts()
-    }  # fmt: skip
+    counts = entry.counts()
+    return {"written_tokens": entry.tokens.total(), "exact_fast_tokeniser": encoder.use_fast, "counts": counts}
 
 
 def read_kept(folder: Path) -> Iterator[list[Document]]:
@@ -261,20 +259,6 @@ def _repositories(job: TokeniseJob) -> Iterator[list[Document]]:
     everything = chain.from_iterable(read_kept(job.folder))
     for _, documents in groupby(everything, key=lambda document: document.repository):
         yield from in_groups(documents, lambda document: len(document.text), JOINED_BYTES)
-
-
-def in_groups(files: Iterable[Document], size_of: Callable[[Document], int], most: int) -> Iterator[list[Document]]:
-    """Yield groups of neighbouring files of at most `most` together; a larger one stands alone."""
-    group: list[Document] = []
-    room = most
-    for file in files:
-        if group and size_of(file) > room:
-            yield group
-            group, room = [], most
-        group.append(file)
-        room -= size_of(file)
-    if group:
-        yield group
 
 
 def _shape(documents: list[Document], job: TokeniseJob, fim: list[int] | None) -> Iterator[Shaped]:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.data.chat import ChatCorpus, Encoded, pack_chat
-from etude.data.loader import Batch, Loader
+from etude.data.chat import Encoded, pack_chat
+from etude.data.loader import Batch, Corpus, Loader
 from etude.errors import UserError
 from tests.lineage.refusals import one_line
 
@@ -27,13 +27,13 @@ def encoded(sizes: list[int], seed: int = 0) -> list[Encoded]:
     return [Encoded(rng.integers(1, VOCABULARY, size), np.arange(size) >= (size + 1) // 2) for size in sizes]
 
 
-def packed(sizes: list[int], too_long: Any = "drop", seed: int = 0) -> ChatCorpus:
+def packed(sizes: list[int], too_long: Any = "drop", seed: int = 0) -> Corpus:
     return chat(encoded(sizes, seed), too_long)[0]
 
 
 def chat(
     talks: list[Encoded], too_long: Any = "drop", **splits: list[Encoded]
-) -> tuple[ChatCorpus, dict[str, dict[str, int]]]:
+) -> tuple[Corpus, dict[str, dict[str, int]]]:
     made = {"train": talks, **splits}
     return pack_chat(made, length=LENGTH, separator=SEPARATOR, vocabulary=VOCABULARY, too_long=too_long)
 
@@ -128,7 +128,7 @@ def test_those_too_long_are_dropped_or_cut_and_counted() -> None:
     assert counts["train"] == {"conversations": 5, unlearnt: 2, "cut": 1, "tokens": 36, "learnt tokens": 16}
 
 
-def rows_of(corpus: ChatCorpus, split: str = "train") -> list[Any]:
+def rows_of(corpus: Corpus, split: str = "train") -> list[Any]:
     series = corpus.splits[split]["chat"]
     return [series[index] for index in range(len(series))]
 

@@ -167,29 +167,28 @@ def read_tasks(paths: Sequence[Path]) -> list[tuple[str, str]]:
         if not path.exists():
             raise UserError(f"benchmark tasks {str(path)!r} do not exist; put data.contamination.tasks right")
         for file in [path] if path.is_file() else files_below(path):
-            texts += _json_tasks(file) if file.suffix in {".json", ".jsonl"} else [(file.name, _read(file))]
+            texts += _read_file(file)
     if paths and not texts:
         raise UserError(f"{', '.join(map(str, paths))} hold no text; put data.contamination.tasks right")
     return texts
 
 
-def _read(file: Path) -> str:
+def _read_file(file: Path) -> Iterator[tuple[str, str]]:
+    kinds = "benchmark tasks are JSON, JSONL or plain text"
     try:
-        return file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise UserError(f"{file} is not UTF-8 text; benchmark tasks are JSON, JSONL or plain text") from None
-
-
-def _json_tasks(file: Path) -> Iterator[tuple[str, str]]:
-    text = _read(file)
+        raise UserError(f"{file} is not UTF-8 text; {kinds}") from None
+    if file.suffix not in {".json", ".jsonl"}:
+        yield file.name, text
+        return
     for number, part in enumerate([text] if file.suffix == ".json" else text.splitlines(), start=1):
         try:
             row = json.loads(part)
         except ValueError:
-            raise UserError(f"{file}:{number} is not JSON; benchmark tasks are JSON, JSONL or plain text") from None
+            raise UserError(f"{file}:{number} is not JSON; {kinds}") from None
         named = row.get("id") or row.get("task_id") or row.get("name") if isinstance(row, dict) else None
-        name = str(named or f"{file.name}:{number}")
-        yield from ((name, text) for text in _strings(row))
+        yield from ((str(named or f"{file.name}:{number}"), each) for each in _strings(row))
 
 
 def _strings(value: Any) -> Iterator[str]:

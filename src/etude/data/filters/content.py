@@ -100,7 +100,7 @@ MORE = {  # suffixes that `identify` does not know, or calls just "text"
 BROAD = ("python", "ruby", "shell", "javascript", "groovy", "scala", "clojure", "pascal", "c#", "f#", "c", "c++", "html", "erlang",
          "yaml", "toml", "ini")
 OBJECTIVE_C = r"^\s*(?:@(?:interface|implementation|protocol|import|end|class)\b|#\s*import\b)"
-AMBIGUOUS = {suffix: [(re.compile(pattern, re.M), told) for pattern, told in cases] for suffix, cases in {
+AMBIGUOUS = {suffix: [(re.compile(pattern, re.M), tag) for pattern, tag in cases] for suffix, cases in {
     "fs": [(r"\bgl_FragColor\b|^\s*(?:varying|uniform|precision)\s", "glsl")],
     "h": [(OBJECTIVE_C, "objective-c"),
           (r"^\s*(?:template\s*<|namespace\b|class\s+\w+[^;]*$|using\s|(?:public|private)\s*:)|\bstd::", "c++")],
@@ -120,9 +120,9 @@ def language(document: Document) -> str | None:
         return None
     name = document.path.rpartition("/")[2]
     document.language = _by_name(name) or _by_shebang(document.text)
-    for pattern, told in AMBIGUOUS.get(name.rpartition(".")[2], ()):
+    for pattern, tag in AMBIGUOUS.get(name.rpartition(".")[2], ()):
         if pattern.search(document.text, 0, 8192):
-            document.language = told
+            document.language = tag
             break
     if document.language in DATA:
         return "data file"
@@ -137,8 +137,8 @@ def is_code(language: str) -> bool:
 @lru_cache(maxsize=10_000)
 def _by_name(name: str) -> str:
     name = name.removesuffix(".in")  # config.h.in is filled in by a build, and reads like config.h
-    told = _named(identify.tags_from_filename(name)) or MORE.get(name.rpartition(".")[2].lower(), "")
-    return told or ("plain-text" if re.fullmatch(r"[A-Z][A-Z_-]{2,}", name) else "")  # TODO, HISTORY, THANKS
+    tag = _named(identify.tags_from_filename(name)) or MORE.get(name.rpartition(".")[2].lower(), "")
+    return tag or ("plain-text" if re.fullmatch(r"[A-Z][A-Z_-]{2,}", name) else "")  # TODO, HISTORY, THANKS
 
 
 def _by_shebang(text: str) -> str:

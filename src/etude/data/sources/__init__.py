@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from etude.data.sources.package import open_pypi, pins_of
+from etude.data.sources.package import open_pypi
 from etude.data.sources.repository import commit_of, identify_folder, open_folder, open_git, shown
 from etude.data.sources.source import OpenSource
-from etude.data.sources.table import dataset_of, identify_tables, open_dataset, open_tables
+from etude.data.sources.table import identify_tables, open_tables
 from etude.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,10 +28,8 @@ def open_source(settings: SourceSettings, most_bytes: int, cache: Path, reporter
             source = open_git(settings, most_bytes, cache, reporter)
         elif settings.pypi:
             source = open_pypi(settings, most_bytes, cache, reporter)
-        elif settings.dataset:
-            source = open_dataset(settings, most_bytes, cache, reporter)
         else:
-            source = open_tables(settings, most_bytes)
+            source = open_tables(settings, most_bytes, cache, reporter)
     except UserError:
         reporter.check_stop()  # Ctrl-C reaches git and pip as well: then their failure is no news
         raise
@@ -47,7 +45,5 @@ def identify_source(settings: SourceSettings) -> dict[str, Any]:
     if settings.git:
         return {"git": shown(settings.git), "commit": commit_of(settings)}
     if settings.pypi:
-        return {"pypi": pins_of(settings)}
-    if settings.dataset:
-        return {"dataset": "@".join(dataset_of(settings))}
-    return {"files": identify_tables(settings)}
+        return {"pypi": list(dict.fromkeys(settings.pypi))}
+    return identify_tables(settings)

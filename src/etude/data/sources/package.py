@@ -137,23 +137,23 @@ def _in_tar(path: Path, most: int) -> Iterator[Member]:
 
     Python's own reader takes three times as long, takes a broken header for the end, and reads a header of any length.
     """
-    said: dict[bytes, bytes] = {}  # by extended headers, of the member that follows
+    extra: dict[bytes, bytes] = {}  # by extended headers, of the member that follows
     end = 0
     with OPENERS[path.suffix](path) as tar:
         while any(block := tar.read(512)):
             name, size, kind = _header(block)
             extended = kind in b"xLKgX"
-            size = size if extended else int(said.get(b"size", size))
+            size = size if extended else int(extra.get(b"size", size))
             end += 512 + (0 if kind in b"123456" else size + -size % 512)
             if size < 0 or end > most or (extended and size > LONGEST_HEADER):
                 raise OverflowError
             if extended:
                 text = tar.read(size)
-                said |= _pax(text) if kind == b"x" else {b"path": text.rstrip(b"\0")} if kind == b"L" else {}
+                extra |= _pax(text) if kind == b"x" else {b"path": text.rstrip(b"\0")} if kind == b"L" else {}
             elif kind != b"5":
                 fault = "" if kind in b"0\0" else "a link" if kind in b"12" else "a special file"
-                yield said.get(b"path", name).decode("utf-8", "surrogateescape"), size, fault, partial(tar.read, size)
-            said = said if extended else {}
+                yield extra.get(b"path", name).decode("utf-8", "surrogateescape"), size, fault, partial(tar.read, size)
+            extra = extra if extended else {}
             if tar.seek(end) < end:
                 raise EOFError
         total = tar.seek(most + 1)  # to the end, where the checksum stands
@@ -173,34 +173,25 @@ def _header(block: bytes) -> tuple[bytes, int, bytes]:
 
 def _pax(text: bytes) -> dict[bytes, bytes]:
     """Return what the records say; each is `LENGTH KEY=VALUE` and a newline."""
-    said: dict[bytes, bytes] = {}
+    records: dict[bytes, bytes] = {}
     at = 0
     while at < len(text):
         space = text.index(b" ", at)
         end = at + int(text[at:space])
         key, _, value = text[space + 1 : end - 1].partition(b"=")
-        said |= {key: value} if key in {b"path", b"size"} else {}
+        records |= {key: value} if key in {b"path", b"size"} else {}
         at = max(end, space)  # forwards, whatever it says
-    return said
+    return records
 
 
 FETCHERS = 4
 SHOWN = 12  # newest versions to choose from
-PIN = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?==[A-Za-z0-9][A-Za-z0-9._!+-]*")
 CLIENT = "import sys; from etude.data.sources.package import fetch; fetch(*sys.argv[1:])"
-
-
-def pins_of(settings: SourceSettings) -> list[str]:
-    """Return the packages, each once, as they are written."""
-    for pin in settings.pypi:
-        if not PIN.fullmatch(pin):
-            raise UserError(f"source {settings.name!r}: {pin!r} is no package at a version; write it as name==version")
-    return list(dict.fromkeys(settings.pypi))
 
 
 def open_pypi(settings: SourceSettings, most_bytes: int, cache: Path, reporter: Reporter) -> OpenSource:
     """Fetch what is not in the cache; each archive is a part."""
-    pins, folder = pins_of(settings), cache / "sdists"
+    pins, folder = list(dict.fromkeys(settings.pypi)), cache / "sdists"
     archives: dict[str, str] = {}  # digests; two pins may stand for the same one
     with reporter.task("fetching packages", len(pins), "packages") as task, ThreadPoolExecutor(FETCHERS) as pool:
         try:
@@ -223,8 +214,8 @@ def _fetched(folder: Path, pin: str) -> dict[str, str]:
     command = [sys.executable, "-P", "-c", CLIENT, pin, str(folder)]  # -P: nothing from the current folder is imported
     client = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if client.returncode:
-        said = client.stderr.strip().splitlines() or ["pip said nothing"]
-        raise UserError(f"cannot fetch {pin}: {said[-1]}")
+        lines = client.stderr.strip().splitlines() or ["pip said nothing"]
+        raise UserError(f"cannot fetch {pin}: {lines[-1]}")
     return dict(read_json(note))
 
 

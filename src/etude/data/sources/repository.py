@@ -73,10 +73,8 @@ def open_folder(settings: SourceSettings, most_bytes: int) -> OpenSource:
     root = _root(settings)
     parts = []
     for folder, paths in _repositories(root).items():
-        entries = []
-        for path in sorted(paths):
-            name, (fault, size, _) = os.path.relpath(path, folder), _status(path)
-            entries.append(entry_of(name, name, size, fault, most_bytes))
+        listed = [(os.path.relpath(path, folder), *_status(path)) for path in sorted(paths)]
+        entries = [entry_of(name, name, size, fault, most_bytes) for name, fault, size, _ in listed]
         contents = partial(_contents, folder, most_bytes)
         parts += share_out(folder.name, entries, contents, licences_among(entries, contents))
     return OpenSource(printable(f"folder {settings.folder}"), git_revision(root), parts)
@@ -132,13 +130,24 @@ def shown(where: str) -> str:
 
 
 def commit_of(settings: SourceSettings) -> str:
-    """Return the commit that the revision stands for now."""
-    folder = _local(settings)
-    if not folder:
-        return _remote_commit(settings)
-    refusal = f"source {settings.name!r}: {folder} has no commit {settings.revision!r}; set `revision`"
-    asked = ("rev-parse", "--verify", "--end-of-options", f"{settings.revision}^{{commit}}")
-    return _git(folder, *asked, refusal=refusal).stdout.decode().strip()
+    """Return the commit that the revision stands for now; of a server, a full commit id stands for itself."""
+    folder, url, revision = _local(settings), str(settings.git), settings.revision
+    if folder:
+        refusal = f"source {settings.name!r}: {folder} has no commit {revision!r}; set `revision`"
+        commit = f"{revision}^{{commit}}"
+        return (
+            _git(folder, "rev-parse", "--verify", "--end-of-options", commit, refusal=refusal).stdout.decode().strip()
+        )
+    if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", revision):
+        return revision
+    where = f"source {settings.name!r}: {shown(url)}"
+    asked = ("ls-remote", "--", url, revision, f"{revision}^{{}}")
+    lines = _git(Path.cwd(), *asked, network=True, refusal=f"{where} is no folder and cannot be reached").stdout
+    commits = {name: commit for commit, name in (line.split("\t") for line in lines.decode().splitlines())}
+    for name in (revision, f"refs/tags/{revision}^{{}}", f"refs/tags/{revision}", f"refs/heads/{revision}"):
+        if name in commits:
+            return commits[name]
+    raise UserError(f"{where} has no branch or tag {revision!r}; set `revision` to one, or to the full id of a commit")
 
 
 def open_git(settings: SourceSettings, most_bytes: int, cache: Path, reporter: Reporter) -> OpenSource:
@@ -161,21 +170,6 @@ def open_git(settings: SourceSettings, most_bytes: int, cache: Path, reporter: R
 def _local(settings: SourceSettings) -> Path | None:
     folder = local(str(settings.git)).resolve()
     return folder if folder.is_dir() else None
-
-
-def _remote_commit(settings: SourceSettings) -> str:
-    """Ask the server; a full commit id stands for itself."""
-    url, revision = str(settings.git), settings.revision
-    if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", revision):
-        return revision
-    where = f"source {settings.name!r}: {shown(url)}"
-    asked = ("ls-remote", "--", url, revision, f"{revision}^{{}}")
-    lines = _git(Path.cwd(), *asked, network=True, refusal=f"{where} is no folder and cannot be reached").stdout
-    found = {name: commit for commit, name in (line.split("\t") for line in lines.decode().splitlines())}
-    for name in (revision, f"refs/tags/{revision}^{{}}", f"refs/tags/{revision}", f"refs/heads/{revision}"):
-        if name in found:
-            return found[name]
-    raise UserError(f"{where} has no branch or tag {revision!r}; set `revision` to one, or to the full id of a commit")
 
 
 def _clone(settings: SourceSettings, commit: str, cache: Path, reporter: Reporter) -> Path:
@@ -211,8 +205,8 @@ def _git(
     except FileNotFoundError:
         raise UserError("git is not installed, which reads sources with `git`; install it") from None
     if done.returncode and refusal:
-        said = re.search("^(?:fatal|error): (.+)", done.stderr.decode(errors="replace"), re.MULTILINE)
-        raise UserError(f"{refusal}: {shown(said[1]) if said else 'git gives no reason'}")
+        reason = re.search("^(?:fatal|error): (.+)", done.stderr.decode(errors="replace"), re.MULTILINE)
+        raise UserError(f"{refusal}: {shown(reason[1]) if reason else 'git gives no reason'}")
     return done
 
 
@@ -262,10 +256,10 @@ class History:
         shallow = self.folder / os.fsdecode(_git(self.folder, "rev-parse", "--git-path", "shallow").stdout[:-1])
         ends = shallow.read_text().split() if shallow.exists() else []  # what they change cannot be known
         faults = dict.fromkeys(ends, "the clone is shallow")
-        found = [Entry(name, name, 0, faults.get(name, "")) for name in asked.stdout.decode().split()]
-        oldest = found[-1].path if found else self.commit
+        commits = [Entry(name, name, 0, faults.get(name, "")) for name in asked.stdout.decode().split()]
+        oldest = commits[-1].path if commits else self.commit
         hidden = [Entry(f"before {oldest}", "", 0, BROKEN)] if asked.returncode else []
-        return hidden + found[::-1]
+        return hidden + commits[::-1]
 
     def document(self, commit: str) -> bytes | str:
         """Return a commit as a document, or why it is none."""
@@ -284,8 +278,8 @@ class History:
         """Return the bug reports that a message mentions (#123) and that lie in the repository at its revision."""
         numbers = list(dict.fromkeys(re.findall(r"#(\d+)", message.decode("ascii", "ignore"))))[:MOST_REPORTS]
         paths = [self.reports.replace("{number}", number) for number in numbers] if self.reports else []
-        found = [self._output("cat-file", "blob", f"{self.commit}:{path}") for path in paths]
-        return b"".join(b"bug report:\n%s\n\n" % report.strip() for report in found if isinstance(report, bytes))
+        reports = [self._output("cat-file", "blob", f"{self.commit}:{path}") for path in paths]
+        return b"".join(b"bug report:\n%s\n\n" % report.strip() for report in reports if isinstance(report, bytes))
 
     def _output(self, *arguments: str) -> bytes | str:
         """Return what git prints, in bounded memory, or why there is nothing."""

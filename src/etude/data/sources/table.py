@@ -33,18 +33,33 @@ ROWS_AT_ONCE = 64
 BLOCK = 1 << 16
 
 
-def identify_tables(settings: SourceSettings) -> str:
-    """Return a digest of the files, by size and time of change."""
+def identify_tables(settings: SourceSettings) -> dict[str, str]:
+    """Return the dataset with its revision; or a digest of the files, by size and time of change."""
+    if settings.dataset:
+        return {"dataset": "@".join(_dataset(settings))}
     root, files = _located(settings)
     stats = [(printable(os.path.relpath(file, root)), file.stat()) for file in files]
-    return digest_of([[name, about.st_size, about.st_mtime_ns] for name, about in stats])
+    return {"files": digest_of([[name, about.st_size, about.st_mtime_ns] for name, about in stats])}
 
 
-def open_tables(settings: SourceSettings, most_bytes: int) -> OpenSource:
-    """Share the rows of all files out in parts."""
-    root, files = _located(settings)
-    location = f"parquet {settings.parquet}" if settings.parquet else f"jsonl {settings.jsonl}"
-    return OpenSource(location, None, _parts(files, root, settings, most_bytes))
+def open_tables(settings: SourceSettings, most_bytes: int, cache: Path, reporter: Reporter) -> OpenSource:
+    """Fetch the files of a dataset, and share the rows of all files out in parts."""
+    if settings.dataset:
+        name, revision = _dataset(settings)
+        reporter.say(f"fetching {name} from the hub …")
+        wanted = [
+            settings.files,
+            settings.files.replace("**/", ""),
+        ]  # for the hub `**/` is one folder or more, not none
+        root = fetch_files("dataset", name, revision, cache / "hub", allow_patterns=wanted)
+        files = sorted(path for path in root.glob(settings.files) if path.is_file())
+        location, commit = f"dataset {name}", root.name
+        if not files:
+            raise UserError(f"source {settings.name!r}: {name} has no files that match {settings.files!r}; set `files`")
+    else:
+        root, files = _located(settings)
+        location, commit = f"parquet {settings.parquet}" if settings.parquet else f"jsonl {settings.jsonl}", None
+    return OpenSource(location, commit, _parts(files, root, settings, most_bytes))
 
 
 def _located(settings: SourceSettings) -> tuple[Path, list[Path]]:
@@ -57,24 +72,12 @@ def _located(settings: SourceSettings) -> tuple[Path, list[Path]]:
     return Path(os.path.commonpath([file.parent for file in files])), files
 
 
-def dataset_of(settings: SourceSettings) -> tuple[str, str]:
+def _dataset(settings: SourceSettings) -> tuple[str, str]:
     """Return the dataset's name and its revision, which must be given: the default branch moves."""
     name, _, revision = str(settings.dataset).partition("@")
     if not revision:
         raise UserError(f"source {settings.name!r}: {name} changes with time; say which one: {name}@COMMIT")
     return name, revision
-
-
-def open_dataset(settings: SourceSettings, most_bytes: int, cache: Path, reporter: Reporter) -> OpenSource:
-    """Fetch the files that match into the cache, and share their rows out in parts."""
-    name, revision = dataset_of(settings)
-    reporter.say(f"fetching {name} from the hub …")
-    wanted = [settings.files, settings.files.replace("**/", "")]  # for the hub `**/` is one folder or more, not none
-    root = fetch_files("dataset", name, revision, cache / "hub", allow_patterns=wanted)
-    files = sorted(path for path in root.glob(settings.files) if path.is_file())
-    if not files:
-        raise UserError(f"source {settings.name!r}: {name} has no files that match {settings.files!r}; set `files`")
-    return OpenSource(f"dataset {name}", root.name, _parts(files, root, settings, most_bytes))
 
 
 def _parts(files: list[Path], root: Path, settings: SourceSettings, most_bytes: int) -> list[Part]:
@@ -120,7 +123,7 @@ def _words(columns: dict[str, Any], name: str | None) -> str:
     """Return what a column says; of a list everything, because all licences hold."""
     value = columns.get(name) if name else None
     values = [one for one in (value if isinstance(value, list) else [value]) if one is not None]
-    texts = [one if isinstance(one, bytes) else str(one).encode(errors="backslashreplace") for one in values]
+    texts = (one if isinstance(one, bytes) else str(one).encode(errors="backslashreplace") for one in values)
     return all_of(text.decode(errors="backslashreplace") for text in texts)
 
 
