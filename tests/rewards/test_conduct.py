@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from etude.agent.trace import Trace
 from etude.rewards.interaction import interaction
-from etude.rewards.length import penalty
-from etude.rewards.reward import collapse, conduct, terminal_share
+from etude.rewards.reward import collapse, conduct, penalty, terminal_share
 from tests.rewards.episodes import call, played
 
 BROKEN = "@read\npath<<END\nnever closed"

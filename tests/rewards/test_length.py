@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from etude.rewards.length import LengthSettings, amounts, cost, effort, length, penalty
+from etude.rewards.reward import EFFORT, LengthSettings, cost, effort, length, penalty
 from tests.rewards.episodes import TALK, call, played
 
 X, K, Q = st.floats(0, 1e6), st.floats(1e-3, 1e3), st.floats(0, 4)
@@ -60,17 +60,17 @@ def test_no_effort_costs_nothing_and_without_a_bend_it_is_effort_itself() -> Non
 def test_effort_is_what_the_harness_counts_each_kind_at_its_own_price() -> None:
     reading = call("read", path="a")
     trace = played(f"<think>hmm</think>\nI look.\n{reading}{call('read', path='b')}", "done")
-    found = amounts(trace.counts)
+    effort_of = {name: trace.counts.get(key, 0) for name, (key, _) in EFFORT.items()}
     answers = next(node for node in trace.nodes if node.kind == "answers")
     sampled = [node for node in trace.nodes if node.sampled]
-    written = found["thinking_tokens"] + found["call_tokens"] + found["said_tokens"]
-    assert (found["calls"], found["turns"], found["answer_tokens"]) == (2, 2, len(answers.tokens))
+    written = effort_of["thinking_tokens"] + effort_of["call_tokens"] + effort_of["said_tokens"]
+    assert (effort_of["calls"], effort_of["turns"], effort_of["answer_tokens"]) == (2, 2, len(answers.tokens))
     assert written == sum(len(node.tokens) for node in sampled)
-    assert found["thinking_tokens"] >= len(TALK.encode("hmm"))
-    assert found["call_tokens"] >= len(TALK.encode(reading))
-    assert found["said_tokens"] >= len(TALK.encode("I look.")) + len(TALK.encode("done"))
-    for name, amount in found.items():
-        prices = dict.fromkeys(found, 0.0) | {name: 3.0}
+    assert effort_of["thinking_tokens"] >= len(TALK.encode("hmm"))
+    assert effort_of["call_tokens"] >= len(TALK.encode(reading))
+    assert effort_of["said_tokens"] >= len(TALK.encode("I look.")) + len(TALK.encode("done"))
+    for name, amount in effort_of.items():
+        prices = dict.fromkeys(effort_of, 0.0) | {name: 3.0}
         per = 1000 if name.endswith("tokens") else 1
         assert effort(trace.counts, LengthSettings.model_validate(prices)) == pytest.approx(3.0 * amount / per)
 
@@ -107,7 +107,7 @@ def test_faults_are_never_worth_a_whole_part(faults: float) -> None:
     [
         ({"k": 0.0}, "greater than 0"), ({"q": -1.0}, "greater than or equal to 0"), ({"failed": 1.5}, "less than or equal to 1"),
         ({"turns": float("nan")}, "finite"), ({"tokens": 1.0}, "Extra inputs"),
-        (dict.fromkeys(amounts({}), 0.0), "all prices of effort are 0"),
+        (dict.fromkeys(EFFORT, 0.0), "all prices of effort are 0"),
     ],
 )  # fmt: skip
 def test_bad_settings_are_refused(wrong: dict[str, Any], told: str) -> None:

@@ -11,8 +11,17 @@ from pydantic import ValidationError
 
 from etude.errors import UserError
 from etude.rewards.interaction import interaction
-from etude.rewards.length import LengthSettings
-from etude.rewards.reward import PARTS, RewardSettings, behaviour, outcome, parts, reweighted, total, weights
+from etude.rewards.reward import (
+    PARTS,
+    LengthSettings,
+    RewardSettings,
+    behaviour,
+    outcome,
+    parts,
+    reweighted,
+    total,
+    weights,
+)
 from tests.rewards.episodes import CHANGE, CLEAN, call, facts, played
 
 DEFAULT = RewardSettings()

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from etude.rewards.length import LengthSettings
-from etude.rewards.reward import RewardSettings
+from etude.rewards.reward import LengthSettings, RewardSettings
 from etude.rl.settings import CorrectionSettings, CurriculumSettings, KlSettings, RlSettings
 
 PAGE = Path(__file__).parents[2] / "docs/rl.md"

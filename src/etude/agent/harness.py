@@ -5,8 +5,6 @@
 A turn is sampled; its calls are run; their answers are appended; nothing that was sampled is ever written anew. When the context
 reaches its trigger it begins anew from a summary (summary.py). The trace is the whole memory of an episode: what the policy sees next
 is the path from the trace's root to its newest node.
-
-What the policy is told before the task: the same words in training and in the product.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -48,8 +47,8 @@ class HarnessSettings(BaseModel):
         description="tokens of thinking in one turn; then it is ended for the policy; none: no bound",
     )
     malformed: int = Field(default=3, ge=1, description="turns with malformed calls in a row that end the episode")
-    temperature: float = Field(default=1.0, ge=0, description="of sampling; 0 takes the likeliest token")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="share of the likeliest tokens that are sampled from")
+    temperature: float = Field(default=1.0, ge=0, description="sampling temperature (0 = greedy)")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling: probability mass that is sampled from")
     summary: SummarySettings = SummarySettings()
 
 
@@ -57,44 +56,43 @@ class Tools(Protocol):
     """What the harness needs of tools."""
 
     @property
-    def specs(self) -> tuple[ToolSpec, ...]:
-        """Return what the policy is told of them."""
-        ...
+    def specs(self) -> tuple[ToolSpec, ...]: ...
 
     @property
-    def plan_text(self) -> str:
-        """Return the to-do list, empty if there is none."""
-        ...
+    def plan_text(self) -> str: ...  # the to-do list, empty if there is none
 
     async def run(self, calls: Sequence[Call]) -> list[Answer]:
         """Return an answer a call, in their order."""
         ...
 
 
-class Harness:
-    """Runs one episode. `watch` is told of every node as it is added."""
+# The same words in training and in the product.
+SYSTEM = """You are a coding agent. The repository is in the current folder. Find what the request is about, change the files, and \
+run what shows that the change works. Several calls may be made in one turn. A turn without a call ends the work: say in it what you \
+changed and what you checked, and nothing you did not check."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        talk: Format,
-        tools: Tools,
-        settings: HarnessSettings,
-        trace: Trace,
-        *,
-        seed: int | None = None,
-        watch: Callable[[Node], None] | None = None,
-    ) -> None:
-        self.policy, self.talk, self.tools, self.settings, self.trace = policy, talk, tools, settings, trace
-        self.seed, self.watch = seed, watch or (lambda _: None)
-        self.random = Random(f"{seed} {trace.id}")  # noqa: S311 - draws triggers, keeps no secret
+
+@dataclass
+class Harness:
+    """Runs one episode. `watch` sees every node as it is added."""
+
+    policy: Policy
+    talk: Format
+    tools: Tools
+    settings: HarnessSettings
+    trace: Trace
+    seed: int | None = None
+    watch: Callable[[Node], None] = lambda _: None
+
+    def __post_init__(self) -> None:
+        self.random = Random(f"{self.seed} {self.trace.id}")  # noqa: S311 - draws triggers, keeps no secret
         self.counts: Counter[str] = Counter()
         self.began = time.monotonic()
         self.leaf = -1
-        self.trigger = settings.summary.draw(self.random)
-        trace.made_by |= {
-            "harness": VERSION, "settings": settings.model_dump(), "policy": policy.info.name, "format": talk.name,
-            "tools": [spec.name for spec in tools.specs], "seed": seed,
+        self.trigger = self.settings.summary.draw(self.random)
+        self.trace.made_by |= {
+            "harness": VERSION, "settings": self.settings.model_dump(), "policy": self.policy.info.name,
+            "format": self.talk.name, "tools": [spec.name for spec in self.tools.specs], "seed": self.seed,
         }  # fmt: skip
 
     async def run(self, system: str, task: str) -> Trace:
@@ -121,12 +119,11 @@ class Harness:
 
     def _limit(self) -> Stop | None:
         """Return which limit is reached."""
-        own = self.settings
-        if self.counts["turns"] >= own.turns:
+        if self.counts["turns"] >= self.settings.turns:
             return "turns"
-        if self.counts["sampled"] >= own.tokens:
+        if self.counts["sampled"] >= self.settings.tokens:
             return "tokens"
-        if time.monotonic() - self.began >= own.seconds:
+        if time.monotonic() - self.began >= self.settings.seconds:
             return "seconds"
         return None if self._room() > 0 else "context"
 
@@ -154,10 +151,10 @@ class Harness:
         self.counts.update(f"calls_{call.name}" for call in turn.calls)
         self.counts["calls"] += len(turn.calls)
         self.counts["malformed"] += len(turn.malformed)
-        details = self.trace.nodes[self.leaf].details
-        details |= {"calls": [{"name": call.name, "arguments": dict(call.arguments)} for call in turn.calls]}
-        details |= {"thinking": turn.thinking, "said": turn.said, "malformed": list(turn.malformed)}
-        self.watch(self.trace.nodes[self.leaf])
+        node = self.trace.nodes[self.leaf]
+        node.details["calls"] = [{"name": call.name, "arguments": dict(call.arguments)} for call in turn.calls]
+        node.details |= {"thinking": turn.thinking, "said": turn.said, "malformed": list(turn.malformed)}
+        self.watch(node)
         return turn
 
     async def _run_last(self, turn: Turn, stop: Stop) -> None:
@@ -172,27 +169,23 @@ class Harness:
         answers = await self.tools.run(turn.calls) if turn.calls else []
         seconds = time.monotonic() - began
         self.counts["failed_calls"] += sum(answer.failed for answer in answers)
-        told = [("tool", answer.text) for answer in answers] + [
-            ("tool", self._reminder(line)) for line in turn.malformed
-        ]
-        if not told:  # cut off before it said what it wants
-            told = [("user", "Your turn was cut off. Go on, with shorter turns.")]
+        texts = [answer.text for answer in answers] + [self._reminder(line) for line in turn.malformed]
+        messages = [("tool", text) for text in texts]
+        if not messages:  # cut off before it said what it wants
+            messages = [("user", "Your turn was cut off. Go on, with shorter turns.")]
         last = self.trace.nodes[self.leaf].tokens
-        tokens = self.talk.following(last, told)
+        tokens = self.talk.following(last, messages)
         own, length = self.settings.summary, len(self.trace.context(self.leaf)) + len(tokens)
         due = length >= min(self.trigger, self.policy.info.context - own.tokens)
         ask = due and own.kind in {"self", "prompted"}
         if due and own.kind != "none" and self.counts["restarts"] >= own.most:
             return "summaries"
         if ask:
-            told.append(("user", own.request))
-            tokens = self.talk.following(last, told)
+            messages.append(("user", own.request))
+            tokens = self.talk.following(last, messages)
         self.counts["tokens_answers"] += len(tokens)
-        details: dict[str, Any] = {
-            "answers": [_as_json(answer) for answer in answers],
-            "request": own.request if ask else "",
-        }
-        text = "\n".join(text for _, text in told)
+        details = {"answers": [_as_json(answer) for answer in answers], "request": own.request if ask else ""}
+        text = "\n".join(text for _, text in messages)
         self._add("summary_request" if ask else "answers", self.leaf, tokens, text, seconds=seconds, details=details)
         if ask:
             return await self._sum_up()
@@ -205,16 +198,14 @@ class Harness:
             return "context"
         await self._sample("summary", self.settings.summary.tokens)
         node = self.trace.nodes[self.leaf]
-        read = self.talk.read(node.tokens)
-        self.counts["tokens_summary"] += len(node.tokens)
-        self.counts["empty_summaries"] += not read.said.strip()
-        node.details |= {"thinking": read.thinking, "said": read.said}
+        turn = self.talk.read(node.tokens)
+        said = turn.said.strip()
+        node.details |= {"thinking": turn.thinking, "said": turn.said}
         self.watch(node)
-        self.counts["restarts"] += 1
-        summary = self.talk.encode(read.said.strip())
-        state = state_text(self.tools.plan_text, self.counts["restarts"])
+        self.counts.update(tokens_summary=len(node.tokens), empty_summaries=int(not said), restarts=1)
+        summary, state = self.talk.encode(said), state_text(self.tools.plan_text, self.counts["restarts"])
         tokens = [*summary, *self.talk.following(summary, [("user", state)])]
-        self._restart(tokens, f"{read.said.strip()}\n\n{state}", copied=len(summary))
+        self._restart(tokens, f"{said}\n\n{state}", copied=len(summary))
         return None
 
     def _drop_oldest(self) -> None:
@@ -282,7 +273,7 @@ class Harness:
         node = Node(parent, kind, tokens, text, began=now - seconds, seconds=seconds, details=details or {})
         self.trace.nodes.append(node)
         self.leaf = len(self.trace.nodes) - 1
-        if kind not in {"turn", "summary"}:  # those are told of once they are read
+        if kind not in {"turn", "summary"}:  # those are shown once they are read
             self.watch(node)
         return self.leaf
 
@@ -292,8 +283,3 @@ def _as_json(answer: Answer) -> dict[str, Any]:
         "name": answer.call.name, "text": answer.text, "failed": answer.failed, "seconds": answer.seconds,
         "details": dict(answer.details),
     }  # fmt: skip
-
-
-SYSTEM = """You are a coding agent. The repository is in the current folder. Find what the request is about, change the files, and \
-run what shows that the change works. Several calls may be made in one turn. A turn without a call ends the work: say in it what you \
-changed and what you checked, and nothing you did not check."""

@@ -49,7 +49,7 @@ class SummarySettings(BaseModel):
     trigger_to: int | None = Field(
         default=None, description="draw the trigger from trigger to this, each time; none: always trigger"
     )
-    tokens: int = Field(default=1024, ge=1, description="tokens a summary may take, thinking included")
+    tokens: int = Field(default=1024, ge=1, description="most tokens of a summary, thinking included")
     most: int = Field(default=20, ge=0, description="times the context of one episode may begin anew")
     keep: float = Field(default=0.5, gt=0, lt=1, description="truncate: share of the trigger that is kept")
 
@@ -61,7 +61,6 @@ class SummarySettings(BaseModel):
 
     @property
     def request(self) -> str:
-        """Return what the policy is asked for."""
         return LONG if self.kind == "prompted" else SHORT
 
     def draw(self, random: Random) -> int:
@@ -70,11 +69,9 @@ class SummarySettings(BaseModel):
 
 
 def state_text(plan: str, restarts: int) -> str:
-    """Return what the harness tells a policy that begins anew: the plan is the harness's, so no summary can lose it."""
-    told = [f"This is your summary of the work so far (number {restarts}). The files are as you left them."]
-    if plan:
-        told.append(f"Your to-do list:\n{plan}")
-    return "\n\n".join([*told, "Go on."])
+    """Return the message after a summary: the plan is the harness's, so no summary can lose it."""
+    state = f"This is your summary of the work so far (number {restarts}). The files are as you left them.\n\n"
+    return state + (f"Your to-do list:\n{plan}\n\n" if plan else "") + "Go on."
 
 
 def kept_from(nodes: Sequence[Node], path: Sequence[int], budget: int) -> int:

@@ -1,9 +1,7 @@
-"""What tools there are, what a policy is told of them, what may be set, and whether a call fits.
+"""The tools of an agent: what a policy reads of them, what may be set, whether a call fits, and how it is answered.
 
 Few tools, few required arguments, relative paths, lines counted from 1: what small models learn most easily. There is no tool to end
-an episode: a turn without calls does.
-
-The tools of one episode: calls in, answers out, in the same order.
+an episode: a turn without calls does. Files are read and changed by a program inside the sandbox (toolbox.py).
 
 What a policy gets wrong is an answer (`failed`, with its kind in the details). What the machine gets wrong is an exception: an episode
 that saw one is excluded, never scored.
@@ -23,19 +21,24 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from etude.agent import toolbox
-from etude.agent.calls import Answer, Call, Parameter, ToolSpec
+from etude.agent.calls import Answer, Parameter, ToolSpec
 from etude.errors import UserError
-from etude.sandbox.box import Result, Sandbox, SandboxError
+from etude.sandbox.box import SandboxError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from etude.agent.calls import Call
     from etude.agent.search import Searcher
+    from etude.sandbox.box import Result, Sandbox
 
 ToolName = Literal["read", "grep", "glob", "list", "search", "edit", "write", "shell", "todo", "bash"]
 READ_ONLY = frozenset({"read", "grep", "glob", "list", "search"})
+ALL_BUT_BASH: list[ToolName] = ["read", "grep", "glob", "list", "search", "edit", "write", "shell", "todo"]
 BASH_ONLY: list[ToolName] = ["bash"]  # as mini-swe-agent has it
+AT_ONCE = 8  # read-only calls; each is a process in the sandbox
+MOST_TODO = 50
+TOOLBOX = inspect.getsource(toolbox)  # a program
 
 
 class ToolSettings(BaseModel):
@@ -44,81 +47,54 @@ class ToolSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     tools: list[ToolName] = Field(
-        default=["read", "grep", "glob", "list", "search", "edit", "write", "shell", "todo"],
-        min_length=1,
-        description="tools offered; ['bash'] alone to compare with mini-swe-agent",
+        default=ALL_BUT_BASH, min_length=1, description="tools offered; ['bash'] alone to compare with mini-swe-agent"
     )
     strict_arguments: bool = Field(
-        default=False,
-        description="refuse arguments that are unknown or of another type, instead of passing over or converting them",
+        default=False, description="refuse arguments that are unknown or of another type; else passed over or converted"
     )
     output_characters: int = Field(
         default=10_000, ge=1000, le=30_000, description="most characters of an answer; the middle is cut"
     )
     read_lines: int = Field(default=400, ge=10, description="most lines of one read")
-    matches: int = Field(
-        default=100, ge=1, description="most matches of one grep, and entries of one glob or list, times five"
-    )
+    matches: int = Field(default=100, ge=1, description="most matches of a grep; entries of a glob or list, times five")
     seconds: float = Field(default=20.0, gt=0, description="most seconds of a tool other than shell")
     shell_seconds: int = Field(default=60, ge=1, description="seconds of a command that names no timeout")
     shell_most_seconds: int = Field(default=600, ge=1, description="most seconds of a command, whatever it names")
     shell: str = Field(default="bash", description="the shell inside the sandbox: bash, or sh where there is no bash")
 
 
-def _spec(name: str, about: str, *parameters: Parameter) -> ToolSpec:
-    return ToolSpec(name, about, parameters)
-
-
 def _may(name: str, kind: type[str | int], about: str) -> Parameter:
     return Parameter(name, kind, about, required=False)
 
 
+def _spec(name: str, about: str, *parameters: Parameter) -> ToolSpec:
+    return ToolSpec(name, about, parameters)
+
+
 _PATH = Parameter("path", str, "file, relative to the workspace")
-_COMMAND = (
-    Parameter("command", str, "what to run in the workspace; each command starts afresh"),
-    _may("timeout", int, "seconds"),
+_LINES = _may("start", int, "first line, from 1"), _may("end", int, "last line")
+_REGEX = Parameter("pattern", str, "Python regular expression, matched line by line")
+_WHERE = _may("path", str, "file or folder to look in"), _may("glob", str, "only files whose path fits, such as *.py")
+_GLOB = Parameter("pattern", str, "such as *.py (in any folder) or src/**/test_*.py")
+_QUERY = Parameter("query", str, "what the code does, in plain words"), _may("k", int, "how many results")
+_PIECES = Parameter("old", str, "text to replace"), Parameter("new", str, "text to put there")
+_COMMAND = Parameter("command", str, "what to run in the workspace; each command starts afresh")
+_TIMEOUT = _may("timeout", int, "seconds")
+_GREP = "Find lines by a regular expression; answers path:line:text."
+_EDIT = "Replace one piece of a file. old must be in it exactly once, spaces included."
+_SPECS = (
+    _spec("read", "Show a file with line numbers.", _PATH, *_LINES),
+    _spec("grep", _GREP, _REGEX, *_WHERE, _may("max", int, "most matches to show")),
+    _spec("glob", "Find files by name.", _GLOB),
+    _spec("list", "List a folder.", _may("path", str, "folder; the workspace if not given")),
+    _spec("search", "Find code by meaning.", *_QUERY),
+    _spec("edit", _EDIT, _PATH, *_PIECES),
+    _spec("write", "Write a whole file.", _PATH, Parameter("content", str, "all of its text")),
+    _spec("shell", "Run a command.", _COMMAND, _TIMEOUT),
+    _spec("todo", "Keep the plan: replaces it.", Parameter("items", str, "one a line: [ ] open or [x] done")),
+    _spec("bash", "Run a command.", _COMMAND, _TIMEOUT),
 )
-SPECS = {
-    spec.name: spec
-    for spec in (
-        _spec(
-            "read",
-            "Show a file with line numbers.",
-            _PATH,
-            _may("start", int, "first line, from 1"),
-            _may("end", int, "last line"),
-        ),
-        _spec(
-            "grep",
-            "Find lines by a regular expression; answers path:line:text.",
-            Parameter("pattern", str, "Python regular expression, matched line by line"),
-            _may("path", str, "file or folder to look in"),
-            _may("glob", str, "only files whose path fits, such as *.py"),
-            _may("max", int, "most matches to show"),
-        ),
-        _spec(
-            "glob", "Find files by name.", Parameter("pattern", str, "such as *.py (in any folder) or src/**/test_*.py")
-        ),
-        _spec("list", "List a folder.", _may("path", str, "folder; the workspace if not given")),
-        _spec(
-            "search",
-            "Find code by meaning.",
-            Parameter("query", str, "what the code does, in plain words"),
-            _may("k", int, "how many results"),
-        ),
-        _spec(
-            "edit",
-            "Replace one piece of a file. old must be in it exactly once, spaces included.",
-            _PATH,
-            Parameter("old", str, "text to replace"),
-            Parameter("new", str, "text to put there"),
-        ),
-        _spec("write", "Write a whole file.", _PATH, Parameter("content", str, "all of its text")),
-        _spec("shell", "Run a command.", *_COMMAND),
-        _spec("todo", "Keep the plan: replaces it.", Parameter("items", str, "one a line: [ ] open or [x] done")),
-        _spec("bash", "Run a command.", *_COMMAND),
-    )
-}
+SPECS = {spec.name: spec for spec in _SPECS}
 
 
 class BadCall(Exception):  # noqa: N818 - an answer
@@ -151,17 +127,13 @@ def _value(tool: str, parameter: Parameter, value: Any, settings: ToolSettings) 
     """Return an argument in its type. Decimal digits are a number in any environment: raw-text formats have nothing else."""
     lenient = not settings.strict_arguments
     if parameter.kind is int:
-        if isinstance(value, int) and not isinstance(value, bool):
-            number = value
-        elif (isinstance(value, str) and value.strip().isdecimal() and len(value) < 10) or (
-            lenient and isinstance(value, float) and value.is_integer()
-        ):
-            number = int(value)
-        else:
+        digits = isinstance(value, str) and value.strip().isdecimal() and len(value) < 10
+        whole = isinstance(value, int) or (lenient and isinstance(value, float) and value.is_integer())
+        if isinstance(value, bool) or not (digits or whole):
             raise BadCall("mistyped argument", f"{tool}: argument {parameter.name} must be a whole number.")
-        if not 0 < number < 1 << 31:
+        if not 0 < int(value) < 1 << 31:
             raise BadCall("bad value", f"{tool}: argument {parameter.name} must be 1 or more.")
-        return number
+        return int(value)
     if isinstance(value, str):
         return value
     if lenient and isinstance(value, int | float) and not isinstance(value, bool):
@@ -169,19 +141,6 @@ def _value(tool: str, parameter: Parameter, value: Any, settings: ToolSettings) 
     if lenient and isinstance(value, list) and all(isinstance(item, str) for item in value):
         return "\n".join(value)
     raise BadCall("mistyped argument", f"{tool}: argument {parameter.name} must be text.")
-
-
-AT_ONCE = 8  # read-only calls; each is a process in the sandbox
-MOST_TODO = 50
-TOOLBOX = inspect.getsource(toolbox)  # a program
-
-
-@dataclass(frozen=True)
-class Todo:
-    """One item of the plan."""
-
-    text: str
-    done: bool
 
 
 @dataclass(frozen=True)
@@ -245,20 +204,14 @@ class Toolset:
         self.settings = settings or ToolSettings()
         self.searcher = searcher
         self.python = python  # inside the sandbox
-        self.plan: list[Todo] = []
+        self.plan_text = ""  # the to-do list
         self._slots = asyncio.Semaphore(AT_ONCE)
         if "search" in self.settings.tools and searcher is None:
             raise UserError("the tool 'search' needs an index; give one, or leave 'search' out of tools")
 
     @property
     def specs(self) -> tuple[ToolSpec, ...]:
-        """Return what the policy is told."""
         return tuple(SPECS[name] for name in self.settings.tools)
-
-    @property
-    def plan_text(self) -> str:
-        """Return the plan as it is written."""
-        return "\n".join(f"[{'x' if item.done else ' '}] {item.text}" for item in self.plan)
 
     async def run(self, calls: Sequence[Call]) -> list[Answer]:
         """Answer calls in their order. Neighbours that only read run at once; a writing one runs alone."""
@@ -270,11 +223,8 @@ class Toolset:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     running = [tasks.create_task(self._answer(call)) for call in group]
-            except* SandboxError as failures:
-                failure: BaseException = failures
-                while isinstance(failure, BaseExceptionGroup):
-                    failure = failure.exceptions[0]
-                raise failure from None
+            except ExceptionGroup as failures:
+                raise failures.exceptions[0] from None
             answers += [task.result() for task in running]
         return answers
 
@@ -320,12 +270,9 @@ class Toolset:
             assert isinstance(answer["text"], str)
             assert "refused" in answer or isinstance(answer["details"], dict)
         except (ValueError, KeyError, TypeError, AssertionError):
-            said = (
-                result.err.decode(errors="replace").strip()[-300:] or f"{len(result.out)} bytes, {sum(result.cut)} cut"
-            )
-            raise SandboxError(
-                f"{self.python} in the sandbox did not answer ({do}, exit code {result.rc}): {said}"
-            ) from None
+            stderr = result.err.decode(errors="replace").strip()[-300:]
+            why = f"({do}, exit code {result.rc}): {stderr or f'{len(result.out)} bytes, {sum(result.cut)} cut'}"
+            raise SandboxError(f"{self.python} in the sandbox did not answer {why}") from None
         return answer  # type: ignore[no-any-return]
 
     async def _shell(self, command: str, seconds: int) -> Outcome:
@@ -346,11 +293,12 @@ class Toolset:
             match = re.fullmatch(r"(?:[-*] +)?\[([ xX]?)\]\s*(.*)", line)
             if match is None and self.settings.strict_arguments:
                 raise BadCall("bad value", "todo: each line must begin with [ ] or [x].")
-            plan.append(Todo(match[2] if match else line, done=bool(match and match[1].strip())))
+            mark = "x" if match and match[1].strip() else " "
+            plan.append(f"[{mark}] {match[2] if match else line}")
         if len(plan) > MOST_TODO:
             raise BadCall("bad value", f"todo: at most {MOST_TODO} items.")
-        self.plan = plan
-        done = sum(item.done for item in plan)
+        self.plan_text = "\n".join(plan)
+        done = sum(item.startswith("[x]") for item in plan)
         return Outcome(f"{len(plan) - done} open, {done} done", {"open": len(plan) - done, "done": done})
 
 

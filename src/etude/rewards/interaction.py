@@ -117,13 +117,13 @@ def _steps(trace: Trace) -> Iterator[_Step]:
 
 
 def _verified(steps: Sequence[_Step]) -> bool:
-    """Tell whether tests passed after the last edit, or passed at all where nothing was edited."""
+    """Return whether tests passed after the last edit, or passed at all where nothing was edited."""
     last_edit = max((place for place, step in enumerate(steps) if step.edits()), default=-1)
     return any(step.passes_tests() for step in steps[last_edit + 1 :])
 
 
 def _noticed(premise: Premise, said: str, thoughts: str) -> bool:
-    """Tell whether the true place is named, and no sentence of the final message upholds the blamed one."""
+    """Return whether the true place is named, and no sentence of the final message upholds the blamed one."""
     true, blamed = names_of(premise.true), names_of(premise.blamed)
     true, blamed = true - blamed, blamed - true
     upheld = (
@@ -140,5 +140,5 @@ def names_of(places: Iterable[str]) -> set[str]:
 
 
 def mentions(text: str, names: Iterable[str]) -> bool:
-    """Tell whether a text holds one of the names as a word of its own."""
+    """Return whether a text holds one of the names as a word of its own."""
     return any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) for name in names)

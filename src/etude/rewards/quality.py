@@ -1,10 +1,9 @@
 """What kind of code an agent left, in numbers: never one score, and compared with what the reference solution did to the same files.
 
-Findings are those of ruff with one fixed set of rules, the same for every codebase and deaf to `noqa`, and only those that are new:
+Two versions of a file are compared: which lines came and went, in which functions, and which of them only look different. Lint
+findings are those of ruff with one fixed set of rules, the same for every codebase and deaf to `noqa`, and only those that are new:
 per file and rule, how many more there are after than before. Limits: taste is not measured; a new helper function is welcome wherever
 it stands in a file that the reference touches; a new file is not, since the reference needed none.
-
-Two versions of a file, compared: which lines came and went, in which functions, and which of them only look different.
 """
 
 from __future__ import annotations
@@ -30,12 +29,10 @@ from etude.errors import UserError
 from etude.syntax import parse_python
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     Pair = tuple[str | None, str | None]  # a file before and after; None: there is none
     Change = Mapping[str, Pair]  # by path
-    from collections.abc import Iterable, Mapping, Sequence
-
     Findings = Mapping[tuple[str, str], Counter[str]]  # by name and text of a file: findings by rule
 
 DEEP = 200  # levels of syntax; ruff overflows its stack at some thousands
@@ -52,20 +49,18 @@ class Hunk(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return how many lines went and came."""
         return self.last - self.first + self.end - self.start
 
 
 @lru_cache(maxsize=4096)
 def hunks(pair: Pair) -> tuple[Hunk, ...]:
-    """Return where two versions differ."""
     before, after = ((text or "").splitlines() for text in pair)
     shorter = min(len(before), len(after))  # equal ends are cut off: difflib is quadratic
     head = next((n for n in range(shorter) if before[n] != after[n]), shorter)
     tail = next((n for n in range(shorter - head) if before[-1 - n] != after[-1 - n]), shorter - head)
     inner = before[head : len(before) - tail], after[head : len(after) - tail]
-    found = difflib.SequenceMatcher(None, *inner, autojunk=len(inner[1]) > LONG).get_opcodes()
-    return tuple(Hunk(*(place + head for place in places)) for kind, *places in found if kind != "equal")
+    opcodes = difflib.SequenceMatcher(None, *inner, autojunk=len(inner[1]) > LONG).get_opcodes()
+    return tuple(Hunk(*(place + head for place in places)) for kind, *places in opcodes if kind != "equal")
 
 
 def size(change: Change) -> int:
@@ -111,7 +106,7 @@ def parsed(text: str) -> ast.Module | None:
 @lru_cache(maxsize=1024)
 def owners(text: str | None) -> Mapping[int, str]:
     """Return for each line inside of a function the qualified name of the innermost one."""
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     waiting: list[tuple[ast.AST, str]] = [(parsed(text or "") or ast.Module([], []), "")]
     while waiting:
         node, name = waiting.pop()
@@ -119,9 +114,9 @@ def owners(text: str | None) -> Mapping[int, str]:
             name = f"{name}.{node.name}".lstrip(".")
             first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
             if not isinstance(node, ast.ClassDef):
-                found |= dict.fromkeys(range(first - 1, node.end_lineno or node.lineno), name)
+                names |= dict.fromkeys(range(first - 1, node.end_lineno or node.lineno), name)
         waiting += ((child, name) for child in ast.iter_child_nodes(node))
-    return found
+    return names
 
 
 def touched(pair: Pair) -> set[str]:
@@ -202,10 +197,8 @@ class Work:
 
 def measure(works: Sequence[Work]) -> list[Quality]:
     """Return the quality of each change. ruff runs once for all of them, and sees each text once."""
-    changes = [change for work in works for change in (work.change, work.reference)]
-    findings = _linted(
-        {key for change in changes for path, pair in _python(change).items() for key in _keys(path, pair)}
-    )
+    pairs = [item for work in works for change in (work.change, work.reference) for item in _python(change).items()]
+    findings = _linted({key for path, pair in pairs for key in _keys(path, pair)})
     return [_quality(work, findings) for work in works]
 
 
@@ -243,18 +236,18 @@ def _python(change: Change) -> Change:
 
 
 def _is_scratch(path: str, pair: Pair) -> bool:
-    """Tell whether a new file looks like one that was made to try something and forgotten."""
+    """Return whether a new file looks like one that was made to try something and forgotten."""
     name = PurePosixPath(path).name.lower()
     return pair[0] is None and (path.startswith("test_") or any(fnmatch.fnmatch(name, each) for each in SCRATCH))
 
 
 def _introduced(python: Change, findings: Findings) -> Counter[str]:
     """Return new findings by rule: one that moved within its file is not new."""
-    found: Counter[str] = Counter()
+    new: Counter[str] = Counter()
     for path, pair in python.items():
         before, after = (findings[key] for key in _keys(path, pair))
-        found.update(after - before)
-    return found
+        new.update(after - before)
+    return new
 
 
 def _complexity(python: Change) -> int:
@@ -290,9 +283,10 @@ def _keys(path: str, pair: Pair) -> list[tuple[str, str]]:
 
 
 def _linted(texts: set[tuple[str, str]]) -> Findings:
-    found: dict[tuple[str, str], Counter[str]] = {key: Counter() for key in sorted(texts)}
+    order = sorted(texts)
+    findings: dict[tuple[str, str], Counter[str]] = {key: Counter() for key in order}
     with tempfile.TemporaryDirectory() as folder:
-        for number, (name, text) in enumerate(found):
+        for number, (name, text) in enumerate(order):
             if parsed(text):
                 Path(folder, str(number)).mkdir()
                 Path(folder, str(number), name).write_text(text, encoding="utf-8", errors="replace")
@@ -300,7 +294,6 @@ def _linted(texts: set[tuple[str, str]]) -> Findings:
         if done.returncode:
             why = done.stderr.strip()[-200:]
             raise UserError(f"ruff, which counts lint findings, failed: {why}; install it with: pip install ruff")
-        order = list(found)
         for finding in json.loads(done.stdout):
-            found[order[int(Path(finding["filename"]).parent.name)]][str(finding["code"])] += 1
-    return found
+            findings[order[int(Path(finding["filename"]).parent.name)]][str(finding["code"])] += 1
+    return findings
