@@ -10,7 +10,7 @@ import pytest
 from etude.errors import UserError
 from etude.files import files_below, write_json
 from etude.report.rl import PICTURES, Panel, changes, curves, pictures, steps_of, verdict, write_report
-from etude.rl.view import added
+from etude.rl.metrics import added
 from tests.rl.runs import rows, write
 
 VERDICT = [

@@ -34,14 +34,14 @@ def rows(steps: int) -> list[dict[str, Any]]:
     clock, made = Clock(), []
     step_metrics = StepMetrics(clock)
     for step in range(1, steps + 1):
-        step_metrics.hear(Weighted({**WEIGHTS, "length": 0.5 if 2 * step <= steps else 1.0}, step))
+        step_metrics.apply(Weighted({**WEIGHTS, "length": 0.5 if 2 * step <= steps else 1.0}, step))
         for episode in range(4):
-            step_metrics.hear(
+            step_metrics.apply(
                 finished(step, episode, passed=episode < (1 if 2 * step <= steps else 2), calls=step + episode)
             )
         if step == 2:
-            step_metrics.hear(Failed(step, 4, "sandbox did not start: <b>7</b>", final=True))
-        step_metrics.hear(Closed(step, "flat" if step == 1 else "ready"))
+            step_metrics.apply(Failed(step, 4, "sandbox did not start: <b>7</b>", final=True))
+        step_metrics.apply(Closed(step, "flat" if step == 1 else "ready"))
         clock.now += 2.0
         told = {
             "tokens": 100.0,
@@ -57,7 +57,7 @@ def rows(steps: int) -> list[dict[str, Any]]:
         if step == 3:
             row["flags"] = {"calls": "step 3: calls is 4.5, for 3 steps above 4 (usual in this run: 1)"}
         made.append(row)
-        step_metrics.hear(Trained(step, step))
+        step_metrics.apply(Trained(step, step))
     return made
 
 

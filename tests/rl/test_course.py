@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rl.view import ends, smooth, weighted
+from etude.rl.metrics import ends, smooth, weighted
 
 STEPS = st.lists(st.tuples(st.floats(-100, 100), st.integers(1, 40)), min_size=1, max_size=60)
 

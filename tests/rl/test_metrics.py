@@ -11,7 +11,7 @@ from etude.agent.trace import Node, Trace
 from etude.lineage.compute import Attention, ComputeShape, forward_flops
 from etude.rl.exchange import Report
 from etude.rl.ledger import Batched, Closed, Failed, Opened, Stale, Trained, Weighted
-from etude.rl.metrics import StepMetrics, behaviours, sampling_flops, slug
+from etude.rl.metrics import StepMetrics, sampling_flops, slug
 from tests.agent.traces import traces
 from tests.rl.runs import WEIGHTS, Clock, finished
 
@@ -27,7 +27,7 @@ def test_a_row_holds_what_happened_since_the_step_before() -> None:
         Failed(1, 0, "sandbox: 3", final=False), Failed(1, 0, "sandbox: 4", final=True), finished(1, 1, passed=False),
         Closed(0, "ready", {0: 1.0, 1: 0.0}), Closed(1, "void"), Stale(0), Batched(1, (0,)),
     ):  # fmt: skip
-        step_metrics.hear(event)
+        step_metrics.apply(event)
     step_metrics.trained(
         Report(
             1, 5, {"tokens": 60.0, "flops": 7e9, "seconds": 3.0, "lr": 1.5e-7, "kl": 0.0123456789, "staleness_0": 1.0}
@@ -57,23 +57,23 @@ def test_a_row_holds_what_happened_since_the_step_before() -> None:
         "queue_open": 2, "queue_ready": 1, "weight_outcome": 1.0, "weight_length": 0.5,
         "swaps": 2, "swap_bytes": 200.0, "swap_seconds": 1.0, "swap_paused": 0.02,
     }  # fmt: skip
-    assert behaviours(row) == {"calls": 3.0, "lint": 1.0}
+    assert starting(row, "behaviour_") == {"calls": 3.0, "lint": 1.0}
 
 
 def test_trained_begins_a_new_row_and_keeps_what_outlives_steps() -> None:
     clock = Clock()
     step_metrics = StepMetrics(clock)
-    step_metrics.hear(Weighted(WEIGHTS, 1))
-    step_metrics.hear(finished(0, 0, passed=True))  # its group closes in the next step
-    step_metrics.hear(Trained(1, 1))
+    step_metrics.apply(Weighted(WEIGHTS, 1))
+    step_metrics.apply(finished(0, 0, passed=True))  # its group closes in the next step
+    step_metrics.apply(Trained(1, 1))
     clock.now += 1.0
     assert step_metrics.row(2, {}) == {
         "step": 2, "tokens": 0, "flops": 0, "device_seconds": 1.0, "sampling_flops": 0, "sandbox_seconds": 0.0, "episodes": 0, "sampled_per_second": 0.0,
         "trained_per_second": 0.0, "idle_sampling": 1.0, "idle_scoring": 1.0, "idle_training": 1.0,
         "weight_outcome": 1.0, "weight_length": 0.5, "swaps": 0,
     }  # fmt: skip
-    step_metrics.hear(finished(0, 1, passed=False))
-    step_metrics.hear(Closed(0, "ready"))
+    step_metrics.apply(finished(0, 1, passed=False))
+    step_metrics.apply(Closed(0, "ready"))
     assert step_metrics.row(2, {})["best_of_group"] == 1.0
 
 
@@ -81,11 +81,11 @@ def test_episodes_of_an_earlier_session_count_but_not_as_speed() -> None:
     clock = Clock()
     step_metrics = StepMetrics(clock)
     for event in (Weighted(WEIGHTS, 1), finished(0, 0, passed=True)):
-        step_metrics.hear(event)
+        step_metrics.apply(event)
     clock.now += 50.0
     step_metrics.resumed()
     clock.now += 5.0
-    step_metrics.hear(finished(0, 1, passed=False))
+    step_metrics.apply(finished(0, 1, passed=False))
     row = step_metrics.row(1, {})
     assert (row["episodes"], row["sampled_per_second"], row["device_seconds"]) == (2, 2.0, 5.0)
 
@@ -104,7 +104,7 @@ def test_busy_time_is_that_of_the_union_of_what_overlaps(spans: list[tuple[int, 
     for when, by, n in sorted(events, key=lambda event: event[0]):
         clock.now = 100.0 + when
         if by == 0:
-            step_metrics.hear(Trained(1, 1))
+            step_metrics.apply(Trained(1, 1))
         elif by > 0:
             bodies[n].__enter__()
         else:

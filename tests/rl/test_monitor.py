@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rl.monitor import DISEASES, PATIENCE, Flag, Monitor
+from etude.rl.monitor import FAILURE_MODES, PATIENCE, Flag, Monitor
 
 
 def flags(values: Iterable[float], name: str = "turns", **given: float) -> list[Flag]:
@@ -50,16 +50,16 @@ def test_what_never_varied_needs_more_than_a_trifle() -> None:
     assert len(flags([*[100.0] * 10, *[121.0] * 5])) == 1
 
 
-@pytest.mark.parametrize("name", DISEASES)
-def test_known_diseases_are_flagged_wherever_they_stand(name: str) -> None:
-    bound = DISEASES[name]
+@pytest.mark.parametrize("name", FAILURE_MODES)
+def test_known_failure_modes_are_flagged_wherever_they_stand(name: str) -> None:
+    bound = FAILURE_MODES[name]
     from_the_beginning = flags([bound + 0.05] * 20, name)
     assert [(flag.step, flag.usual, flag.bound) for flag in from_the_beginning] == [(PATIENCE, None, bound)]
-    assert "a known disease" in str(from_the_beginning[0])
+    assert "a known failure mode" in str(from_the_beginning[0])
     assert flags([bound] * 20, name) == []
     grown = flags([*[0.1] * 10, *[bound - 0.05] * 5, *[bound + 0.05] * 5], name)
     assert [(flag.step, flag.usual) for flag in grown] == [(13, pytest.approx(0.1)), (18, None)]
-    assert len(flags([*[0.1] * 10, *[bound + 0.05] * 5], name)) == 1  # a disease and a drift at once
+    assert len(flags([*[0.1] * 10, *[bound + 0.05] * 5], name)) == 1  # a failure mode and a drift at once
 
 
 def test_behaviours_are_watched_apart_and_a_step_may_say_nothing_of_one() -> None:

@@ -26,8 +26,8 @@ from etude.lineage.record import load_record
 from etude.models.bases import ancestors
 from etude.report.rl import steps_of
 from etude.report.tables import human
+from etude.rl.metrics import smooth
 from etude.rl.view import percent as share
-from etude.rl.view import smooth
 from etude.run.stages.release import RELEASE
 
 if TYPE_CHECKING:

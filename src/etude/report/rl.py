@@ -17,8 +17,9 @@ from etude.progress import duration
 from etude.report.page import Picture, write_page
 from etude.report.plots import COLOURS, RED, drawing, label
 from etude.report.tables import Table
-from etude.rl.metrics import ABOUT
-from etude.rl.view import added, count, ends, number, percent, smooth, starting
+from etude.rl.metrics import added, count, ends, smooth, starting
+from etude.rl.monitor import ABOUT
+from etude.rl.view import number, percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -1,9 +1,11 @@
-"""What a run is measured by: events and reports in, one flat row a step out.
+"""The metrics of a run: events and reports in, one flat row a step out, and means over rows.
 
-A row speaks of what happened since the step before was trained. In an asynchronous run the episodes that ended in that time are not
+A row is about what happened since the step before was trained. In an asynchronous run the episodes that ended in that time are not
 those the step learnt from: rewards are of the newest episodes, so that a curve shows the policy as it is.
 
-Episodes worth a look, three a step: the best, the worst, and the one that is least like the others.
+Episodes end in bursts: one step sees two hundred of them and the next a handful. A mean over steps would let that handful, which are
+often the last and the slowest, say what the policy can do: a run that rose was once said to have fallen. So in means over rows every
+episode counts once.
 """
 
 from __future__ import annotations
@@ -12,87 +14,89 @@ import re
 import time
 from collections import Counter, defaultdict
 from contextlib import contextmanager
-from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
-from etude.files import link_or_copy, write_json
 from etude.lineage.compute import forward_flops
 from etude.rewards.reward import total
-from etude.rl.exchange import episode_file
 from etude.rl.ledger import Closed, Event, Failed, Finished, Stale, Trained, Weighted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from etude.agent.trace import Trace
     from etude.lineage.compute import ComputeShape
     from etude.rl.exchange import Report
 
-PARTS = ("sampling", "scoring", "training")  # whose idle time is told
+    Row = Mapping[str, Any]
+    Counted = tuple[float, float]  # a number of a step, and how much it counts
+
+PARTS = ("sampling", "scoring", "training")  # whose idle time is reported
 SPENT = ("tokens", "flops", "seconds")  # of reports; they add up, all else is of the step alone
 SAMPLING = ("flops", "sampling_flops", "sandbox_seconds")
 CAUSE = 40  # characters
+OF_EPISODES = ("reward", "solved", "best_of_group", "part_", "behaviour_", "episode_", "turns")
 
 
 class StepMetrics:
-    """Hears everything, forgets it when the next step begins. `row` may be asked at any time."""
+    """Adds everything up, and begins anew with each step. `row` may be asked for at any time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._weights: dict[str, float] = {}
         self._passes: defaultdict[int, list[bool]] = defaultdict(list)  # of groups that are not closed
-        self._depth: Counter[str] = Counter()  # how many are at it now, by part
+        self._depth: Counter[str] = Counter()  # how many are at work now, by part
         self._clear()
 
     def _clear(self) -> None:
         self._episodes: list[tuple[Finished, dict[str, float]]] = []  # with the weighted parts
         self._best: list[bool] = []  # of closed groups: whether one episode passed
         self._counts: Counter[str] = Counter()
-        self._last: dict[str, float] = {}  # what the trainer told of its last step
+        self._last: dict[str, float] = {}  # what the trainer reported of its last step
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._swaps: list[Mapping[str, float]] = []
         self.resumed()
 
     def resumed(self) -> None:
-        """Begin to count time: what was heard so far is an earlier session's, and no part of this one's speed."""
+        """Begin to count time: what was added so far is an earlier session's, and no part of this one's speed."""
         self._began = self._changed = self._clock()
         self._sampled = 0
-        self._busy: defaultdict[str, float] = defaultdict(float)  # seconds in which at least one was at it
+        self._busy: defaultdict[str, float] = defaultdict(float)  # seconds in which at least one was at work
         self._many: defaultdict[str, float] = defaultdict(float)  # seconds, times how many were
 
-    def hear(self, event: Event) -> None:
-        """Take an event of the ledger, an old one or a new one. `Trained` ends a row: ask for it before."""
-        if isinstance(event, Weighted):
-            self._weights = dict(event.weights)
-        elif isinstance(event, Finished):
-            weighted = {name: total({name: value}, self._weights) for name, value in event.parts.items()}
-            self._episodes.append((event, weighted))
-            self._passes[event.group].append(event.outcome == "pass")
-            self._sampled += event.sampled
-        elif isinstance(event, Failed):
-            self._counts["lost"] += event.final
-            self._counts[f"invalid_{slug(event.cause)}"] += 1
-        elif isinstance(event, Closed):
-            self._counts[f"groups_{event.fate}"] += 1
-            self._best.append(any(self._passes.pop(event.group, ())))
-        elif isinstance(event, Stale):
-            self._counts["groups_stale"] += 1
-        elif isinstance(event, Trained):
-            self._clear()
+    def apply(self, event: Event) -> None:
+        """Add an event of the ledger, an old one or a new one. `Trained` ends a row: ask for it before."""
+        match event:
+            case Weighted(weights):
+                self._weights = dict(weights)
+            case Finished():
+                weighted = {name: total({name: value}, self._weights) for name, value in event.parts.items()}
+                self._episodes.append((event, weighted))
+                self._passes[event.group].append(event.outcome == "pass")
+                self._sampled += event.sampled
+            case Failed():
+                self._counts["lost"] += event.final
+                self._counts[f"invalid_{slug(event.cause)}"] += 1
+            case Closed(group, fate):
+                self._counts[f"groups_{fate}"] += 1
+                self._best.append(any(self._passes.pop(group, ())))
+            case Stale():
+                self._counts["groups_stale"] += 1
+            case Trained():
+                self._clear()
 
     def trained(self, report: Report) -> None:
-        """Take a report of the trainer."""
+        """Add a report of the trainer."""
         for name in SPENT:
             self._spent[name] += report.metrics.get(name, 0)
         self._last = {name: value for name, value in report.metrics.items() if name not in SPENT}
 
     def swapped(self, swap: Mapping[str, float]) -> None:
-        """Take what a change of weights in the engine took: bytes, seconds in all, seconds paused."""
+        """Add what a change of weights in the engine took: bytes, seconds in all, seconds paused."""
         self._swaps.append(swap)
 
     def sampled(self, trace: Trace, shape: ComputeShape, seconds: float) -> None:
-        """Count what an episode took, trained on or not; its sandbox, if it had one, was held all the while."""
+        """Add what an episode took, trained on or not; its sandbox, if it had one, was held all the while."""
         flops = sampling_flops(trace, shape)
         for name, spent in zip(SAMPLING, (flops, flops, seconds * ("sandbox" in trace.made_by)), strict=True):
             self._spent[name] += spent
@@ -103,16 +107,14 @@ class StepMetrics:
 
     @contextmanager
     def busy(self, part: str) -> Iterator[None]:
-        """Say that a part is at work while the body runs; bodies may overlap."""
-        self._turn(part, 1)
+        """Count a part as at work while the body runs; bodies may overlap."""
+        self._settle()
+        self._depth[part] += 1
         try:
             yield
         finally:
-            self._turn(part, -1)
-
-    def _turn(self, part: str, by: int) -> None:
-        self._settle()
-        self._depth[part] += by
+            self._settle()
+            self._depth[part] -= 1
 
     def _settle(self) -> None:
         """Add the time since the last change to every part that was at work in it."""
@@ -126,7 +128,7 @@ class StepMetrics:
         """Return the row of a step; what is not known is left out."""
         self._settle()
         seconds = max(self._changed - self._began, 1e-9)
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             "step": step, "tokens": round(self._spent["tokens"]), "flops": round(self._spent["flops"]), "device_seconds": seconds,
             "sampling_flops": round(self._spent["sampling_flops"]), "sandbox_seconds": self._spent["sandbox_seconds"],
             **self._of_episodes(), **self._last, **self._counts,
@@ -137,7 +139,7 @@ class StepMetrics:
             **{f"weight_{part}": weight for part, weight in self._weights.items()},
             **self._of_swaps(),
         }  # fmt: skip
-        return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in found.items()}
+        return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in values.items()}
 
     def _idle(self, part: str, seconds: float) -> float:
         busy = self._busy[part] or (self._spent["seconds"] if part == "training" else 0.0)
@@ -168,20 +170,15 @@ class StepMetrics:
         return {"swaps": len(self._swaps), **means}
 
 
-def behaviours(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return what monitors watch, from a row."""
-    return {name.removeprefix("behaviour_"): value for name, value in row.items() if name.startswith("behaviour_")}
-
-
 def sampling_flops(trace: Trace, shape: ComputeShape) -> int:
     """Return the FLOPs of an episode's sampling, each token read once: the engine keeps what it has read."""
     ends: list[int] = []
-    found = 0
+    flops = 0
     for node in trace.nodes:
         start = 0 if node.parent is None else ends[node.parent]
         ends.append(start + len(node.tokens))
-        found += forward_flops(shape, len(node.tokens), start)
-    return found
+        flops += forward_flops(shape, len(node.tokens), start)
+    return flops
 
 
 def slug(cause: str) -> str:
@@ -189,70 +186,58 @@ def slug(cause: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", cause.partition(":")[0].lower()).strip("_")[:CAUSE] or "unknown"
 
 
-def _means(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def _means(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of each name over those that have it."""
     values: defaultdict[str, list[float]] = defaultdict(list)
-    for each in found:
-        for name, value in each.items():
+    for row in rows:
+        for name, value in row.items():
             values[name].append(value)
     return {name: fmean(each) for name, each in values.items()}
 
 
-ABOUT = "about.json"
-FAR = 1.4826  # times the median deviation is the standard deviation, where a bell curve is
+def starting(row: Row, prefix: str) -> dict[str, Any]:
+    """Return the numbers whose names begin with `prefix`, without it."""
+    return {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
 
 
-class Sample(NamedTuple):
-    """An episode, and why it was kept."""
-
-    episode: Finished
-    reward: float
-    why: str
-
-
-def choose(episodes: Sequence[tuple[Finished, float]]) -> dict[str, Sample]:
-    """Return the best, the worst and the strangest of a step's episodes; the first of equals. None is taken twice."""
-    left = sorted(episodes, key=lambda each: -each[1])
-    chosen: dict[str, Sample] = {}
-    if left:
-        chosen["best"] = Sample(*left.pop(0), "the largest reward of the step")
-    if left:
-        least = min(range(len(left)), key=lambda place: left[place][1])
-        chosen["worst"] = Sample(*left.pop(least), "the smallest reward of the step")
-    if left:
-        far = {id(event): _strangeness(event, [other for other, _ in episodes]) for event, _ in left}
-        event, reward = max(left, key=lambda each: far[id(each[0])][0])
-        chosen["strangest"] = Sample(event, reward, far[id(event)][1])
-    return chosen
+def added(rows: Iterable[Row], prefix: str) -> Counter[str]:
+    """Return counts whose names begin with `prefix`, added up over the steps, the largest first."""
+    counts: Counter[str] = Counter()
+    for row in rows:
+        counts.update(starting(row, prefix))
+    return Counter(dict(counts.most_common()))
 
 
-def _strangeness(event: Finished, among: Sequence[Finished]) -> tuple[float, str]:
-    """Return how far an episode's most unusual behaviour is from the others', in standard deviations, and in words.
-
-    By medians, so that the strange one does not move what it is compared with. Where most are alike, any difference counts as a
-    share of the value itself.
-    """
-    found = [(0.0, "no behaviour differs from the others'")]
-    for name, value in _numbers(event).items():
-        values = [_numbers(other).get(name, 0.0) for other in among]
-        middle = median(values)
-        spread = FAR * median(abs(each - middle) for each in values) or max(abs(middle), 1.0)
-        found.append((abs(value - middle) / spread, f"{name} is {value:.4g}; the step's median is {middle:.4g}"))
-    return max(found, key=lambda each: each[0])
+def count(row: Row, name: str) -> float:
+    """Return how much a step counts: as often as there were episodes, if the number is a mean over them."""
+    return float(row.get("episodes", 1)) if name.startswith(OF_EPISODES) else 1.0
 
 
-def _numbers(event: Finished) -> Mapping[str, float]:
-    return {**event.behaviour, "tokens sampled": event.sampled}
+def weighted(rows: Iterable[Row], name: str) -> list[Counted]:
+    """Return a number of the steps that have it, and how much each counts."""
+    return [(row[name], count(row, name)) for row in rows if name in row]
 
 
-def keep_samples(folder: Path, step: int, episodes: Sequence[tuple[Finished, float]]) -> None:
-    """Keep the traces that `choose` finds, and say why; doing it again changes nothing. `folder`: the run's."""
-    target = folder / "samples" / f"{step:08d}"
-    chosen = choose(episodes)
-    for name, sample in chosen.items():
-        link_or_copy(folder / episode_file(sample.episode.group, sample.episode.episode), target / f"{name}.json")
-    write_json(
-        target / ABOUT,
-        {name: {"group": sample.episode.group, "episode": sample.episode.episode, "outcome": sample.episode.outcome,
-                "reward": sample.reward, "why": sample.why} for name, sample in chosen.items()},
-    )  # fmt: skip
+def mean(values: Sequence[Counted]) -> float:
+    return sum(value * times for value, times in values) / sum(times for _, times in values)
+
+
+def ends(rows: Iterable[Row], name: str) -> tuple[float, float] | None:
+    """Return the mean of a number in the first and in the last tenth of a run; a step across the border counts in part."""
+    values = weighted(rows, name)
+    return (_first_tenth(values), _first_tenth(values[::-1])) if values else None
+
+
+def _first_tenth(values: Sequence[Counted]) -> float:
+    left, taken = sum(times for _, times in values) / 10, []
+    for value, times in values:
+        taken.append((value, min(times, left)))
+        left -= times
+        if left <= 0:
+            break
+    return mean(taken)
+
+
+def smooth(values: Sequence[Counted], reach: int) -> list[float]:
+    """Return the mean of each number and those around it, `reach` to each side: centred, so that nothing seems late."""
+    return [mean(values[max(0, place - reach) : place + reach + 1]) for place in range(len(values))]

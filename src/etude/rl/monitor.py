@@ -1,22 +1,31 @@
-"""Habits that creep in while a policy is trained: each behaviour against itself at the run's beginning, two against fixed bounds.
+"""What somebody should look at while a policy is trained: habits that creep in, and three episodes a step.
 
-The first steps of a run say what is usual and how much that varies. What is many deviations away for some steps in a row is flagged,
-once, until it has come back for as many. Faults are flagged when they grow, all else in both directions: it may be what was wanted,
-but somebody should look. Comments crowding the code and the terminal for everything are known diseases (Composer 2 cured both by a
-reward added in mid-run) and flagged wherever they stand, also from the beginning. Fed the same steps again, it says the same.
+Each behaviour is held against itself at the run's beginning. The first steps say what is usual and how much that varies; what is many
+deviations away for some steps in a row is flagged, once, until it has come back for as many. Faults are flagged when they grow, all
+else in both directions: it may be what was wanted, but somebody should look. Comments crowding the code and the terminal for
+everything are known failure modes (Composer 2 cured both by a reward added in mid-run): they have fixed bounds, and are flagged
+beyond those from the beginning. Fed the same steps again, a monitor says the same.
+
+Of the episodes of a step the best, the worst, and the one that is least like the others are kept as samples.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from statistics import fmean, median, stdev
+from typing import TYPE_CHECKING, NamedTuple
+
+from etude.files import link_or_copy, write_json
+from etude.rl.exchange import episode_file
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
-DISEASES = {"comment_density": 0.4, "shell_share": 0.9}  # bounds of a step's mean; 2 % of functions pass the first
+    from etude.rl.ledger import Finished
+
+FAILURE_MODES = {"comment_density": 0.4, "shell_share": 0.9}  # bounds of a step's mean; 2 % of functions pass the first
 FAULTS = frozenset({
     "malformed", "failed_calls", "open_todos", "unverified", "silent", "vague", "lint", "scratch_files", "comment_density",
     "shell_share",
@@ -37,7 +46,7 @@ class Flag:
 
     def __str__(self) -> str:
         side = "above" if self.value > self.bound else "below"
-        known = "a known disease" if self.usual is None else f"usual in this run: {self.usual:.3g}"
+        known = "a known failure mode" if self.usual is None else f"usual in this run: {self.usual:.3g}"
         return f"step {self.step}: {self.behaviour} is {self.value:.3g}, for {PATIENCE} steps {side} {self.bound:.3g} ({known})"
 
 
@@ -49,7 +58,7 @@ class _Alarm:
     seen: int = 0
     streak: int = 0
 
-    def tells(self, side: int) -> bool:
+    def raised(self, side: int) -> bool:
         """Take the side of a step; return whether something is newly believed to be out."""
         self.streak = self.streak + 1 if side == self.seen else 1
         self.seen = side
@@ -66,7 +75,7 @@ class _Habit:
     first: list[float] = field(default_factory=list)
     usual: tuple[float, float, float] | None = None  # and the bounds around it
     drift: _Alarm = field(default_factory=_Alarm)
-    disease: _Alarm = field(default_factory=_Alarm)
+    failure: _Alarm = field(default_factory=_Alarm)
 
 
 class Monitor:
@@ -79,30 +88,93 @@ class Monitor:
 
     def add(self, step: int, means: Mapping[str, float]) -> list[Flag]:
         """Take the means of a step; return what is new to be flagged. A behaviour that a step says nothing of stays as it was."""
-        found = (self._look(step, name, value) for name, value in means.items())
-        return [flag for flag in found if flag]
+        flags = (self._look(step, name, value) for name, value in means.items())
+        return [flag for flag in flags if flag]
 
     def _look(self, step: int, name: str, value: float) -> Flag | None:
-        """Return at most one flag: a disease is a drift too."""
+        """Return at most one flag: a failure mode is a drift too."""
         habit = self.habits.setdefault(name, _Habit())
         flag = None
         if habit.usual is None:
             habit.first.append(value)
             habit.usual = self._usual(name, habit.first) if len(habit.first) == self.window else None
-        elif habit.drift.tells(_side(value, *habit.usual[1:])):
+        elif habit.drift.raised(_side(value, *habit.usual[1:])):
             usual, low, high = habit.usual
             flag = Flag(step, name, value, usual, low if value < low else high)
-        if name in DISEASES and habit.disease.tells(_side(value, -math.inf, DISEASES[name])):
-            flag = Flag(step, name, value, None, DISEASES[name])
+        if name in FAILURE_MODES and habit.failure.raised(_side(value, -math.inf, FAILURE_MODES[name])):
+            flag = Flag(step, name, value, None, FAILURE_MODES[name])
         return flag
 
     def _usual(self, name: str, first: list[float]) -> tuple[float, float, float]:
         """Return the usual value and the bounds around it."""
-        usual = statistics.fmean(first)
-        deviation = max(statistics.stdev(first), LEAST_RELATIVE * abs(usual), LEAST)
+        usual = fmean(first)
+        deviation = max(stdev(first), LEAST_RELATIVE * abs(usual), LEAST)
         low = -math.inf if name in FAULTS else usual - self.threshold * deviation
         return usual, low, usual + self.threshold * deviation
 
 
 def _side(value: float, low: float, high: float) -> int:
     return -1 if value < low else int(not value <= high)  # so written, what is no number is out
+
+
+ABOUT = "about.json"
+FAR = 1.4826  # times the median deviation is the standard deviation, where a bell curve is
+
+
+class Sample(NamedTuple):
+    """An episode, and why it was kept."""
+
+    episode: Finished
+    reward: float
+    why: str
+
+
+def choose(episodes: Sequence[tuple[Finished, float]]) -> dict[str, Sample]:
+    """Return the best, the worst and the strangest of a step's episodes; the first of equals. None is taken twice."""
+    left = sorted(episodes, key=lambda each: -each[1])
+    chosen: dict[str, Sample] = {}
+    if left:
+        chosen["best"] = Sample(*left.pop(0), "the largest reward of the step")
+    if left:
+        least = min(range(len(left)), key=lambda place: left[place][1])
+        chosen["worst"] = Sample(*left.pop(least), "the smallest reward of the step")
+    if left:
+        far = {id(event): _strangeness(event, [other for other, _ in episodes]) for event, _ in left}
+        event, reward = max(left, key=lambda each: far[id(each[0])][0])
+        chosen["strangest"] = Sample(event, reward, far[id(event)][1])
+    return chosen
+
+
+def _strangeness(event: Finished, among: Sequence[Finished]) -> tuple[float, str]:
+    """Return how far an episode's most unusual behaviour is from the others', in standard deviations, and in words.
+
+    By medians, so that the strange one does not move what it is compared with. Where most are alike, any difference counts as a
+    share of the value itself.
+    """
+    distances = [(0.0, "no behaviour differs from the others'")]
+    for name, value in _numbers(event).items():
+        values = [_numbers(other).get(name, 0.0) for other in among]
+        middle = median(values)
+        spread = FAR * median(abs(each - middle) for each in values) or max(abs(middle), 1.0)
+        distances.append((abs(value - middle) / spread, f"{name} is {value:.4g}; the step's median is {middle:.4g}"))
+    return max(distances, key=lambda each: each[0])
+
+
+def _numbers(event: Finished) -> Mapping[str, float]:
+    return {**event.behaviour, "tokens sampled": event.sampled}
+
+
+def keep_samples(folder: Path, step: int, episodes: Sequence[tuple[Finished, float]]) -> None:
+    """Keep the traces that `choose` finds, and say why; doing it again changes nothing. `folder`: the run's."""
+    target = folder / "samples" / f"{step:08d}"
+    about = {}
+    for name, (event, reward, why) in choose(episodes).items():
+        link_or_copy(folder / episode_file(event.group, event.episode), target / f"{name}.json")
+        about[name] = {
+            "group": event.group,
+            "episode": event.episode,
+            "outcome": event.outcome,
+            "reward": reward,
+            "why": why,
+        }
+    write_json(target / ABOUT, about)

@@ -36,8 +36,8 @@ from etude.rl.engine import Follower, VllmWeights, open_policy
 from etude.rl.environment import InfrastructureError
 from etude.rl.exchange import Batch, Exchange, TrainedEpisode, TrainedGroup, episode_file
 from etude.rl.ledger import Event, Failed, Finished, Ledger, Trained, Weighted
-from etude.rl.metrics import StepMetrics, behaviours, keep_samples
-from etude.rl.monitor import Monitor
+from etude.rl.metrics import StepMetrics, starting
+from etude.rl.monitor import Monitor, keep_samples
 from etude.rl.processes import JOB, LEDGER, WISH, Child, RlJob, load_job
 from etude.rl.state import State
 from etude.rl.view import View
@@ -271,7 +271,7 @@ class Conductor:
         for event in events:
             self._apply(event)
         for row in self.work.metrics.rows("train/"):
-            self.monitor.add(row["step"], behaviours(row))
+            self.monitor.add(row["step"], starting(row, "behaviour_"))
         trained = max((place for place, event in enumerate(events) if isinstance(event, Trained)), default=-1)
         for event in events[trained + 1 :]:  # what they cost is in no row yet
             if isinstance(event, Finished):
@@ -332,7 +332,7 @@ class Conductor:
     def _apply(self, event: Event) -> None:
         """Take note of an event, new or read from the ledger: both must leave the same behind."""
         self.state.apply(event)
-        self.step_metrics.hear(event)
+        self.step_metrics.apply(event)
 
     def _queues(self) -> dict[str, int]:
         return {"episodes": len(self.playing), **self.state.queues}
@@ -381,7 +381,7 @@ class Conductor:
             self.folder, step, [(group.finished[e], reward) for group in groups for e, reward in group.rewards.items()]
         )
         row: dict[str, Any] = self.step_metrics.row(step, self._queues())
-        if flags := self.monitor.add(step, behaviours(row)):
+        if flags := self.monitor.add(step, starting(row, "behaviour_")):
             row["flags"] = {flag.behaviour: str(flag) for flag in flags}
         self.view.step(self.work.metrics.put(key, **row))
 

@@ -1,18 +1,12 @@
 """A run on the terminal, while it goes on: numbers, their trend, and what is under way. In a pipe: one line a step.
 
 Everything shown is in the rows of metrics.jsonl, so `etude rl watch` draws the same from the run's folder.
-
-The course of a run: means over its steps in which every episode counts once.
-
-Episodes end in bursts: one step sees two hundred of them and the next a handful. A mean over steps would let that handful, which are
-often the last and the slowest, say what the policy can do: a run that rose was once told to have fallen.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.columns import Columns
@@ -22,56 +16,15 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.progress import STATE_EVERY, Task, duration
+from etude.rl.metrics import added, mean, starting, weighted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    Row = Mapping[str, Any]
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from rich.console import RenderableType
 
     from etude.progress import Reporter
-
-
-OF_EPISODES = ("reward", "solved", "best_of_group", "part_", "behaviour_", "episode_", "turns")
-Weighted = tuple[float, float]  # a number of a step, and how much it counts
-
-
-def count(row: Row, name: str) -> float:
-    """Return how much a step counts: as often as there were episodes, if the number is a mean over them."""
-    return float(row.get("episodes", 1)) if name.startswith(OF_EPISODES) else 1.0
-
-
-def weighted(rows: Iterable[Row], name: str) -> list[Weighted]:
-    """Return a number of the steps that have it, and how much each counts."""
-    return [(row[name], count(row, name)) for row in rows if name in row]
-
-
-def mean(found: Sequence[Weighted]) -> float:
-    """Return the mean."""
-    return sum(value * times for value, times in found) / sum(times for _, times in found)
-
-
-def ends(rows: Iterable[Row], name: str) -> tuple[float, float] | None:
-    """Return the mean of a number in the first and in the last tenth of a run; a step across the border counts in part."""
-    found = weighted(rows, name)
-    return (_first_tenth(found), _first_tenth(found[::-1])) if found else None
-
-
-def _first_tenth(found: Sequence[Weighted]) -> float:
-    left, taken = sum(times for _, times in found) / 10, []
-    for value, times in found:
-        taken.append((value, min(times, left)))
-        left -= times
-        if left <= 0:
-            break
-    return mean(taken)
-
-
-def smooth(found: Sequence[Weighted], reach: int) -> list[float]:
-    """Return the mean of each number and those around it, `reach` to each side: centred, so that nothing seems late."""
-    return [mean(found[max(0, place - reach) : place + reach + 1]) for place in range(len(found))]
+    from etude.rl.metrics import Row
 
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -82,14 +35,13 @@ LABEL = "rl"
 
 
 class View:
-    """Shows a run and tells `etude status` of it. Use as a context manager."""
+    """Shows a run, and writes its state for `etude status`. Use as a context manager. `rows`: of earlier sessions."""
 
     def __init__(self, reporter: Reporter, steps: int, rows: Sequence[Row] = ()) -> None:
-        """`rows`: of earlier sessions."""
         self._reporter, self._rows, self._now = reporter, list(rows), dict[str, int]()
         self._task = Task(LABEL, steps, "steps")
         self._task.skip(len(self._rows))
-        self._told = 0.0
+        self._shown_at = 0.0
         live = reporter.console.is_terminal and not reporter.quiet
         self._live = Live(console=reporter.console, auto_refresh=False, transient=True) if live else None
 
@@ -106,7 +58,6 @@ class View:
             self._live.stop()
 
     def step(self, row: Row) -> None:
-        """A step is trained."""
         self._rows.append(row)
         self._task.advance()
         if self._live is None:
@@ -116,14 +67,14 @@ class View:
         self._show(at_once=True)
 
     def pulse(self, now: Mapping[str, int]) -> None:
-        """Tell what is under way; may be called as often as one likes."""
+        """Show what is under way; may be called as often as one likes."""
         self._now = dict(now)
         self._show()
 
     def _show(self, *, at_once: bool = False) -> None:
-        if not at_once and time.monotonic() - self._told < STATE_EVERY:
+        if not at_once and time.monotonic() - self._shown_at < STATE_EVERY:
             return
-        self._told = time.monotonic()
+        self._shown_at = time.monotonic()
         state = self._task.state() | {"now": self._now}
         if self._live:
             self._live.update(dashboard(self._rows, state), refresh=True)
@@ -133,12 +84,11 @@ class View:
 
 def line(row: Row, steps: int) -> str:
     """Return a step in one plain line."""
-    known = [
-        (f"reward {number(row['reward'])}" if "reward" in row else "no episode ended"),
-        *(f"{words} {show(row[name])}" for name, words, show in LINE if name in row),
-        *([f"{count} invalid"] if (count := sum(starting(row, "invalid_").values())) else []),
-    ]
-    return f"step {row['step']} of {steps}: {', '.join(known)}"
+    parts = [f"reward {number(row['reward'])}" if "reward" in row else "no episode ended"]
+    parts += [f"{words} {show(row[name])}" for name, words, show in LINE if name in row]
+    if invalid := sum(starting(row, "invalid_").values()):
+        parts.append(f"{invalid} invalid")
+    return f"step {row['step']} of {steps}: {', '.join(parts)}"
 
 
 def number(value: float) -> str:
@@ -147,12 +97,10 @@ def number(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """Return a share."""
     return f"{value:.0%}" if value >= 0.1 or not value else f"{100 * value:.2g}%"
 
 
 def milliseconds(value: float) -> str:
-    """Return a short time."""
     return f"{1000 * value:.3g} ms"
 
 
@@ -169,11 +117,6 @@ CURVES = (
 )  # fmt: skip
 
 
-def starting(row: Row, prefix: str) -> dict[str, Any]:
-    """Return the numbers whose names begin so, without that."""
-    return {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
-
-
 def sparkline(values: Sequence[float]) -> str:
     """Return a trend as a line of bars; one that does not move is low."""
     low, high = min(values, default=0.0), max(values, default=0.0)
@@ -185,12 +128,9 @@ def dashboard(rows: Sequence[Row], state: Mapping[str, Any]) -> RenderableType:
     """Return the whole view; `state` is a task's, with what is under way as `now`."""
     left = f", {duration(state['seconds_left'])} left" if state["seconds_left"] is not None else ""
     head = Text(f"step {state['done']:.0f} of {state['total']:.0f}, {duration(state['seconds'])}{left}", "bold")
-    under_way = Text(
-        "   ".join(f"{name.replace('_', ' ')} {count}" for name, count in state.get("now", {}).items()), "dim"
-    )
-    if not rows:
-        return Group(head, under_way)
-    return Group(head, under_way, Columns([_curves(rows), _side(rows)], padding=(0, 3)))
+    counts = (f"{name.replace('_', ' ')} {count}" for name, count in state.get("now", {}).items())
+    body = [Columns([_curves(rows), _side(rows)], padding=(0, 3))] if rows else []
+    return Group(head, Text("   ".join(counts), "dim"), *body)
 
 
 def _curves(rows: Sequence[Row]) -> Table:
@@ -201,11 +141,9 @@ def _curves(rows: Sequence[Row]) -> Table:
     for name, words, show in (("reward", "reward", number), *parts, *CURVES):
         values = [row[name] for row in rows if name in row]
         if values:
-            recent = mean(weighted(rows, name)[-MEAN:])
-            bold = "bold" if name == "reward" else ""
-            table.add_row(
-                Text(words, bold), Text(show(values[-1]), bold), show(recent), Text(sparkline(values[-TREND:]), "cyan")
-            )
+            recent, bold = mean(weighted(rows, name)[-MEAN:]), "bold" if name == "reward" else ""
+            trend = Text(sparkline(values[-TREND:]), "cyan")
+            table.add_row(Text(words, bold), Text(show(values[-1]), bold), show(recent), trend)
     return table
 
 
@@ -221,22 +159,10 @@ def _side(rows: Sequence[Row]) -> Text:
 
 
 def _blocks(rows: Sequence[Row]) -> Iterator[tuple[str, Mapping[str, float], Callable[[float], str]]]:
-    stale = starting(rows[-1], "staleness_")
-    if stale:
-        yield (
-            "versions behind, of trained tokens",
-            {name: share / sum(stale.values()) for name, share in stale.items()},
-            percent,
-        )
+    if stale := starting(rows[-1], "staleness_"):
+        shares = {name: tokens / sum(stale.values()) for name, tokens in stale.items()}
+        yield "versions behind, of trained tokens", shares, percent
     yield "idle", starting(rows[-1], "idle_"), percent
     yield "groups so far", added(rows, "groups_"), number
     if causes := added(rows, "invalid_"):
         yield "invalid episodes so far", causes, number
-
-
-def added(rows: Sequence[Row], prefix: str) -> Counter[str]:
-    """Return counts whose names begin so, added up over the steps, the largest first."""
-    found: Counter[str] = Counter()
-    for row in rows:
-        found.update(starting(row, prefix))
-    return Counter(dict(found.most_common()))

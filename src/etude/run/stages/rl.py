@@ -133,7 +133,7 @@ async def _tasks_work(found: TaskSet) -> None:
 def _summary(folder: Path) -> dict[str, float | int]:
     """Return what the record tells: rewards and tasks solved at the beginning and at the end, and how much was done."""
     from etude.report.rl import steps_of
-    from etude.rl.view import ends
+    from etude.rl.metrics import ends
 
     rows = steps_of(folder)
     both = {name: ends(rows, name) or (0.0, 0.0) for name in ("reward", "solved")}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from etude.files import files_below, read_json
 from etude.rl.exchange import episode_file
 from etude.rl.ledger import Finished
-from etude.rl.metrics import choose, keep_samples
+from etude.rl.monitor import choose, keep_samples
 from tests.rl.runs import finished
 
 STEP = [(finished(1, place, passed=place > 3, calls=5.0 + place % 2), 0.1 * place) for place in range(8)]
