@@ -11,7 +11,7 @@ from etude.agent.trace import Node, Trace
 from etude.lineage.compute import Attention, ComputeShape, forward_flops
 from etude.rl.exchange import Report
 from etude.rl.ledger import Batched, Closed, Failed, Opened, Stale, Trained, Weighted
-from etude.rl.metrics import StepMetrics, sampling_flops, slug
+from etude.rl.metrics import StepMetrics, sampling_flops, slug, starting
 from tests.agent.traces import traces
 from tests.rl.runs import WEIGHTS, Clock, finished
 
