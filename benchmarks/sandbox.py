@@ -1,6 +1,6 @@
 """What isolation costs: starting a command, a sandbox, a fork of one, a test run; many at once; and what a thousand leave behind.
 
-    python benchmarks/sandbox.py [--backend namespaces --backend bubblewrap] [--python PYTHON] [--episodes 1000] [--out FILE]
+    python benchmarks/sandbox.py [--python PYTHON] [--episodes 1000] [--out FILE]
 
 PYTHON has pytest and must be readable to everybody; it runs the tests cold (started anew) and warm (forked from one that has it
 imported). Times are in milliseconds, minimum and median; bare and sandboxed calls take turns, so that both meet the same machine.
@@ -232,7 +232,6 @@ def table(backend: str, found: dict[str, Any]) -> None:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", action="append", choices=["namespaces", "bubblewrap"])
     parser.add_argument("--python", type=Path, help="a Python that has pytest, for the test runs")
     parser.add_argument("--count", type=int, default=50, help="repetitions of each time")
     parser.add_argument("--episodes", type=int, default=1000)
@@ -244,12 +243,11 @@ def main() -> None:
         "kernel": platform.release(), "user": "root" if os.getuid() == 0 else "unprivileged", "python": platform.python_version(),
         "load": os.getloadavg()[0], "backends": {},
     }  # fmt: skip
-    for backend in args.backend or ["namespaces", "bubblewrap"]:
-        found = asyncio.run(measure(backend, args.python, args.count, args.episodes))
-        result["backends"][backend] = found
-        table(backend, found)
-        if args.out:
-            args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    found = asyncio.run(measure("namespaces", args.python, args.count, args.episodes))
+    result["backends"]["namespaces"] = found
+    table("namespaces", found)
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from etude.agent.calls import Call
 from etude.agent.trace import read_traces
-from etude.bench.agents import BUILT_IN, BenchSettings, Contestant, Player, run_benchmark, scripted
+from etude.bench.agents import BUILT_IN, Agent, BenchSettings, Policies, run_benchmark, scripted
 from etude.bench.trials import Results, Trial, read_results
 from etude.errors import UserError
 from etude.progress import Reporter
@@ -45,10 +45,10 @@ def calc(tmp_path_factory: pytest.TempPathFactory) -> tuple[TaskSet, Path]:
 
 
 def bench(
-    calc: tuple[TaskSet, Path], folder: Path, *contestants: Contestant, scorer: Scorer = score, **settings: object
+    calc: tuple[TaskSet, Path], folder: Path, *agents: Agent, scorer: Scorer = score, **settings: object
 ) -> Results:
     own = BenchSettings.model_validate(settings)
-    small.run(run_benchmark(calc[0], contestants, own, folder, calc[1], Reporter(quiet=True), scorer))
+    small.run(run_benchmark(calc[0], agents, own, folder, calc[1], Reporter(quiet=True), scorer))
     return read_results(folder)
 
 
@@ -133,12 +133,12 @@ def test_traces_are_kept_and_seeds_are_the_trial_s_own(calc: tuple[TaskSet, Path
     assert len(set(seeds[0].values())) == 2
 
 
-def failing(name: str, when: Callable[[int], bool], error: Exception) -> Contestant:
-    """A contestant that does nothing, and whose machinery fails at some attempts, counted from 1."""
+def failing(name: str, when: Callable[[int], bool], error: Exception) -> Agent:
+    """A agent that does nothing, and whose machinery fails at some attempts, counted from 1."""
     count = 0
 
     @asynccontextmanager
-    async def opened() -> AsyncIterator[Player]:
+    async def opened() -> AsyncIterator[Policies]:
         def play(task: object) -> object:
             nonlocal count
             count += 1
@@ -149,7 +149,7 @@ def failing(name: str, when: Callable[[int], bool], error: Exception) -> Contest
         async with BUILT_IN["noop"].open() as player:
             yield play  # type: ignore[misc]
 
-    return Contestant(name, opened)
+    return Agent(name, opened)
 
 
 def test_what_fails_once_is_tried_again(calc: tuple[TaskSet, Path], tmp_path: Path) -> None:
@@ -200,9 +200,9 @@ def test_the_style_is_asked_for_where_there_is_one(calc: tuple[TaskSet, Path], t
     assert (premise.blamed, premise.true) == (("name",), ("total",))
 
 
-def test_bounds_are_in_a_contestant_s_own_tokens() -> None:
+def test_bounds_are_in_a_agent_s_own_tokens() -> None:
     own = BenchSettings().harness
-    scaled = Contestant("bytes", BUILT_IN["noop"].open, 4).bounded(own)
+    scaled = Agent("bytes", BUILT_IN["noop"].open, 4).bounded(own)
     assert (scaled.tokens, scaled.turn_tokens, scaled.thinking_tokens, scaled.turns) == (
         4 * own.tokens,
         4 * own.turn_tokens,

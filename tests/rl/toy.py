@@ -132,6 +132,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     where, out = Path(sys.argv[1]), Path(sys.argv[2])
     wished = {name: json.loads(value) for name, _, value in (word.partition("=") for word in sys.argv[3:])}
-    sandboxed = asyncio.run(probe.try_own("namespaces")).works
+    sandboxed = asyncio.run(probe.try_namespaces()).works
     toy = Toy(load_tokeniser(where), tasks=40, tokens=24, sandboxed=sandboxed)
     play(where, out, settings_of(processes=True, **wished), toy, quiet=False)

@@ -11,7 +11,7 @@ from pathlib import Path
 from etude.sandbox.box import Place, Sandbox, SandboxError
 from etude.sandbox.container import ContainerSandbox, Engine
 
-BACKENDS = ("namespaces", "bubblewrap", "podman", "docker")
+BACKENDS = ("namespaces", "podman", "docker")
 FOLDERS = ("usr", "etc", "tmp", "proc", "sys", "dev", "workspace", "run")
 
 

@@ -126,7 +126,9 @@ def processes(marker: str) -> list[int]:
 
 
 def remains() -> dict[str, set[str]]:
-    """Return what could be left behind: mounts, cgroups, files in shared memory, processes and descriptors of ours."""
+    """Return what could be left behind: mounts but those of tests beside this one, cgroups, files in shared memory, processes and
+    descriptors of ours.
+    """
     parents = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -136,7 +138,7 @@ def remains() -> dict[str, set[str]]:
         ours |= more
     return {
         "processes": {str(pid) for pid in ours},
-        "mounts": set(Path("/proc/self/mountinfo").read_text().splitlines()),
+        "mounts": {line for line in Path("/proc/self/mountinfo").read_text().splitlines() if "/pytest-of-" not in line},
         "cgroups": {str(path) for path in Path("/sys/fs/cgroup").glob("**/") if _is_ours(path.name, ours)},
         "shared memory": {name for name in os.listdir("/dev/shm") if f"-{os.getpid()}-" in name},
         "descriptors": {

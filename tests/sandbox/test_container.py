@@ -128,6 +128,7 @@ def test_differences_and_forks(container: Callable[[], Engine], layer: Path, tmp
         }
         assert {path: changed[path] for path in wanted} == wanted
         assert changed["f"] == ("other", None)
+        assert [each.mode for each in await box.diff() if each.path == "n"] == [0]
         assert set(changed) - set(wanted) == {"f", "big1", "big2"}
         assert changed["big1"] == ("file", bytes(15 * MIB))
         assert changed["big2"] == (

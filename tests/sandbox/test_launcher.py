@@ -18,7 +18,7 @@ from etude.sandbox.box import Place, Sandbox, SandboxError
 from etude.sandbox.layers import prepare
 from etude.sandbox.local import open_sandbox
 
-pytestmark = pytest.mark.skipif(not (tried := asyncio.run(probe.try_own("namespaces"))).works, reason=tried.detail)
+pytestmark = pytest.mark.skipif(not (tried := asyncio.run(probe.try_namespaces())).works, reason=tried.detail)
 HOST = """
 import asyncio, sys
 from etude.sandbox.box import Place
@@ -65,9 +65,8 @@ def wait_for_ends(pids: list[int]) -> None:
 
 def left_behind(launcher: int) -> list[str]:
     """Return the control groups of a launcher."""
-    parents = cgroups.find()
-    folders = set(parents.folders.values()) if parents else set()
-    return [path.name for folder in folders for path in Path(folder).iterdir() if f"-{launcher}-" in path.name]
+    parent = cgroups.find()
+    return [path.name for path in Path(parent).iterdir() if f"-{launcher}-" in path.name] if parent else []
 
 
 @pytest.fixture
@@ -96,9 +95,9 @@ def test_a_killed_launcher_takes_its_sandboxes_along(host: subprocess.Popen[str]
     wait_for_ends(others)
     host.communicate(timeout=60)
     assert host.returncode == 1, "its calls failed"
-    parents = cgroups.find()
-    if parents:
-        cgroups.remove_stale(parents)  # as the next launcher does
+    parent = cgroups.find()
+    if parent:
+        cgroups.remove_stale(parent)  # as the next launcher does
     assert left_behind(launcher) == []
 
 

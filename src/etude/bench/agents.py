@@ -1,12 +1,9 @@
-"""Running a benchmark: every model at every task k times, each attempt in a sandbox of its own and kept as soon as it ends.
+"""Running a benchmark: every agent at every task k times, each attempt in a sandbox of its own and written down as soon as it ends.
 
+An agent is a model behind the harness, loaded when its turn comes, or one of two scripts that measure the benchmark itself.
 Where the machinery fails nothing is known of the model. Such an attempt is not written down but made once more after all others,
-when whatever was wrong may be over; if it fails again it is kept as invalid. Many failures in a row end the benchmark instead:
+when whatever was wrong may be over; if it fails again it is recorded as invalid. Many failures in a row end the benchmark instead:
 a server that is down would spoil the rest.
-
-Who is measured: models, and two scripts that measure the benchmark itself.
-
-Models as contestants: played by a policy that is loaded when its turn comes, and told from others of their name.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -42,7 +38,7 @@ from etude.tasks.score import Scores, one_a_core, score
 from etude.tasks.task import Style, Task
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from etude.agent.policies import Found
@@ -72,10 +68,33 @@ class BenchSettings(BaseModel):
 
     harness: HarnessSettings = HarnessSettings()
     tools: ToolSettings = ToolSettings()
-    style: Style = Field(default="terse", description="of the requests, where a task has one of this style")
-    k: int = Field(default=5, ge=1, description="attempts of a model at a task")
-    limit: int = Field(default=0, ge=0, description="tasks tried; a larger number includes a smaller one's; 0: all")
+    style: Style = Field(default="terse", description="style of the requests, where a task has one of this style")
+    k: int = Field(default=5, ge=1, description="attempts of an agent at a task")
+    limit: int = Field(default=0, ge=0, description="tasks to try; a larger number includes a smaller one's; 0: all")
     concurrency: int = Field(default=0, ge=0, description="attempts at once; 0: two a core")
+
+
+Policies = Callable[[Task], tuple[Policy, Format]]  # who works on a task, and its chat format
+
+
+@dataclass(frozen=True)
+class Agent:
+    """Who is measured; opened when its turn comes: two models may not fit into memory at once."""
+
+    name: str
+    open: Callable[[], AbstractAsyncContextManager[Policies]]
+    bounds: int = 1  # factor on the harness's token bounds, for agents that do not count in tokens
+    probe: bool = False  # measures the benchmark itself: its work is tested every time, also where the result is known
+
+    def bounded(self, own: HarnessSettings) -> HarnessSettings:
+        """Return the harness's settings in this agent's tokens."""
+
+        def scaled(settings: BaseModel, *names: str) -> dict[str, Any]:
+            bounds = {name: getattr(settings, name) for name in names}
+            return {name: bound and bound * self.bounds for name, bound in bounds.items()}
+
+        summary = own.summary.model_copy(update=scaled(own.summary, "trigger", "trigger_to", "tokens"))
+        return own.model_copy(update={**scaled(own, "tokens", "turn_tokens", "thinking_tokens"), "summary": summary})
 
 
 @dataclass(frozen=True)
@@ -90,48 +109,47 @@ class Attempt:
 
     @property
     def key(self) -> str:
-        """Return what tells it from all others; its seed is made of it, and so the same in every run."""
+        """What tells it from all others; its seed is made of it, and so the same in every run."""
         return trial_key(self.model, self.task.id, self.number)
 
-    def trial(self, **found: Any) -> Trial:
+    def trial(self, **measured: Any) -> Trial:
         """Return what is written down of it."""
         task = self.task
         return Trial(model=self.model, task=task.id, package=task.package, category=task.category, generator=task.candidate.generator,
-                     style=self.style, number=self.number, **found)  # fmt: skip
+                     style=self.style, number=self.number, **measured)  # fmt: skip
 
 
 async def run_benchmark(
-    found: TaskSet, contestants: Sequence[Contestant], settings: BenchSettings, folder: Path, cache: Path, reporter: Reporter,
+    task_set: TaskSet, agents: Sequence[Agent], settings: BenchSettings, folder: Path, cache: Path, reporter: Reporter,
     scorer: Scorer = score,
 ) -> None:  # fmt: skip
-    """Make all attempts that the folder does not hold yet, one contestant after another."""
+    """Make all attempts that the folder does not hold yet, one agent after another."""
     measure([])  # says now, not after the first attempt, that ruff is missing
-    asks = {task.id: asked(task, settings.style) for task in found.tasks}
+    asks = {task.id: asked(task, settings.style) for task in task_set.tasks}
     if others := sum(style != settings.style for style, _ in asks.values()):
         reporter.say(f"{others} tasks have no {settings.style} request: asked in another style, see the report")
     sampling = settings.model_dump(mode="json", include={"harness", "tools", "style"})
-    about = set_statistics(found.tasks, {name: prompt for name, (_, prompt) in asks.items()})
+    about = set_statistics(task_set.tasks, {name: prompt for name, (_, prompt) in asks.items()})
     integrity = {**INTEGRITY, "sandbox": await strongest()}
-    header = Header(integrity=integrity, harness=VERSION, tasks=found.digest, sampling=sampling, about=about)
-    tasks = sorted(found.tasks, key=lambda task: digest_of(task.id))[: settings.limit or None]
+    header = Header(integrity=integrity, harness=VERSION, tasks=task_set.digest, sampling=sampling, about=about)
+    tasks = sorted(task_set.tasks, key=lambda task: digest_of(task.id))[: settings.limit or None]
     numbered = [(task, number) for number in range(1, settings.k + 1) for task in tasks]
     searcher = searcher_for(settings.tools, cache)
-    total = len(numbered) * len(contestants)
-    tested = one_a_core(scorer)
-    scores = Scores(tested)
-    with TrialLog(folder, header) as log, reporter.task(f"benchmark {found.name}", total, "trials") as progress:
-        for each in contestants:
-            attempts = [Attempt(each.name, task, number, *asks[task.id]) for task, number in numbered]
-            own = tested if each.probe else scores.of
-            await Benchmark(found, each, settings, folder, log, searcher, reporter, progress, own).run(attempts)
+    total, tested = len(numbered) * len(agents), one_a_core(scorer)
+    known = Scores(tested).of
+    with TrialLog(folder, header) as log, reporter.task(f"benchmark {task_set.name}", total, "trials") as progress:
+        for agent in agents:
+            attempts = [Attempt(agent.name, task, number, *asks[task.id]) for task, number in numbered]
+            own = tested if agent.probe else known
+            await Benchmark(task_set, agent, settings, folder, log, searcher, reporter, progress, own).run(attempts)
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One contestant at all tasks."""
+    """One agent at all tasks."""
 
-    found: TaskSet
-    contestant: Contestant
+    task_set: TaskSet
+    agent: Agent
     settings: BenchSettings
     folder: Path
     log: TrialLog
@@ -145,11 +163,11 @@ class Benchmark:
         left = [attempt for attempt in attempts if attempt.key not in self.log]
         self.progress.skip(len(attempts) - len(left))
         if left:
-            async with self.contestant.open() as player:
-                again = await self._round(player, left, last=False)
-                await self._round(player, again, last=True)
+            async with self.agent.open() as policies:
+                again = await self._round(policies, left, last=False)
+                await self._round(policies, again, last=True)
 
-    async def _round(self, player: Player, attempts: Sequence[Attempt], *, last: bool) -> list[Attempt]:
+    async def _round(self, policies: Policies, attempts: Sequence[Attempt], *, last: bool) -> list[Attempt]:
         """Make attempts, several at once; return those that were invalid, unless it is the last round."""
         again: list[Attempt] = []
         waiting, in_a_row = iter(attempts), 0
@@ -157,14 +175,14 @@ class Benchmark:
         async def work() -> None:
             nonlocal in_a_row
             for attempt in waiting:
-                trial, trace = await self._made(player, attempt)
+                trial, trace = await self._made(policies, attempt)
                 in_a_row = in_a_row + 1 if trial.outcome == "invalid" else 0
                 if trial.outcome == "invalid" and not last:
                     again.append(attempt)
                     self.reporter.say(f"{trial.model} at {trial.task}: invalid, to be tried again: {trial.why}")
                     if in_a_row >= GIVE_UP:
-                        told = f"the last {GIVE_UP} trials of {trial.model} were invalid: {trial.why}"
-                        raise UserError(f"{told}; put that right and run the same command to go on")
+                        why = f"the last {GIVE_UP} trials of {trial.model} were invalid: {trial.why}"
+                        raise UserError(f"{why}; put that right and run the same command to go on")
                     continue
                 if trace:  # a kill between these two leaves a trace that will be there twice
                     append_trace(self.folder / TRACES, trace)
@@ -179,19 +197,19 @@ class Benchmark:
             raise errors.exceptions[0] from None  # most often the wish to stop, which several may hear
         return again
 
-    async def _made(self, player: Player, attempt: Attempt) -> tuple[Trial, Trace | None]:
+    async def _made(self, policies: Policies, attempt: Attempt) -> tuple[Trial, Trace | None]:
         """Make one attempt. Whatever is raised is no doing of the model's: what it gets wrong comes as answers."""
         try:
-            return await self._scored(player, attempt)
+            return await self._scored(policies, attempt)
         except Exception as error:  # noqa: BLE001 - as above
             why = one_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {one_line(error)}"
             return attempt.trial(outcome="invalid", why=why), None
 
-    async def _scored(self, player: Player, attempt: Attempt) -> tuple[Trial, Trace]:
-        """Let the contestant work, and look at what it did along all four axes."""
-        task, codebase, (policy, talk) = attempt.task, self.found.codebase(attempt.task), player(attempt.task)
+    async def _scored(self, policies: Policies, attempt: Attempt) -> tuple[Trial, Trace]:
+        """Let the agent work, and measure what it did along all four axes."""
+        task, codebase, (policy, talk) = attempt.task, self.task_set.codebase(attempt.task), policies(attempt.task)
         trace = Trace(f"{attempt.model}:{task.id}:{attempt.number}", attempt.prompt)
-        bounded, seed = self.contestant.bounded(self.settings.harness), int(digest_of(attempt.key)[:12], 16)
+        bounded, seed = self.agent.bounded(self.settings.harness), int(digest_of(attempt.key)[:12], 16)
 
         def begin(tools: Toolset) -> Harness:
             return Harness(policy, talk, tools, bounded, trace, seed=seed)
@@ -209,64 +227,48 @@ class Benchmark:
         return trial, trace
 
 
-Player = Callable[[Task], tuple[Policy, Format]]  # who plays a task, and how they talk
 UNBOUNDED, CONTEXT = 1 << 12, 1 << 30
 
 
-@dataclass(frozen=True)
-class Contestant:
-    """A model to be opened when its turn comes: two may not fit into memory at once."""
-
-    name: str
-    open: Callable[[], AbstractAsyncContextManager[Player]]
-    bounds: int = 1  # times those of the harness that count tokens
-    probe: bool = False  # measures the benchmark itself: its work is tested every time, also where the result is known
-
-    def bounded(self, own: HarnessSettings) -> HarnessSettings:
-        """Return the harness's settings in this contestant's tokens."""
-        own_bounds = {name: getattr(own, name) for name in ("tokens", "turn_tokens", "thinking_tokens")}
-        summary = {name: getattr(own.summary, name) for name in ("trigger", "trigger_to", "tokens")}
-        times = [{name: n and n * self.bounds for name, n in each.items()} for each in (own_bounds, summary)]
-        return own.model_copy(update={**times[0], "summary": own.summary.model_copy(update=times[1])})
-
-
-def scripted(name: str, turns: Callable[[Task, Format], list[str]], *, probe: bool = False) -> Contestant:
-    """Return a contestant that says the same at every attempt."""
+def scripted(name: str, turns: Callable[[Task, Format], list[str]], *, probe: bool = False) -> Agent:
+    """Return an agent that says the same at every attempt."""
     talk = message_format()
 
-    def play(task: Task) -> tuple[Policy, Format]:
+    def policy_for(task: Task) -> tuple[Policy, Format]:
         policy = ScriptedPolicy(turns(task, talk), talk.encode, talk.text, talk.talk.end_token, context=CONTEXT)
         policy.info = PolicyInfo(name, CONTEXT, policy.info.vocabulary)
         return policy, talk
 
     @asynccontextmanager
-    async def opened() -> AsyncIterator[Player]:
-        yield play
+    async def opened() -> AsyncIterator[Policies]:
+        yield policy_for
 
-    return Contestant(name, opened, UNBOUNDED, probe)
+    return Agent(name, opened, UNBOUNDED, probe)
+
+
+def _solution(task: Task, talk: Format) -> list[str]:
+    return [talk.write(*solution_calls(task)), "The reference is in place."]
 
 
 BUILT_IN = {
-    "oracle": scripted(
-        "oracle", lambda task, talk: [talk.write(*solution_calls(task)), "The reference is in place."], probe=True
-    ),
+    "oracle": scripted("oracle", _solution, probe=True),
     "noop": scripted("noop", lambda _task, _talk: [], probe=True),
 }
 
 
-def entrant(found: Found, name: str = "") -> Contestant:
-    """Return a model as a contestant; without a name given, one from a folder is called NAME@DIGEST."""
-    marked = f"{found.name}@{weights_mark(found.folder)}" if found.folder and not name else found.name
-    return Contestant(name or marked, partial(_playing, found), BYTES if found.text else 1)
+def model_agent(source: Found, name: str = "") -> Agent:
+    """Return a model as an agent; without a name given, one from a folder is called NAME@DIGEST."""
+    marked = f"{source.name}@{weights_mark(source.folder)}" if source.folder and not name else source.name
 
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Policies]:
+        policy, talk = await source.open()
+        try:
+            yield lambda _task: (policy, talk)
+        finally:
+            await policy.close()
 
-@asynccontextmanager
-async def _playing(found: Found) -> AsyncIterator[Player]:
-    policy, talk = await found.open()
-    try:
-        yield lambda _task: (policy, talk)
-    finally:
-        await policy.close()
+    return Agent(name or marked, opened, BYTES if source.text else 1)
 
 
 def weights_mark(folder: Path) -> str:

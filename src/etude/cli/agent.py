@@ -28,7 +28,7 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
     ] = "sprout",
     repo: Annotated[Path, typer.Option(help="The repository; the agent works on a copy of it.")] = Path(),
     yes: Annotated[bool, typer.Option("--yes", help="Apply the changes without asking.")] = False,
-    sandbox: Annotated[str, typer.Option(help="auto, namespaces, bubblewrap, podman or docker.")] = "auto",
+    sandbox: Annotated[str, typer.Option(help="auto, namespaces, podman:IMAGE or docker:IMAGE.")] = "auto",
     name: Annotated[str, typer.Option(help="Which of an endpoint's models; default: its first.")] = "",
     token_file: Annotated[Path | None, typer.Option(help="File with the endpoint's token.")] = None,
     tokeniser: Tokeniser = "",

@@ -30,7 +30,7 @@ from etude.progress import Reporter
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from etude.bench.agents import BenchSettings, Contestant
+    from etude.bench.agents import Agent, BenchSettings
     from etude.tasks.manifest import TaskSet
 
 
@@ -77,11 +77,11 @@ def run(  # noqa: PLR0913, PLR0917 - an argument for every option
     place = cache.absolute() if cache else default_cache()
 
     async def work() -> Path:
-        contestants = await _contestants(models, token_file, device, place, tokeniser)
+        agents = await _agents(models, token_file, device, place, tokeniser)
         task_set = _tasks(tasks, place, reporter)
         folder = out or Path("runs", "bench", task_set.name)
         with lock_run(folder, reporter.say):
-            await run_benchmark(task_set, contestants, settings, folder, place, reporter)
+            await run_benchmark(task_set, agents, settings, folder, place, reporter)
         return folder
 
     with interruptible(reporter, "all finished trials are kept; run the same command to resume"):
@@ -110,17 +110,17 @@ def _settings(given: dict[str, Any]) -> BenchSettings:
         raise UserError(f"{first['loc'][-1]} = {first['input']}: {first['msg'].lower()}") from None
 
 
-async def _contestants(
+async def _agents(
     words: Sequence[str], token_file: Path | None, device: str, cache: Path, tokeniser: str
-) -> list[Contestant]:
+) -> list[Agent]:
     """Return the models to measure. All are found before any is loaded."""
     from etude.agent.policies import find
-    from etude.bench.agents import BUILT_IN, entrant
+    from etude.bench.agents import BUILT_IN, model_agent
 
     token, reporter = token_in(token_file), Reporter()
-    made: dict[str, Contestant] = {}
+    made: dict[str, Agent] = {}
     for word in words:
-        each = BUILT_IN.get(word) or entrant(
+        each = BUILT_IN.get(word) or model_agent(
             await find(word, device, cache, reporter, token=token, tokeniser=tokeniser)
         )
         if each.name in made:

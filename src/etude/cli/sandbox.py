@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Sandboxes for code that a model wrote: test backends, open a shell.", no_args_is_help=True)
 _task = typer.Argument(metavar="TASK", help="Task folder, or any folder: the workspace is a copy of it.")
 Task = Annotated[Path, _task]
-Backend = Annotated[str, typer.Option(help="Backend: auto, namespaces, bubblewrap, docker:IMAGE or podman:IMAGE.")]
+Backend = Annotated[str, typer.Option(help="Backend: auto, namespaces, docker:IMAGE or podman:IMAGE.")]
 Seconds = Annotated[float, typer.Option(min=1, help="Time limit of one line in seconds.")]
 # A line is run where the last one ended. Only that is carried over: variables and what runs in the background are not.
 LINE = 'cd -- "$1" && eval "$2"; code=$?; printf "%s%s" "$3" "$PWD" >&2; exit $code'
@@ -28,9 +28,9 @@ LINE = 'cd -- "$1" && eval "$2"; code=$?; printf "%s%s" "$3" "$PWD" >&2; exit $c
 @app.command("probe", epilog="Example: etude sandbox probe")
 def probe(as_json: AsJson = False) -> None:
     """Start a sandbox with every backend; show which ones work here and what enforces the limits."""
-    from etude.sandbox.probe import probe as probe_backends
+    from etude.sandbox.probe import probe_all
 
-    results = probe_backends()
+    results = asyncio.run(probe_all())
     if as_json:
         print_json([{"backend": each.backend, "works": each.works, "detail": each.detail} for each in results])
     else:

@@ -40,9 +40,7 @@ class Place:
     readonly: tuple[Path, ...] = ()  # host folders visible at their own paths: a Python environment, say
     hidden: tuple[str, ...] = ()  # folders of the system that are shown empty
     env: Mapping[str, str] = field(default_factory=dict)
-    warm: tuple[Path, tuple[str, ...]] | None = (
-        None  # a Python and modules it has imported before it is forked for a call
-    )
+    warm: tuple[Path, tuple[str, ...]] | None = None  # a Python, and modules it imports before it is forked for a call
     limits: Limits = Limits()
 
 
@@ -90,44 +88,33 @@ class Sandbox(Protocol):
     @property
     def backend(self) -> str:
         """Return what isolates it, for the trace."""
-        ...
 
     async def exec(
-        self,
-        command: str | Sequence[str],  # a line for sh, or words
-        *,
-        timeout: float | None = None,
-        env: Mapping[str, str] | None = None,
-        stdin: bytes = b"",
+        self, command: str | Sequence[str], *, timeout: float | None = None, env: Mapping[str, str] | None = None, stdin: bytes = b"",
         cwd: str = ".",
-    ) -> Result:
-        """Run a command in the workspace. `python -m MODULE …` with the warm Python and a warm module starts from its memory."""
-        ...
+    ) -> Result:  # fmt: skip
+        """Run a command, a line for sh or words, in the workspace.
+
+        `python -m MODULE …` with the warm Python and a warm module starts from its memory.
+        """
 
     async def read(self, path: str, limit: int = 16 * MIB) -> bytes:
         """Return a file's content. Missing: there is none. SandboxError: it is larger than the limit."""
-        ...
 
     async def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
         """Write a file, and the folders above it."""
-        ...
 
     async def diff(self) -> list[Entry]:
         """Return all differences from the layers, sorted by path."""
-        ...
 
     async def list(self, path: str = ".") -> list[Entry]:
         """Return what is in a folder, sorted by name."""
-        ...
 
     async def snapshot(self, folder: Path) -> Path:
         """Write the differences as a layer: a new folder to be put above the present ones; return it."""
-        ...
 
     async def fork(self) -> Sandbox:
         """Return another sandbox whose workspace begins as this one's is now; its /tmp is empty."""
-        ...
 
     async def close(self) -> None:
         """End everything in it and leave nothing behind. May be called twice."""
-        ...

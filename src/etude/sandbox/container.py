@@ -1,14 +1,14 @@
 """A sandbox in a container of Docker or Podman, for machines where an engine runs and plain namespaces are refused.
 
-The engine is driven by its command line, and only by `run`, `exec` and `rm`. Process 1 of the container is `container_inside.init`,
-root without any right but CAP_KILL: a line on its input makes it kill all others and answer when it is alone; the end of its input
-ends the container. So nothing outlives a call, nor this process. Commands run by `exec` as an id that owns nothing outside.
+The engine is driven by its command line, and only by `run`, `exec` and `rm`. Process 1 of the container is `inside.init`, root without
+any right but CAP_KILL: a line on its input makes it kill all others and answer when it is alone; the end of its input ends the
+container. So nothing outlives a call, nor this process. Commands run by `exec` as an id that owns nothing outside.
 
-Unlike the other backends: the image must have python3, sh and tar; the layers are copied in and lie in memory; calls wait for each
+Unlike `local`: the image must have python3, sh and tar; the layers are copied in and lie in memory; calls wait for each
 other, as what one has left running cannot be told from another; an end by signal n and an exit with 128 + n are the same;
 `Place.warm` makes nothing faster; /tmp has a bound of its own, as large as the workspace's; Podman bounds files by memory alone.
 
-Between layers and a container: what they show together as a tar, and a tar of the workspace as `diff.differences` reads it.
+Layers go in as a tar of what they show together; files are read and written by `inside`, whose text is handed to the image's Python.
 """
 
 from __future__ import annotations
@@ -23,27 +23,25 @@ import posixpath
 import resource
 import secrets
 import shutil
-import stat
 import tarfile
 import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import IO, TYPE_CHECKING, Any, Literal
 
-from etude.sandbox import container_inside as inside
-from etude.sandbox import isolate
-from etude.sandbox.box import MIB, WORKSPACE, Entry, Missing, Result, SandboxError
-from etude.sandbox.inside import kind_of
-from etude.sandbox.layers import Below, differences, write_layer
+from etude.sandbox import inside, isolate
+from etude.sandbox.box import WORKSPACE, Result, SandboxError
+from etude.sandbox.keeper import Clip
+from etude.sandbox.layers import Below
+from etude.sandbox.local import FileWork, answered
 from etude.sandbox.local import inside as plain_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from etude.sandbox.box import Kind, Place
+    from etude.sandbox.box import Place
 
-KINDS = {tarfile.DIRTYPE: "folder", tarfile.SYMTYPE: "link", tarfile.REGTYPE: "file"}
 BLOCK = 4096
 
 
@@ -65,27 +63,6 @@ def _shown(below: Below, prefix: str) -> Iterator[tuple[str, Path]]:
         yield from _shown(child, f"{prefix}{name}/")
 
 
-def told(packed: IO[bytes]) -> list[tuple[dict[str, Any], bytes]]:
-    """Return what a tar of a workspace holds, folders with the names in them. Without content: a file too large to be told."""
-    found: list[tuple[dict[str, Any], bytes]] = [({"path": "", "kind": "folder", "mode": 0}, b"")]
-    names: dict[str, list[str]] = {"": []}
-    with tarfile.open(fileobj=packed, mode="r|") as members:
-        for member in members:
-            folder, _, name = member.name.rpartition("/")
-            names[folder].append(name)
-            kind = KINDS.get(member.type, "other")
-            header: dict[str, Any] = {"path": member.name, "kind": kind, "mode": member.mode}
-            file = members.extractfile(member) if kind == "file" else None
-            found.append((header, file.read() if file else os.fsencode(member.linkname)))
-            if kind == "folder":
-                names[member.name] = []
-    for seen, _ in found:
-        if seen["kind"] == "folder":
-            seen["names"] = names[seen["path"]]
-    return found
-
-
-Entries: TypeAlias = list[Entry]  # a method is called `list`, too
 WORKLOAD = "61185:61185"
 PATIENCE = 60.0  # seconds for what the engine itself has to do
 BASE_ENV = {"HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}  # noqa: S108 - inside
@@ -107,9 +84,8 @@ def run_words(engine: Engine, place: Place, name: str, held: int, filtering: str
     limits = place.limits
     disk = limits.disk + held
     hard = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC}
-    most = {
-        key: bound if bound >= 0 else 1 << 20 for key, bound in ((k, resource.getrlimit(v)[1]) for k, v in hard.items())
-    }
+    own = {key: resource.getrlimit(which)[1] for key, which in hard.items()}
+    most = {key: bound if bound >= 0 else 1 << 20 for key, bound in own.items()}
     bounds = {
         "nofile": min(4096, most["nofile"]), "nproc": min(20_000, most["nproc"]),  # of an id that other containers use too
         "core": 0, "cpu": limits.cpu_seconds, "fsize": disk,
@@ -118,23 +94,15 @@ def run_words(engine: Engine, place: Place, name: str, held: int, filtering: str
     shared = f"rw,exec,nosuid,nodev,size={disk},{special}"
     words = [*engine.command, "run", "-i", "--rm", "--name", name, "--log-driver", "none", "--pull", "never"]
     words += ["--network", "none", "--hostname", "sandbox", "--user", "0:0", "--read-only"]
-    words += [
-        "--cap-drop",
-        "ALL",
-        "--cap-add",
-        "KILL",
-        "--security-opt",
-        "no-new-privileges",
-        "--security-opt",
-        f"seccomp={filtering}",
-    ]
+    words += ["--cap-drop", "ALL", "--cap-add", "KILL"]
+    words += ["--security-opt", "no-new-privileges", "--security-opt", f"seccomp={filtering}"]
     words += ["--memory", str(limits.memory + held), "--memory-swap", str(limits.memory + held)]
     words += ["--pids-limit", str(limits.processes + 2), "--cpus", str(limits.cpus)]  # process 1 and what `exec` needs
     words += [word for key, bound in bounds.items() for word in ("--ulimit", f"{key}={bound}:{bound}")]
     words += ["--tmpfs", f"{WORKSPACE}:{shared},mode=0777", "--tmpfs", f"/tmp:{shared},mode=1777"]  # noqa: S108 - inside
     words += [word for folder in place.readonly for word in ("--volume", f"{folder}:{folder}:ro")]
     words += [word for folder in place.hidden for word in ("--tmpfs", f"{folder}:ro,size=4096,mode=0755")]
-    return [*words, *engine.options, *engine.image, *_python("init")]
+    return [*words, *engine.options, *engine.image, *_python()]
 
 
 def profile() -> dict[str, Any]:
@@ -148,9 +116,7 @@ def profile() -> dict[str, Any]:
         return {"index": index, "value": value, "op": "SCMP_CMP_EQ"}
 
     flags = [1 << bit for bit in range(32) if isolate.NAMESPACES >> bit & 1]
-    families = [
-        number for number in range(46) if number not in {isolate.UNIX, isolate.INET, isolate.INET6, isolate.NETLINK}
-    ]
+    families = sorted(set(range(46)) - {isolate.UNIX, isolate.INET, isolate.INET6, isolate.NETLINK})
     rules = [{"names": sorted(isolate.REFUSED), **refuse}, {"names": ["clone3"], **refuse, "errnoRet": errno.ENOSYS}]
     rules += [{"names": ["clone"], **refuse, "args": [masked(0, flag, flag)]} for flag in flags]
     rules += [{"names": ["socket"], **refuse, "args": [equal(0, family)]} for family in families]
@@ -166,37 +132,18 @@ def _python(*words: str) -> list[str]:
     return ["python3", "-I", "-S", "-c", text, *words]
 
 
-def _entry(path: str, mode: int, size: int) -> Entry:
-    kind = cast("Kind", kind_of(mode))
-    return Entry(path, kind, size if kind == "file" else 0, stat.S_IMODE(mode))
+async def _drain(stream: asyncio.StreamReader, clip: Clip) -> None:
+    while block := await stream.read(1 << 16):
+        clip.add(block)
 
 
-class Kept:
-    """The beginning and the end of a stream, and how much was between."""
-
-    def __init__(self, limit: int) -> None:
-        self.half = limit // 2
-        self.head, self.tail, self.cut = bytearray(), bytearray(), 0
-
-    async def drain(self, stream: asyncio.StreamReader) -> None:
-        """Read all of it."""
-        while piece := await stream.read(1 << 16):
-            room = self.half - len(self.head)
-            self.head += piece[:room]
-            self.tail += piece[room:]
-            if (over := len(self.tail) - self.half) > 0:
-                del self.tail[:over]
-                self.cut += over
-
-    def __bytes__(self) -> bytes:
-        return bytes(self.head + self.tail)
-
-
-class ContainerSandbox:
-    """One container. See box.Sandbox for what its methods promise."""
+class ContainerSandbox(FileWork):
+    """One container."""
 
     def __init__(self, engine: Engine, place: Place, own: Path | None = None) -> None:
-        self.engine, self.place, self.own = engine, place, own
+        super().__init__(place)
+        self.engine, self.own = engine, own
+        self.backend: str = engine.name
         self.name = f"etude-{secrets.token_hex(8)}"
         self.held = 0  # bytes of the layers
         self.lock = asyncio.Lock()
@@ -219,9 +166,8 @@ class ContainerSandbox:
             self.held = await asyncio.to_thread(pack_layers, self.place.layers, packed)
             packed.seek(0)
             await self._run()
-            done = await self._call(
-                ["tar", "-x", "-p", "--no-same-owner", "-f", "-"], stdin=packed, timeout=PATIENCE * 10
-            )
+            words = ["tar", "-x", "-p", "--no-same-owner", "-f", "-"]
+            done = await self._call(words, stdin=packed, timeout=PATIENCE * 10)
         if done.rc != 0:
             raise SandboxError(f"the layers do not fit: {done.err.decode(errors='replace')[:300]}")
 
@@ -237,20 +183,13 @@ class ContainerSandbox:
             first = await asyncio.wait_for(self.process.stdout.readline(), PATIENCE)
         if not first.strip().isdigit():
             said = (await self.process.stderr.read(2000)).decode(errors="replace").split("\n")[0]
-            raise SandboxError(
-                f"{self.engine.name} started no container of {self.engine.image[-1]}: {said or 'no python3?'}"
-            )
-
-    @property
-    def backend(self) -> str:
-        """Return what isolates it."""
-        return self.engine.name
+            image = self.engine.image[-1]
+            raise SandboxError(f"{self.engine.name} started no container of {image}: {said or 'no python3?'}")
 
     async def exec(
         self, command: str | Sequence[str], *, timeout: float | None = None, env: Mapping[str, str] | None = None, stdin: bytes = b"",
         cwd: str = ".",
     ) -> Result:  # fmt: skip
-        """Run a command."""
         words = ["sh", "-c", command] if isinstance(command, str) else list(command)
         limits = self.place.limits
         with tempfile.TemporaryFile() as given:
@@ -266,13 +205,13 @@ class ContainerSandbox:
         given = [word for key, value in pairs.items() for word in ("--env", f"{key}={value}")]
         place = ["--workdir", WORKSPACE, self.name, "sh", "-c", RUN, posixpath.join(WORKSPACE, plain_path(cwd))]
         call = [*self.engine.command, "exec", "-i", "--user", WORKLOAD, *given, *place, *words]
-        kept = Kept(keep), Kept(keep)
+        clips = Clip(keep), Clip(keep)
         async with self.lock:
             began = time.monotonic()
             pipe = asyncio.subprocess.PIPE
             process = await asyncio.create_subprocess_exec(*call, stdin=stdin, stdout=out or pipe, stderr=pipe)
-            streams = zip(kept, (process.stdout, process.stderr), strict=True)
-            waits = [asyncio.create_task(one.drain(stream)) for one, stream in streams if stream is not None]
+            streams = zip((process.stdout, process.stderr), clips, strict=True)
+            waits = [asyncio.create_task(_drain(stream, clip)) for stream, clip in streams if stream is not None]
             ended = asyncio.gather(process.wait(), *waits)
             try:
                 done, _ = await asyncio.wait([ended], timeout=timeout)
@@ -288,7 +227,7 @@ class ContainerSandbox:
                 raise
         rc = process.returncode or 0
         rc = 128 - rc if 128 < rc < 128 + 65 else rc
-        return Result(rc, bytes(kept[0]), bytes(kept[1]), not done, oom, (kept[0].cut, kept[1].cut), seconds)
+        return Result(rc, bytes(clips[0]), bytes(clips[1]), not done, oom, (clips[0].cut, clips[1].cut), seconds)
 
     async def _clear(self) -> bool:
         """Have all killed that runs; return whether something was killed for want of memory since the last time."""
@@ -304,51 +243,24 @@ class ContainerSandbox:
         before, self.oom_kills = self.oom_kills, int(answer)
         return self.oom_kills > before
 
-    async def _files(
-        self, what: str, path: str, number: int, stdin: bytes = b"", out: IO[bytes] | None = None
-    ) -> bytes:
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as kept:
-            given.write(stdin)
+    async def _ask(self, header: dict[str, Any], payload: bytes = b"") -> tuple[dict[str, Any], bytes]:
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as sent:
+            given.write(payload)
             given.seek(0)
-            words = _python(what, os.fsencode(plain_path(path)).hex(), str(number))
-            done = await self._call(words, stdin=given, timeout=PATIENCE * 10, out=out or kept)
-            if done.rc == inside.MISSING:
-                raise Missing(f"{path!r} is not there, is not what was asked for, or is outside the workspace")
-            if done.rc == inside.TOO_LARGE:
-                raise SandboxError(f"{path!r} is larger than {number:,} bytes")
-            if done.rc != 0:
-                raise SandboxError(f"cannot {what} {path!r}: {done.err.decode(errors='replace')[-300:]}")
-            kept.seek(0)
-            return kept.read()
+            words = _python(json.dumps(header))
+            done = await self._call(words, stdin=given, timeout=PATIENCE * 10, keep=1 << 17, out=sent)
+            sent.seek(0)
+            content = sent.read()
+        try:
+            return answered(json.loads(done.err), content)
+        except ValueError:
+            why = done.err.decode(errors="replace")[-300:] or f"it ended with {done.rc}"
+            raise SandboxError(f"cannot {header['op']} files in the container: {why}") from None
 
-    async def read(self, path: str, limit: int = 16 * MIB) -> bytes:
-        """Return a file's content."""
-        return await self._files("read", path, limit)
-
-    async def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
-        """Write a file."""
-        await self._files("write", path, mode, content)
-
-    async def list(self, path: str = ".") -> Entries:
-        """Return what is in a folder."""
-        rows = json.loads(await self._files("list", path, 0))
-        start = posixpath.normpath(path)
-        named = [(posixpath.normpath(posixpath.join(start, name)), mode, size) for name, mode, size in rows]
-        return sorted((_entry(*row) for row in named), key=lambda entry: entry.path)
-
-    async def diff(self) -> Entries:
-        """Return all differences from the layers."""
-        with tempfile.TemporaryFile() as packed:
-            await self._files("pack", ".", self.place.limits.disk + self.held, out=packed)
-            packed.seek(0)
-            return await asyncio.to_thread(differences, self.place.layers, told(packed))
-
-    async def snapshot(self, folder: Path) -> Path:
-        """Write the differences as a layer."""
-        return await asyncio.to_thread(write_layer, folder, await self.diff(), self.place.layers)
+    def _disk(self) -> int:
+        return self.place.limits.disk + self.held
 
     async def fork(self) -> ContainerSandbox:
-        """Return another one that begins as this one is now."""
         own = Path(tempfile.mkdtemp(prefix=f"etude-fork-{os.getpid()}-", dir="/dev/shm"))
         layer = await self.snapshot(own / "layer")
         place = replace(self.place, layers=(layer, *self.place.layers))

@@ -1,16 +1,18 @@
-"""How a process is shut in: identities, namespaces, a root of its own, limits, rights given up. Standard library only.
+"""How a process is shut in: identities, namespaces, a root of its own, limits, rights given up, a filter on system calls.
 
 As the machine's root the sandbox's file system is built before its user namespace is entered, for only then can folders
 be shown that lie below ones closed to others (/root, say). Anyone else enters first. From there on both ways are the same.
 
-The system calls that Python has no function for. Linux 5.14 or newer; standard library only.
+The filter is a classic BPF program for x86_64 and aarch64. Namespaces and missing capabilities already refuse most of what it does; it
+keeps the rarely used and often broken parts of the kernel out of reach. A refused call fails as if not permitted, so that programs go
+on; a foreign instruction set is killed. `clone3` hides its flags behind a pointer: it is said not to exist, and every libc then uses
+`clone`, whose flags are checked.
 
-The system calls a sandboxed process may not make, as a classic BPF program for x86_64 and aarch64.
-
-Namespaces and missing capabilities already refuse most of them. The filter keeps the rarely used and often broken parts of the
-kernel out of reach. A refused call fails as if not permitted, so that programs go on; a foreign instruction set is killed.
-`clone3` hides its flags behind a pointer: it is said not to exist, and every libc then uses `clone`, whose flags are checked.
+Linux 5.14 or newer; standard library only, for a launcher must start fast.
 """
+
+# pathlib is slow to import.
+# ruff: noqa: PTH101, PTH102, PTH103, PTH106, PTH108, PTH110, PTH112, PTH114, PTH115, PTH123, PTH211, S108, B905
 
 from __future__ import annotations
 
@@ -25,20 +27,15 @@ import socket
 import struct
 from typing import Any
 
+from etude.sandbox.inside import WORKSPACE
+
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x8, 0x1000, 0x4000, 0x40000
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = 0x1, 0x2, 0x4
 MNT_DETACH = 2
-NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
-    0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000,
-)  # fmt: skip
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = (
-    1,
-    4,
-    22,
-    24,
-    38,
-    47,
-)
+NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
+NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
+PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 24, 38, 47
 AT_RECURSIVE = 0x8000
 MACHINE = platform.machine()
 CLONE, PIVOT_ROOT = {"x86_64": (56, 155), "aarch64": (220, 41)}.get(MACHINE, (0, 0))
@@ -51,8 +48,7 @@ _locked = ctypes.PyDLL(None, use_errno=True)
 
 def _check(result: int, what: str) -> int:
     if result == -1:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
     return result
 
 
@@ -69,12 +65,10 @@ def clone(flags: int) -> int:
 
 
 def unshare(flags: int) -> None:
-    """Leave some namespaces for new ones."""
     _check(_libc.unshare(flags), "unshare")
 
 
 def mount(source: str, target: str, kind: str | None = None, flags: int = 0, options: str = "") -> None:
-    """Mount a file system."""
     words = [os.fsencode(source), os.fsencode(target), kind.encode() if kind else None]
     _check(_libc.mount(*words, ctypes.c_ulong(flags), options.encode() or None), f"mount {kind or source} at {target}")
 
@@ -104,7 +98,6 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def prctl(option: int, value: int = 0, third: int = 0) -> None:
-    """Change an attribute of the calling process."""
     words = (ctypes.c_ulong(word) for word in (value, third, 0, 0))
     _check(_libc.prctl(option, *words), f"prctl {option}")
 
@@ -118,22 +111,6 @@ def close_others(keep: set[int]) -> None:
         first = descriptor + 1
 
 
-def drop_capabilities() -> None:
-    """Give up all capabilities for good, those of programs run later included."""
-    for capability in range(64):
-        try:
-            prctl(PR_CAPBSET_DROP, capability)
-        except OSError:  # the kernel knows no more
-            break
-    prctl(PR_CAP_AMBIENT, 4)
-
-
-def clear_capabilities() -> None:
-    """Empty the calling process's own sets."""
-    header = struct.pack("Ii", 0x20080522, 0)
-    _check(_libc.capset(header, bytes(24)), "capset")
-
-
 def install_filter(program: bytes) -> None:
     """Put a seccomp program in force; there is no way back."""
     code = ctypes.create_string_buffer(program, len(program))
@@ -142,14 +119,9 @@ def install_filter(program: bytes) -> None:
     prctl(PR_SET_SECCOMP, 2, ctypes.addressof(holder))
 
 
-# pathlib is slow to import, and a launcher must start fast.
-# ruff: noqa: PTH101, PTH102, PTH103, PTH106, PTH108, PTH110, PTH112, PTH114, PTH115, PTH123, PTH211, S108, B905
-
-
 # Host ids that own nothing, where the host is root. Inside, the keeper is 0 and what it runs is 1000.
 KEEPER, WORKLOAD = 61184, 61185
 INSIDE = 1000
-WORKSPACE = "/workspace"
 READ_ONLY = ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV
 SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime")
@@ -193,8 +165,7 @@ def owner() -> tuple[int, int]:
 
 def first_namespaces(*, privileged: bool) -> int:
     """Return the flags with which a launcher clones a keeper."""
-    flags = NEWNS | NEWPID
-    return flags if privileged else flags | NEWUSER | NEWNET | NEWIPC | NEWUTS
+    return NEWNS | NEWPID if privileged else NEWNS | NEWPID | NEWUSER | NEWNET | NEWIPC | NEWUTS
 
 
 def enter(description: dict[str, Any], caller: tuple[int, int] | None) -> int:
@@ -225,23 +196,26 @@ def _write(path: str, text: str) -> None:
 
 def _enter_user_namespace() -> None:
     """As root: leave the machine's ids for two that own nothing. Only a process still outside may say which."""
-    told, tell = os.pipe()
+    entered, tell = os.pipe()
     helper = os.fork()
     if helper == 0:
-        os.read(told, 1)
+        os.read(entered, 1)
         for name in ("uid_map", "gid_map"):
             _write(f"/proc/1/{name}", f"0 {KEEPER} 1\n{INSIDE} {WORKLOAD} 1")
         os._exit(0)
-    flags = NEWUSER | NEWNS | NEWNET | NEWIPC | NEWUTS
-    unshare(flags)
+    unshare(NEWUSER | NEWNS | NEWNET | NEWIPC | NEWUTS)
     os.write(tell, b".")
     if os.waitpid(helper, 0)[1]:
         raise OSError(f"the ids {KEEPER} and {WORKLOAD} could not be used")
-    os.close(told)
+    os.close(entered)
     os.close(tell)
+    _become(0)
+
+
+def _become(user: int) -> None:
     os.setgroups([])
-    os.setresgid(0, 0, 0)
-    os.setresuid(0, 0, 0)
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
 
 
 def _raise_loopback() -> None:
@@ -297,8 +271,8 @@ def _mount_workspace(layers: list[str], disk: int, files: int, workload: int, *,
     lower = ":".join([*map(str, range(len(layers))), "../store/empty"])
     options = f"lowerdir={lower},upperdir=/store/upper,workdir=/store/work,redirect_dir=nofollow,metacopy=off,index=off"
     os.mkdir(WORKSPACE)
-    flags = MS_NOSUID | MS_NODEV
-    mount("workspace", WORKSPACE, "overlay", flags, options + (",userxattr" if userxattr else ""))
+    options += ",userxattr" if userxattr else ""
+    mount("workspace", WORKSPACE, "overlay", MS_NOSUID | MS_NODEV, options)
     os.chdir("/")
     for name in names:
         os.unlink(name)
@@ -369,15 +343,12 @@ def volunteer() -> None:
 
 def mask_proc() -> None:
     """Show of the machine only what programs need."""
-    for name in PROC_FILES_HIDDEN:
-        if os.path.exists(f"/proc/{name}"):
-            bind("/dev/null", f"/proc/{name}")
-    for name in PROC_FOLDERS_HIDDEN:
-        if os.path.exists(f"/proc/{name}"):
-            bind("/run", f"/proc/{name}", READ_ONLY)
-    for name in PROC_READ_ONLY:
-        if os.path.exists(f"/proc/{name}"):
-            bind(f"/proc/{name}", f"/proc/{name}", READ_ONLY)
+    shown = {f"/proc/{name}": ("/dev/null", 0) for name in PROC_FILES_HIDDEN}
+    shown |= {f"/proc/{name}": ("/run", READ_ONLY) for name in PROC_FOLDERS_HIDDEN}
+    shown |= {f"/proc/{name}": (f"/proc/{name}", READ_ONLY) for name in PROC_READ_ONLY}
+    for path, (source, attributes) in shown.items():
+        if os.path.exists(path):
+            bind(source, path, attributes)
 
 
 def limit(limits: dict[str, Any], *, memory_counted: bool) -> None:
@@ -399,13 +370,16 @@ def limit(limits: dict[str, Any], *, memory_counted: bool) -> None:
 
 
 def drop() -> None:
-    """Become the workload: its ids, no capabilities, no way to gain any."""
-    drop_capabilities()
+    """Become the workload: its ids, no capabilities, no way to gain any, for programs run later included."""
+    for capability in range(64):
+        try:
+            prctl(PR_CAPBSET_DROP, capability)
+        except OSError:  # the kernel knows no more
+            break
+    prctl(PR_CAP_AMBIENT, 4)
     if os.getuid() != INSIDE:
-        os.setgroups([])
-        os.setresgid(INSIDE, INSIDE, INSIDE)
-        os.setresuid(INSIDE, INSIDE, INSIDE)
-    clear_capabilities()
+        _become(INSIDE)
+    _check(_libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")  # empties the process's own sets
     prctl(PR_SET_DUMPABLE, 0)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     os.umask(0o022)
@@ -445,31 +419,25 @@ CHECKED: dict[str, tuple[int | None, int | None]] = {
 # Memory that belongs to no process: only a memory cgroup can count it.
 UNCOUNTED: dict[str, tuple[int | None, int | None]] = {"memfd_create": (319, 279), "shmget": (29, 194)}
 
-Code = list[tuple[int, int, int, int]]  # operation, jump if true, jump if false, constant
+Step = tuple[int, int, int, int]  # operation, jump if true, jump if false, constant
+Code = list[Step]
 
 
-def _fail(number: int) -> tuple[int, int, int, int]:
+def _fail(number: int) -> Step:
     return RETURN, 0, 0, ERRNO | number
 
 
-def _load_argument(index: int) -> tuple[int, int, int, int]:
+def _load_argument(index: int) -> Step:
     return LOAD, 0, 0, FIRST_ARGUMENT + 8 * index
 
 
 def _refuse_values(values: tuple[int, ...], number: int) -> Code:
-    code: Code = []
-    for value in values:
-        code += [(EQUAL, 0, 1, value), _fail(number)]
-    return code
+    return [step for value in values for step in ((EQUAL, 0, 1, value), _fail(number))]
 
 
 def _device_check(argument: int) -> Code:
-    return [
-        _load_argument(argument),
-        (AND, 0, 0, 0xF000),
-        *_refuse_values(DEVICE_KINDS, errno.EPERM),
-        (RETURN, 0, 0, ALLOW),
-    ]
+    refused = _refuse_values(DEVICE_KINDS, errno.EPERM)
+    return [_load_argument(argument), (AND, 0, 0, 0xF000), *refused, (RETURN, 0, 0, ALLOW)]
 
 
 # What decides about a call once its number is known; each ends with a verdict.

@@ -8,6 +8,8 @@ pipe; when it is closed, the sandbox is gone: its processes, mounts and control 
 so does all this.
 """
 
+# ruff: noqa: PTH106 - pathlib is slow to import, and a launcher must start fast.
+
 from __future__ import annotations
 
 import contextlib
@@ -20,7 +22,6 @@ import shutil
 import signal
 import socket
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 from etude.sandbox import cgroups, isolate, keeper
@@ -29,25 +30,17 @@ MOST_BYTES = 1 << 16
 FROZEN = "/dev/shm"  # noqa: S108 - where hosts keep the layers of forks, in folders named after themselves
 
 
-@dataclass
-class Kept:
-    """One live sandbox."""
-
-    ended: int  # the pipe
-    groups: cgroups.Groups
-
-
 class Launcher:
     """Forks keepers, waits for them, removes their groups."""
 
     def __init__(self, host: socket.socket, modules: list[str]) -> None:
         self.host = host
         self.caller = None if isolate.is_privileged() else (os.geteuid(), os.getegid())
-        self.parents = cgroups.find()
-        if self.parents:
-            cgroups.remove_stale(self.parents)
+        self.parent = cgroups.find()
+        if self.parent:
+            cgroups.remove_stale(self.parent)
         remove_stale_forks()
-        self.kept: dict[int, Kept] = {}
+        self.live: dict[int, tuple[int, cgroups.Group | None]] = {}  # by the keeper's pid: the pipe, the group
         self.count = 0
         self.trouble = ""
         for module in modules:
@@ -96,18 +89,21 @@ class Launcher:
             self.refuse(ended, self.trouble)
             return
         self.count += 1
-        groups = cgroups.make(self.parents, self.count, request["limits"]) if self.parents else cgroups.Groups()
+        group = cgroups.make(self.parent, self.count, request["limits"]) if self.parent else None
         try:
             pid = isolate.clone(isolate.first_namespaces(privileged=self.caller is None))
         except OSError:
-            cgroups.remove(groups)
+            if group:
+                group.close()
+                os.rmdir(group.folder)
             raise
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            keeper.main(service, groups, self.caller)
-        cgroups.close(groups)
-        self.kept[pid] = Kept(ended, groups)
+            keeper.main(service, group, self.caller)
+        if group:
+            group.close()
+        self.live[pid] = ended, group
 
     def refuse(self, ended: int, why: str) -> None:
         """Tell the host why there is no sandbox."""
@@ -117,21 +113,22 @@ class Launcher:
 
     def reap(self, *, wait: bool = False) -> None:
         """Clean up after the keepers that have ended."""
-        while self.kept:
+        while self.live:
             pid, status = os.waitpid(-1, 0 if wait else os.WNOHANG)
             if pid == 0:
                 return
-            kept = self.kept.pop(pid)
+            ended, group = self.live.pop(pid)
             trouble = f"its keeper ended with {os.waitstatus_to_exitcode(status)}" if status else ""
             try:
-                cgroups.remove(kept.groups)
+                if group:
+                    os.rmdir(group.folder)
             except OSError as error:
                 trouble = f"a control group stays behind: {error}"
-            self.refuse(kept.ended, trouble)
+            self.refuse(ended, trouble)
 
     def end(self) -> None:
         """End all sandboxes."""
-        for pid in self.kept:
+        for pid in self.live:
             os.kill(pid, signal.SIGKILL)
         self.reap(wait=True)
         remove_stale_forks()

@@ -17,12 +17,12 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from etude.errors import UserError, nearest
-from etude.sandbox import cgroups, launcher, wire
-from etude.sandbox.box import Entry, Missing, Result, Sandbox, SandboxError
-from etude.sandbox.keeper import BUBBLEWRAP
+from etude.sandbox import cgroups, launcher
+from etude.sandbox.box import MIB, Entry, Missing, Result, Sandbox, SandboxError
+from etude.sandbox.inside import LENGTHS, pack, take
 from etude.sandbox.layers import checked, differences, write_layer
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from etude.sandbox.box import Place
 
-OWN_BACKENDS = ("namespaces", "bubblewrap")
+NAMESPACES = "namespaces"
 ENGINES: tuple[Literal["podman"], Literal["docker"]] = ("podman", "docker")
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -52,6 +52,7 @@ launcher.main()
 """
 PACKAGE = Path(__file__).parent.parent
 
+Entries: TypeAlias = list[Entry]  # a method is called `list`, too
 _launchers: dict[tuple[object, ...], Launcher] = {}
 _lock = threading.Lock()
 
@@ -97,8 +98,7 @@ class Frozen:
     """The private layer of a fork, kept for as long as it or a fork of it lives. Launchers remove those of dead hosts."""
 
     def __init__(self) -> None:
-        prefix = f"etude-frozen-{cgroups.namespace()}-{os.getpid()}-{cgroups.start_time(os.getpid())}-"
-        self.folder = Path(tempfile.mkdtemp(prefix=prefix, dir=launcher.FROZEN))
+        self.folder = Path(tempfile.mkdtemp(prefix=cgroups.own_name("frozen-"), dir=launcher.FROZEN))
         self.users = 1
 
     def leave(self) -> None:
@@ -108,19 +108,69 @@ class Frozen:
             shutil.rmtree(self.folder)
 
 
-class LocalSandbox:
+class FileWork:
+    """What all sandboxes do with files, by asking `inside` of them; see box.Sandbox for what its methods promise."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    async def _ask(self, header: dict[str, Any], payload: bytes = b"") -> tuple[dict[str, Any], bytes]:
+        """Have `inside` do something; return its answer and what it sent."""
+        raise NotImplementedError
+
+    async def read(self, path: str, limit: int = 16 * MIB) -> bytes:
+        return (await self._ask({"op": "read", "path": inside(path), "limit": limit}))[1]
+
+    async def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
+        await self._ask({"op": "write", "path": inside(path), "mode": mode}, content)
+
+    async def diff(self) -> Entries:
+        _, content = await self._ask({"op": "walk", "limit": self._disk()})
+        return await asyncio.to_thread(differences, self.place.layers, take(bytearray(content)))
+
+    def _disk(self) -> int:
+        """Return how many bytes can have been written."""
+        return self.place.limits.disk
+
+    async def list(self, path: str = ".") -> Entries:
+        _, content = await self._ask({"op": "list", "path": inside(path)})
+        headers = [header for header, _ in take(bytearray(content))]
+        entries = [Entry(checked(one["path"]), one["kind"], one["size"], one["mode"]) for one in headers]
+        return sorted(entries, key=lambda entry: entry.path)
+
+    async def snapshot(self, folder: Path) -> Path:
+        return await asyncio.to_thread(write_layer, folder, await self.diff(), self.place.layers)
+
+
+def answered(answer: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return an answer of `inside`, or raise what it says went wrong."""
+    if "missing" in answer:
+        raise Missing(answer["missing"])
+    if "error" in answer:
+        raise SandboxError(answer["error"])
+    return answer, content
+
+
+class LocalSandbox(FileWork):
     """A sandbox of this machine. Answers come in any order; one task hands them to those who wait."""
 
-    def __init__(self, place: Place, backend: str, frozen: tuple[Frozen, ...] = ()) -> None:
-        self.place, self.backend = place, backend
+    backend = NAMESPACES
+
+    def __init__(self, place: Place, frozen: tuple[Frozen, ...] = ()) -> None:
+        super().__init__(place)
         self._frozen = frozen
         self._waiting: dict[int, tuple[asyncio.Future[tuple[dict[str, Any], bytes]], bytearray]] = {}
         self._count = 0
         self._why = ""
         self.memory_counted = False
 
-    async def start(self) -> None:
-        """Have the sandbox made."""
+    @classmethod
+    async def open(cls, place: Place, frozen: tuple[Frozen, ...] = ()) -> LocalSandbox:
+        sandbox = cls(place, frozen)
+        await sandbox._start()
+        return sandbox
+
+    async def _start(self) -> None:
         service, theirs = socket.socketpair()
         gone, ended = os.pipe()
         try:
@@ -138,7 +188,7 @@ class LocalSandbox:
         pipe = os.fdopen(gone, "rb", buffering=0)
         self._gone_pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(self._gone), pipe)
         try:
-            self._writer.write(wire.pack(describe(self.place, self.backend)))
+            self._writer.write(pack(describe(self.place)))
             answer, _ = await self._receive()
         except (asyncio.IncompleteReadError, ConnectionError):
             answer = {"ready": False}
@@ -149,20 +199,19 @@ class LocalSandbox:
         if not answer["ready"]:
             self._writer.close()
             why = answer.get("error") or await self._end()
-            raise SandboxError(f"no {self.backend} sandbox: {why}")
+            raise SandboxError(f"no sandbox by namespaces: {why}")
         self.memory_counted = answer["counted"]
         self._task = asyncio.create_task(self._hand_out())
 
     async def _receive(self) -> tuple[dict[str, Any], bytes]:
-        header_size, payload_size = wire.LENGTHS.unpack(await self._reader.readexactly(wire.LENGTHS.size))
+        header_size, payload_size = LENGTHS.unpack(await self._reader.readexactly(LENGTHS.size))
         header = json.loads(await self._reader.readexactly(header_size))
         return header, await self._reader.readexactly(payload_size)
 
     async def _hand_out(self) -> None:
         """Give answers to those who wait, until the keeper has gone."""
-        with contextlib.suppress(
-            asyncio.IncompleteReadError, ConnectionError, KeyError
-        ):  # the last: a keeper's dying words
+        # KeyError: a keeper's dying words, which answer nobody.
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, KeyError):
             while True:
                 header, payload = await self._receive()
                 future, parts = self._waiting[header["id"]]
@@ -177,9 +226,9 @@ class LocalSandbox:
 
     async def _end(self) -> str:
         """Wait until nothing is left of the sandbox; return what went wrong."""
-        told = await self._gone.read()
+        trouble = await self._gone.read()
         self._gone_pipe.close()
-        return told.decode(errors="replace") or "its launcher or its keeper is gone"
+        return trouble.decode(errors="replace") or "its launcher or its keeper is gone"
 
     async def _ask(self, header: dict[str, Any], payload: bytes = b"") -> tuple[dict[str, Any], bytes]:
         if self._why:
@@ -189,70 +238,34 @@ class LocalSandbox:
         future: asyncio.Future[tuple[dict[str, Any], bytes]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future, bytearray()
         try:
-            self._writer.write(wire.pack({"id": number, **header}, payload))
+            self._writer.write(pack({"id": number, **header}, payload))
             answer, content = await asyncio.shield(future)
         finally:
             if future.done():
                 del self._waiting[number]
             else:  # the caller has been cancelled; the answer still comes
                 future.add_done_callback(lambda done: (self._waiting.pop(number), done.exception()))
-        if "missing" in answer:
-            raise Missing(answer["missing"])
-        if "error" in answer:
-            raise SandboxError(answer["error"])
-        return answer, content
+        return answered(answer, content)
 
     async def exec(
         self, command: str | Sequence[str], *, timeout: float | None = None, env: Mapping[str, str] | None = None, stdin: bytes = b"",
         cwd: str = ".",
     ) -> Result:  # fmt: skip
-        """Run a command; see `Sandbox`."""
         words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-        request = {
-            "op": "exec",
-            "words": words,
-            "env": {**ENVIRONMENT, **self.place.env, **(env or {})},
-            "cwd": cwd,
-            "timeout": self.place.limits.seconds if timeout is None else timeout,
-        }
+        merged = {**ENVIRONMENT, **self.place.env, **(env or {})}
+        seconds = self.place.limits.seconds if timeout is None else timeout
+        request = {"op": "exec", "words": words, "env": merged, "cwd": cwd, "timeout": seconds}
         answer, payload = await self._ask(request, stdin)
         size = answer["out"]
         more = {name: answer[name] for name in ("timed_out", "oom", "seconds")}
         return Result(answer["rc"], payload[:size], payload[size:], cut=tuple(answer["cut"]), **more)
 
-    async def read(self, path: str, limit: int = 1 << 24) -> bytes:
-        """Return a file's content; see `Sandbox`."""
-        return (await self._ask({"op": "read", "path": inside(path), "limit": limit}))[1]
-
-    async def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
-        """Write a file; see `Sandbox`."""
-        await self._ask({"op": "write", "path": inside(path), "mode": mode}, content)
-
-    async def diff(self) -> list[Entry]:
-        """Return all differences from the layers; see `Sandbox`."""
-        _, content = await self._ask({"op": "walk", "limit": self.place.limits.disk})
-        return await asyncio.to_thread(differences, self.place.layers, _messages(content))
-
-    async def list(self, path: str = ".") -> list[Entry]:
-        """Return what is in a folder; see `Sandbox`."""
-        _, content = await self._ask({"op": "list", "path": inside(path)})
-        told = [header for header, _ in _messages(content)]
-        found = [Entry(checked(one["path"]), one["kind"], one["size"], one["mode"]) for one in told]
-        return sorted(found, key=lambda entry: entry.path)
-
-    async def snapshot(self, folder: Path) -> Path:
-        """Write the differences as a layer; see `Sandbox`."""
-        entries = await self.diff()
-        return await asyncio.to_thread(write_layer, folder, entries, self.place.layers)
-
     async def fork(self) -> Sandbox:
-        """Return another sandbox that begins with this workspace as it is now."""
         frozen = Frozen()
         try:
             layer = await self.snapshot(frozen.folder / "layer")
             place = dataclasses.replace(self.place, layers=(layer, *self.place.layers))
-            fork = LocalSandbox(place, self.backend, (frozen, *self._frozen))
-            await fork.start()
+            fork = await LocalSandbox.open(place, (frozen, *self._frozen))
         except BaseException:
             frozen.leave()
             raise
@@ -261,17 +274,12 @@ class LocalSandbox:
         return fork
 
     async def close(self) -> None:
-        """End everything in it and leave nothing behind."""
         self._why = self._why or "the sandbox is closed"
         self._writer.close()
         await self._task
         for frozen in self._frozen:
             frozen.leave()
         self._frozen = ()
-
-
-def _messages(content: bytes) -> list[tuple[dict[str, Any], bytes]]:
-    return list(wire.take(bytearray(content)))
 
 
 def inside(path: str) -> str:
@@ -282,22 +290,16 @@ def inside(path: str) -> str:
     return plain
 
 
-def describe(place: Place, backend: str) -> dict[str, Any]:
+def describe(place: Place) -> dict[str, Any]:
     """Return what a keeper must know, with all paths resolved: links of the host lead nowhere once its root has changed."""
     folders = [*place.readonly, *([place.warm[0].parent.parent] if place.warm else [])]
-    shown = {
-        str(path.absolute()): str(path.resolve()) for folder in folders for path in (folder, *_python_base(folder))
-    }
+    shown = {str(path.absolute()): str(path.resolve()) for each in folders for path in (each, *_python_base(each))}
+    warm = place.warm and {"python": str(place.warm[0]), "modules": place.warm[1], "settings": warm_settings(place)}
     return {
-        "backend": backend,
         "layers": [str(layer.resolve()) for layer in place.layers],
-        "readonly": sorted(
-            (source, target) for target, source in shown.items() if not f"{target}/".startswith("/usr/")
-        ),
+        "readonly": sorted((source, path) for path, source in shown.items() if not f"{path}/".startswith("/usr/")),
         "hidden": list(place.hidden),
-        "warm": {"python": str(place.warm[0]), "modules": place.warm[1], "settings": warm_settings(place)}
-        if place.warm
-        else None,
+        "warm": warm,
         "limits": dataclasses.asdict(place.limits),
     }
 
@@ -318,22 +320,8 @@ def _python_base(folder: Path) -> list[Path]:
     return [Path(home).parent for home in homes]
 
 
-async def open_own(place: Place, backend: str) -> LocalSandbox:
-    """Open a sandbox that this module isolates itself."""
-    if backend == "bubblewrap" and not os.access(BUBBLEWRAP, os.X_OK):
-        raise SandboxError(
-            f"no bubblewrap sandbox: there is no {BUBBLEWRAP}; install bubblewrap, or use another backend"
-        )
-    sandbox = LocalSandbox(place, backend)
-    await sandbox.start()
-    return sandbox
-
-
 async def open_sandbox(place: Place, backend: str = "auto") -> Sandbox:
-    """Open a sandbox by a backend's name; `auto`: the strongest that works on this machine, found out once.
-
-    The names: namespaces, bubblewrap, docker:IMAGE, podman:IMAGE.
-    """
+    """Open a sandbox by a backend's name: namespaces, docker:IMAGE or podman:IMAGE; auto: namespaces, if they work here."""
     from etude.sandbox import probe
 
     if backend == "auto":
@@ -341,12 +329,12 @@ async def open_sandbox(place: Place, backend: str = "auto") -> Sandbox:
     for layer in place.layers:
         if not layer.is_dir():
             raise UserError(f"the layer {layer} is not a folder")
-    if backend in OWN_BACKENDS:
-        return await open_own(place, backend)
+    if backend == NAMESPACES:
+        return await LocalSandbox.open(place)
     engine, _, image = backend.partition(":")
     if engine in ENGINES and image:
         from etude.sandbox.container import ContainerSandbox, Engine
 
         return await ContainerSandbox.open(Engine(engine, (engine,), (image,)), place)
-    known = [*OWN_BACKENDS, *(f"{name}:IMAGE" for name in ENGINES), "auto"]
+    known = [NAMESPACES, *(f"{name}:IMAGE" for name in ENGINES), "auto"]
     raise UserError(f"there is no sandbox backend {backend!r}{nearest(backend, known)}")

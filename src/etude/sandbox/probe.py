@@ -14,7 +14,11 @@ from etude.sandbox.layers import prepare
 
 # Ids, no way to make namespaces, and a folder of the layers replaced, which an old kernel's tmpfs cannot note for an ordinary user.
 TRIAL = "test $(id -u) != 0 && ! unshare -m true 2>/dev/null && rm -r folder && mkdir folder && echo works"
-_strongest: str | None = None
+BOUNDS = {
+    True: "memory, processes and CPU bounded by a cgroup (v2); disk by a tmpfs",
+    False: "no cgroup v2 to write to: memory and processes bounded by resource limits and a watchdog, CPU by process; disk by a tmpfs",
+}
+_works: bool = False
 
 
 @dataclass(frozen=True)
@@ -26,32 +30,25 @@ class Probe:
     detail: str  # one line: how limits are enforced, or why it does not work
 
 
-async def try_own(backend: str) -> Probe:
-    """Open a sandbox by namespaces or bubblewrap, and run a command in it."""
+async def try_namespaces() -> Probe:
+    """Open a sandbox and run a command in it."""
     with tempfile.TemporaryDirectory(prefix="etude-probe-") as folder:
         (Path(folder) / "tree" / "folder").mkdir(parents=True)
         layer = Path(folder) / "layer"
         prepare(Path(folder) / "tree", layer)
         try:
-            sandbox = await local.open_own(Place((layer,)), backend)
+            sandbox = await local.LocalSandbox.open(Place((layer,)))
+            try:
+                result = await sandbox.exec(TRIAL)
+            finally:
+                await sandbox.close()
         except SandboxError as error:
-            return Probe(backend, works=False, detail=one_line(error))
-        try:
-            result = await sandbox.exec(TRIAL)
-        except SandboxError as error:
-            return Probe(backend, works=False, detail=one_line(error))
-        finally:
-            await sandbox.close()
+            return Probe(local.NAMESPACES, works=False, detail=one_line(error))
     if result.out != b"works\n":
         said = " ".join(result.err.decode(errors="replace").split())[:200]
-        return Probe(backend, works=False, detail=f"its trial command ended with {result.rc}: {said}")
+        return Probe(local.NAMESPACES, works=False, detail=f"its trial command ended with {result.rc}: {said}")
     who = "as root" if isolate.is_privileged() else "unprivileged"
-    bounds = (
-        "by control groups" if sandbox.memory_counted else "by rlimits and a watchdog; CPU only in seconds a process"
-    )
-    return Probe(
-        backend, works=True, detail=f"{who}; memory, processes and CPU bounded {bounds}; disk by the size of a tmpfs"
-    )
+    return Probe(local.NAMESPACES, works=True, detail=f"{who}; {BOUNDS[sandbox.memory_counted]}")
 
 
 async def try_engine(name: str) -> Probe:
@@ -69,28 +66,18 @@ async def try_engine(name: str) -> Probe:
 
 async def probe_all() -> list[Probe]:
     """Try every backend, the strongest first."""
-    return [await try_own(name) for name in local.OWN_BACKENDS] + [await try_engine(name) for name in local.ENGINES]
-
-
-def probe() -> list[Probe]:
-    """Try every backend, the strongest first."""
-    return asyncio.run(probe_all())
+    return [await try_namespaces(), *[await try_engine(name) for name in local.ENGINES]]
 
 
 async def strongest() -> str:
-    """Return the strongest backend that works here, found out once in a process."""
-    global _strongest  # noqa: PLW0603
-    if _strongest is None:
-        failures = []
-        for name in local.OWN_BACKENDS:
-            tried = await try_own(name)
-            if tried.works:
-                _strongest = name
-                return name
-            failures.append(tried)
-        why = "; ".join(f"{tried.backend}: {tried.detail}" for tried in failures)
-        raise UserError(
-            f"no sandbox works here ({why}): allow user namespaces (sysctl user.max_user_namespaces), run as root, "
-            "or ask for a container engine by docker:IMAGE or podman:IMAGE"
-        )
-    return _strongest
+    """Return the strongest backend that works here without being told an image; tried once in a process."""
+    global _works  # noqa: PLW0603
+    if not _works:
+        tried = await try_namespaces()
+        if not tried.works:
+            raise UserError(
+                f"no sandbox works here ({tried.backend}: {tried.detail}): allow user namespaces (sysctl "
+                "user.max_user_namespaces), run as root, or ask for a container engine by docker:IMAGE or podman:IMAGE"
+            )
+        _works = True
+    return local.NAMESPACES

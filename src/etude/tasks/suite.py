@@ -294,7 +294,7 @@ async def layers_of(tree: Path, *differences: Sequence[Entry]) -> AsyncIterator[
 
     The folder is named after this process: if it is killed, the launcher of any later sandbox removes it.
     """
-    prefix = f"etude-layers-{cgroups.namespace()}-{os.getpid()}-{cgroups.start_time(os.getpid())}-"
+    prefix = cgroups.own_name("layers-")
     with tempfile.TemporaryDirectory(prefix=prefix, dir=FAST if os.access(FAST, os.W_OK) else None) as work:
         layers: tuple[Path, ...] = ()
         for number, entries in enumerate(differences):

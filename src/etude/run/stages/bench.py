@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from etude.bench.agents import BUILT_IN, TRACES, BenchSettings, entrant, run_benchmark, weights_mark
+from etude.bench.agents import BUILT_IN, TRACES, BenchSettings, model_agent, run_benchmark, weights_mark
 from etude.errors import UserError
 from etude.files import read_json, sha256_file, write_json
 from etude.lineage import environment
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from etude.bench.agents import Contestant
+    from etude.bench.agents import Agent
     from etude.bench.statistics import Estimate
     from etude.bench.trials import Trial
     from etude.report.benchmark import Scored
@@ -79,8 +79,8 @@ class BenchStage(Stage):
         folders, manifest = _folders(settings, job), find_manifest(settings.tasks, "bench.tasks")
         tasks = load_set(manifest, work.cache, work.reporter, settings.only)
         began = time.monotonic()
-        contestants = _contestants(settings, folders, job)
-        asyncio.run(run_benchmark(tasks, contestants, settings, folder, work.cache, work.reporter))
+        agents = _agents(settings, folders, job)
+        asyncio.run(run_benchmark(tasks, agents, settings, folder, work.cache, work.reporter))
         _free_memory()
         _count_compute(folders, time.monotonic() - began, job)
         write_json(folder / RESULTS, {"lines": write_report([folder], folder)})
@@ -112,12 +112,12 @@ def _folders(settings: BenchStageSettings, job: Job) -> dict[str, Path]:
     return {own: job.model.folder} | {word: locate(word, job.work.cache, job.work.reporter)[1] for word in words}
 
 
-def _contestants(settings: BenchStageSettings, folders: Mapping[str, Path], job: Job) -> list[Contestant]:
+def _agents(settings: BenchStageSettings, folders: Mapping[str, Path], job: Job) -> list[Agent]:
     from etude.agent.policies import in_folder
 
     memory = int(settings.engine_memory * 1e9) or None
     models = [
-        entrant(in_folder(name, folder, settings.device, job.work.reporter, memory=memory), name)
+        model_agent(in_folder(name, folder, settings.device, job.work.reporter, memory=memory), name)
         for name, folder in folders.items()
     ]
     return [*models, *(BUILT_IN[word] for word in settings.against if word in BUILT_IN)]
