@@ -25,12 +25,13 @@ from transformers import AutoModelForCausalLM
 from etude.data.loader import Corpus, Loader
 from etude.models.load import load_model
 from etude.run.stages.training import shares_by_source
+from etude.training.batch import CorpusRows
 from etude.training.distributed import World
-from etude.training.loop import Guard, GuardSettings
+from etude.training.loop import Guard
 from etude.training.measure import bits_by_domain
-from etude.training.optimiser import Optimiser, ScheduleSettings, factor
-from etude.training.session import Session
-from etude.training.settings import OptimiserSettings, TrainSettings
+from etude.training.optimiser import Optimiser, factor
+from etude.training.run import corpus_session
+from etude.training.settings import GuardSettings, OptimiserSettings, ScheduleSettings, TrainSettings
 
 TARGET, OTHERS = "rust", {"code": 0.88, "docs": 0.12}
 PEAK = 8e-3  # sprout's pretraining: Muon; embeddings and vectors at half of it
@@ -49,7 +50,7 @@ class Lab:
         loaded = load_model(model, torch.device("cpu"), torch.float32)
         settings = TrainSettings(tokens=1, batch=BATCH, micro=BATCH, evaluations=0)
         batches = Loader(self.corpus, batch=BATCH)
-        self.session = Session(loaded, settings, batches, LENGTH, lambda _: {}, World(), None, Path(self.folder.name))
+        self.session = corpus_session(loaded, settings, batches, LENGTH, World(), Path(self.folder.name))
         self.start = {name: weight.clone() for name, weight in self.session.weights.masters.items()}
         self.seen = 0
 
@@ -68,18 +69,17 @@ class Lab:
             else OptimiserSettings(lr=peak)
         )
         schedule = ScheduleSettings(kind="cosine") if kind == "cosine" else ScheduleSettings(kind="wsd", decay=0.6)
-        loop.optimiser = Optimiser(session.weights.masters, chosen, replayed=loop.replay is not None)
-        if loop.replay:
-            loop.replay.take(loop.optimiser.update)
+        loop.optimiser = Optimiser(session.weights.masters, chosen, replayed=loop.graphs is not None)
+        if loop.graphs:
+            loop.graphs.take(loop.optimiser.update)
         loop.guard = Guard(GuardSettings())
         loop.factor = lambda step: factor(schedule, step, steps)
-        loop.batches = Loader(
-            self.corpus, seed=seed, batch=BATCH, shares=shares_by_source(self.corpus, shares), workers=2
-        )
+        batches = Loader(self.corpus, seed=seed, batch=BATCH, shares=shares_by_source(self.corpus, shares), workers=2)
+        loop.source = CorpusRows(batches, LENGTH, ranks=1)
         loop.done, loop._ahead = 0, None  # noqa: SLF001 - a new run on the same loop
         for _ in loop.steps(steps):
             self.seen += BATCH * LENGTH
-        loop.batches.close()
+        batches.close()
         return {name: weight.clone() for name, weight in session.weights.masters.items()}
 
     def bits(self, weights: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -89,7 +89,12 @@ class Lab:
                 weight.copy_(weights[name])
         self.session.weights.publish()
         found = bits_by_domain(
-            self.session.nats, self.corpus, length=LENGTH, rows=ROWS, micro=BATCH, device=self.session.device
+            self.session.nats,
+            self.corpus,
+            length=LENGTH,
+            rows=ROWS,
+            micro=BATCH,
+            device=self.session.device,
         )
         return {domain: each.per_byte for domain, each in found.items()}
 

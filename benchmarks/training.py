@@ -27,7 +27,7 @@ from etude.data.loader import Batch
 from etude.lineage.compute import training_flops
 from etude.models.shape import shape_of
 from etude.training.distributed import World
-from etude.training.session import Session
+from etude.training.run import corpus_session
 from etude.training.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def ours(length: int, tokens: int, *, whole: bool) -> dict[str, Any]:
     settings = TrainSettings(tokens=10**12, batch=rows, micro=rows, evaluations=0, device="cuda")
     with tempfile.TemporaryDirectory() as folder:
         batches = Synthetic(rows, length, whole=whole)
-        session = Session(model, settings, batches, length, lambda _: {}, World(), None, Path(folder))
+        session = corpus_session(model, settings, batches, length, World(), Path(folder))
         steps = session.loop.steps(10**9)
         torch.cuda.reset_peak_memory_stats()
         seconds, first = seconds_a_step(lambda: next(steps))
@@ -236,7 +236,7 @@ def _cpu_ours(model: Any, same: list[Batch], rows: int, length: int) -> dict[str
 
     settings = TrainSettings(tokens=rows * length * len(same), batch=rows, micro=rows, evaluations=0, device="cpu")
     with tempfile.TemporaryDirectory() as folder:
-        session = Session(model, settings, Same(), length, lambda _: {}, World(), None, Path(folder))
+        session = corpus_session(model, settings, Same(), length, World(), Path(folder))
         steps = session.loop.steps(len(same))
         first = next(steps)
         began = time.perf_counter()

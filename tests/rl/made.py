@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from etude.agent.trace import NodeKind
+    from etude.rl.trainer import Trainer
 
 
 def node(rng: random.Random, parent: int | None, kind: NodeKind, version: int = 0) -> Node:
@@ -57,6 +58,22 @@ def usual(rng: random.Random, version: int = 0) -> list[list[tuple[Trace, float]
     """Return two groups of two episodes, one of them a tree."""
     shapes = [[TREE, LINE], [LINE, LINE]]
     return [[(episode(rng, shape, version=version), rng.random()) for shape in group] for group in shapes]
+
+
+def step(trainer: Trainer, batch: Batch, root: Path) -> dict[str, float]:
+    """Let a trainer learn from one batch; return its metrics."""
+    return next(trainer.steps([batch], root))
+
+
+def gradient(trainer: Trainer, batch: Batch, root: Path) -> dict[str, float]:
+    """Compute the gradient of a batch and leave it there; return the loss and what was observed."""
+    trainer._root = root
+    packed = trainer.packed(batch, trainer.session.micro, fixed=False)
+    loss, _ = trainer.session.loop.backward([part.rows(packed.weights) for part in packed.parts], packed.divisor)
+    tokens, places = sum(len(each.tokens) for each in packed.branches), sum(part.tokens.size for part in packed.parts)
+    gains = sum(map(abs, packed.gains)) / len(packed.gains)
+    metrics = {"loss": float(loss) / packed.divisor, "advantage": gains, "padding": 1 - tokens / places}
+    return metrics | trainer.observed(packed.parts, trainer.done)
 
 
 def settings(**more: Any) -> RlSettings:

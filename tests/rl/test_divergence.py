@@ -10,8 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rl.algorithm import Reference, divergence
+from etude.rl.algorithm import divergence
 from etude.rl.settings import KlSettings
+from etude.rl.trainer import Reference
+from etude.training.loop import Root
 
 LOGITS, OTHERS = [0.3, -1.0, 2.0, 0.1], [1.0, 0.5, -0.5, 0.0]
 
@@ -63,19 +65,21 @@ def test_as_a_term_of_the_loss_k1_has_no_gradient_but_through_the_reward_it_has_
 
 
 def test_the_variance_of_k3_explodes_where_policies_diverge_and_that_of_k1_does_not() -> None:
-    found = {name: [mean_and_variance(exact([0, -gap]), exact([0, 0]), name)[1] for gap in (1, 4, 8, 12)]
+    variances = {name: [mean_and_variance(exact([0, -gap]), exact([0, 0]), name)[1] for gap in (1, 4, 8, 12)]
              for name in ("k1", "k3")}  # fmt: skip
-    assert max(found["k1"]) < 0.4
-    assert [later / earlier > 10 for earlier, later in zip(found["k3"], found["k3"][1:], strict=False)] == [True] * 3
-    assert found["k3"][-1] > 10_000
+    assert max(variances["k1"]) < 0.4
+    assert [later / earlier > 10 for earlier, later in zip(variances["k3"], variances["k3"][1:], strict=False)] == [
+        True
+    ] * 3
+    assert variances["k3"][-1] > 10_000
 
 
 def test_an_average_follows_the_policy_and_a_start_does_not() -> None:
     for kind, expected in (("average", [0.9 * 0.9 * 1 + 0.9 * 0.1 * 2 + 0.1 * 4] * 3), ("start", [1.0] * 3)):
         model = torch.nn.Linear(1, 3, bias=False)
         torch.nn.init.ones_(model.weight)
-        reference = Reference(model, KlSettings.model_validate({"coefficient": 0.1, "reference": kind, "decay": 0.9}))
+        settings = KlSettings.model_validate({"coefficient": 0.1, "reference": kind, "decay": 0.9})
+        reference = Reference(Root(model), settings, {"weight": model.weight})
         for value in (2.0, 4.0):
             reference.follow({"weight": torch.full((3, 1), value)})
         assert model.weight.flatten().tolist() == pytest.approx(expected)
-        assert not model.weight.requires_grad

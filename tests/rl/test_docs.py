@@ -29,5 +29,7 @@ def test_every_setting_is_explained_with_its_default(heading: str) -> None:
     for name, field in fields.items():
         if field.is_required() or isinstance(field.default, BaseModel):
             assert told[name] == ("required" if field.is_required() else "")
+        elif field.default is None:
+            assert told[name] == "none"
         else:
             assert tomllib.loads(f"value = {told[name]}") == {"value": field.default}, name

@@ -114,9 +114,9 @@ class Run:
         for step in range(1, STEPS + 1):
             batch = exchange.batch(step)
             assert batch is not None
-            trainer.step(batch, self.folder)
+            next(trainer.steps([batch], self.folder))
         trainer.export(folder / "model")
-        trainer.close()
+        trainer.session.close()
         return weights(folder / "model")
 
 

@@ -123,19 +123,19 @@ def moved(trainer: Trainer) -> None:
     """Make the policy another than its reference."""
     torch.manual_seed(5)
     with torch.no_grad():
-        for each in trainer.model.parameters():
+        for each in trainer.session.model.parameters():
             each.add_(torch.randn_like(each), alpha=0.05)
 
 
 def check(base: Path, folder: Path, settings: RlSettings, groups: Groups) -> dict[str, float]:
     trainer = Trainer(base, settings, folder / "trainer")
     moved(trainer)
-    exact, reference = in_float64(trainer.model), in_float64(load_model(base, torch.device("cpu")))
+    exact, reference = in_float64(trainer.session.model), in_float64(load_model(base, torch.device("cpu")))
     fixed = held(exact, reference, groups, settings)
-    told = trainer.gradient(made.batch(folder, 1, groups), folder)
+    told = made.gradient(trainer, made.batch(folder, 1, groups), folder)
     assert told["loss"] == pytest.approx(loss(exact, fixed, settings), rel=1e-5, abs=1e-7)
     weights = dict(exact.named_parameters())
-    gradients = {name: master.grad.double() for name, master in trainer.weights.masters.items()}
+    gradients = {name: master.grad.double() for name, master in trainer.session.weights.masters.items()}
     size = 1e-5
     for seed in range(2):
         torch.manual_seed(seed)
@@ -210,5 +210,5 @@ def test_temperature_is_no_part_of_the_ratio(tiny_base: Path, tmp_path: Path) ->
                 for node in trace.nodes:
                     node.logprobs = [each * times for each in node.logprobs]
         trainer = Trainer(tiny_base, made.settings(), tmp_path / str(times))
-        told.append(trainer.gradient(made.batch(tmp_path / str(times), 1, groups), tmp_path / str(times)))
+        told.append(made.gradient(trainer, made.batch(tmp_path / str(times), 1, groups), tmp_path / str(times)))
     assert told[0] == told[1]

@@ -82,7 +82,7 @@ def test_branches_are_laid_end_to_end_and_bounds_say_where_they_begin() -> None:
     assert part.tokens.shape == (1, 64)
     sizes = sorted((len(each.tokens) for each in found), reverse=True)
     begins = [sum(sizes[:place]) for place in range(4)]
-    assert part.rows().rows.bounds.tolist() == [*begins, 64]
+    assert part.plain_rows().bounds.tolist() == [*begins, 64]
 
 
 def test_what_follows_the_last_sampled_token_is_not_computed() -> None:

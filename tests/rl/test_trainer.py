@@ -23,7 +23,7 @@ from tests.rl import made
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+    return {name: weight.detach().clone() for name, weight in trainer.session.model.named_parameters()}
 
 
 def test_what_an_engine_sampled_is_what_the_trainer_sees(tiny_base: Path, tmp_path: Path) -> None:
@@ -48,26 +48,28 @@ def test_what_an_engine_sampled_is_what_the_trainer_sees(tiny_base: Path, tmp_pa
         return group
 
     group = asyncio.run(play())
-    told = Trainer(tiny_base, made.settings(), tmp_path).gradient(made.batch(tmp_path, 1, [group]), tmp_path)
+    metrics = made.gradient(Trainer(tiny_base, made.settings(), tmp_path), made.batch(tmp_path, 1, [group]), tmp_path)
     assert (
-        told["sampled"] == told["trained"] == sum(len(n.tokens) for trace, _ in group for n in trace.nodes if n.sampled)
+        metrics["sampled"]
+        == metrics["trained"]
+        == sum(len(n.tokens) for trace, _ in group for n in trace.nodes if n.sampled)
     )
-    assert told["mismatch_mean"] < 1e-5
-    assert told["mismatch_p99"] < 1e-4
-    assert told["ratio_min"] == pytest.approx(1, abs=1e-3)
-    assert told["ratio_max"] == pytest.approx(1, abs=1e-3)
-    assert told["staleness_0"] == 1
+    assert metrics["mismatch_mean"] < 1e-5
+    assert metrics["mismatch_p99"] < 1e-4
+    assert metrics["ratio_min"] == pytest.approx(1, abs=1e-3)
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-3)
+    assert metrics["staleness_0"] == 1
     raw = [each for trace, _ in group for node in trace.nodes for each in node.raw_logprobs]
-    assert told["entropy"] == pytest.approx(-sum(raw) / len(raw), rel=1e-5)
+    assert metrics["entropy"] == pytest.approx(-sum(raw) / len(raw), rel=1e-5)
 
 
 def test_tokens_are_told_apart_by_their_age(tiny_base: Path, tmp_path: Path) -> None:
     rng, trainer = random.Random(1), Trainer(tiny_base, made.settings(), tmp_path)
-    trainer.done = 3
+    trainer.session.loop.done = 3
     traces = [made.episode(rng, made.LINE, version=version) for version in (3, 1)]
     counts = [sum(len(node.tokens) for node in trace.nodes if node.sampled) for trace in traces]
-    told = trainer.gradient(made.batch(tmp_path, 4, [[(traces[0], 1.0), (traces[1], 0.0)]]), tmp_path)
-    assert {name: value for name, value in told.items() if name.startswith("staleness")} == {
+    metrics = made.gradient(trainer, made.batch(tmp_path, 4, [[(traces[0], 1.0), (traces[1], 0.0)]]), tmp_path)
+    assert {name: value for name, value in metrics.items() if name.startswith("staleness")} == {
         "staleness_0": counts[0] / sum(counts), "staleness_2": counts[1] / sum(counts)
     }  # fmt: skip
     model = load_model(tiny_base, torch.device("cpu"))
@@ -82,7 +84,7 @@ def test_tokens_are_told_apart_by_their_age(tiny_base: Path, tmp_path: Path) -> 
             if raw is not None:
                 wrong.append(abs(float(logs[at - 1, token]) - raw))
             at += 1
-    assert told["mismatch_mean"] == pytest.approx(sum(wrong) / len(wrong), rel=1e-4)
+    assert metrics["mismatch_mean"] == pytest.approx(sum(wrong) / len(wrong), rel=1e-4)
 
 
 def test_the_better_episode_becomes_likelier_and_the_rate_warms_up(tiny_base: Path, tmp_path: Path) -> None:
@@ -93,16 +95,16 @@ def test_the_better_episode_becomes_likelier_and_the_rate_warms_up(tiny_base: Pa
 
     def likelihood(trace: Trace) -> float:
         alone = made.batch(tmp_path / "alone", 9, [[(trace, 0.0)]])
-        return math.log(trainer.gradient(alone, tmp_path / "alone")["ratio_mean"])
+        return math.log(made.gradient(trainer, alone, tmp_path / "alone")["ratio_mean"])
 
     before = likelihood(good), likelihood(bad)
-    told = [trainer.step(batch, tmp_path) for _ in range(3)]
+    metrics = [made.step(trainer, batch, tmp_path) for _ in range(3)]
     after = likelihood(good), likelihood(bad)
     assert after[0] > before[0]
     assert after[1] < before[1]
-    assert [each["lr"] for each in told] == [0.0005, 0.001, 0.001]
-    assert [each["skipped"] for each in told] == [0, 0, 0]
-    assert all(each["flops"] > 0 and each["gradient"] > 0 and each["seconds"] > 0 for each in told)
+    assert [each["lr"] for each in metrics] == [0.0005, 0.001, 0.001]
+    assert [each["skipped"] for each in metrics] == [0, 0, 0]
+    assert all(each["flops"] > 0 and each["gradient"] > 0 and each["seconds"] > 0 for each in metrics)
     assert trainer.done == 3
 
 
@@ -112,27 +114,27 @@ def test_a_loss_that_is_no_number_moves_nothing(tiny_base: Path, tmp_path: Path)
     trainer = Trainer(tiny_base, made.settings(), tmp_path, say=said.append)
     before = weights(trainer)
     group = [(made.episode(random.Random(3), made.LINE), reward) for reward in (1e38, -1e38)]
-    told = trainer.step(made.batch(tmp_path, 1, [[(trace, reward * 10) for trace, reward in group]]), tmp_path)
-    assert told["skipped"] == 1
-    assert "loss" not in told  # JSON knows no infinity
+    metrics = made.step(trainer, made.batch(tmp_path, 1, [[(trace, reward * 10) for trace, reward in group]]), tmp_path)
+    assert metrics["skipped"] == 1
+    assert "loss" not in metrics  # JSON knows no infinity
     assert said == ["step 1 was skipped: loss is not finite"]
     assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
-    told = trainer.step(made.batch(tmp_path, 2, made.usual(random.Random(3))), tmp_path)
-    assert told["skipped"] == 0
-    assert told["gradient"] > 0  # nothing of the other step is left in it
+    metrics = made.step(trainer, made.batch(tmp_path, 2, made.usual(random.Random(3))), tmp_path)
+    assert metrics["skipped"] == 0
+    assert metrics["gradient"] > 0  # nothing of the other step is left in it
 
 
 @pytest.mark.parametrize("kind", ["start", "average"])
 def test_divergence_is_from_the_start_or_from_an_average_of_the_way(tiny_base: Path, tmp_path: Path, kind: str) -> None:
     trainer = Trainer(tiny_base, made.settings(kl={"coefficient": 0.1, "reference": kind, "decay": 0.5}), tmp_path)
     start = weights(trainer)
-    told = trainer.step(made.batch(tmp_path, 1, made.usual(random.Random(4))), tmp_path)
-    assert "kl" in told
+    metrics = made.step(trainer, made.batch(tmp_path, 1, made.usual(random.Random(4))), tmp_path)
+    assert "kl" in metrics
     assert trainer.reference is not None
-    for name, weight in trainer.reference.model.named_parameters():
+    for name, weight in trainer.reference.root.model.named_parameters():
         expected = start[name] if kind == "start" else (start[name] + weights(trainer)[name]) / 2
         torch.testing.assert_close(weight, expected)
-    assert trainer.model.get_input_embeddings().weight.requires_grad  # the reference has weights of its own
+    assert trainer.session.model.get_input_embeddings().weight.requires_grad  # the reference has weights of its own
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -140,10 +142,10 @@ def test_every_family_learns_publishes_and_exports(tmp_path: Path, family: str) 
     base = tiny.save_model(tmp_path / "base", family)
     trainer = Trainer(base, made.settings(dtype="bfloat16", recompute=family == "llama"), tmp_path / "trainer")
     before = weights(trainer)
-    trainer.step(made.batch(tmp_path, 1, made.usual(random.Random(5))), tmp_path)
+    made.step(trainer, made.batch(tmp_path, 1, made.usual(random.Random(5))), tmp_path)
     assert any(not torch.equal(value, before[name]) for name, value in weights(trainer).items())
     held = load_model(base, torch.device("cpu"))
-    held.load_state_dict(trainer.published())  # what an engine has, name by name
+    held.load_state_dict(trainer.session.computed_state())  # what an engine has, name by name
     for name, weight in held.named_parameters():
         assert torch.equal(weight, weights(trainer)[name])
     trainer.export(tmp_path / "model")
@@ -154,13 +156,35 @@ def test_every_family_learns_publishes_and_exports(tmp_path: Path, family: str) 
     assert not (tmp_path / "model.part").exists()
 
 
+def test_lora_publishes_and_exports_the_sum_and_trains_small_matrices_only(tiny_base: Path, tmp_path: Path) -> None:
+    trainer = Trainer(tiny_base, made.settings(lora={"rank": 2}, kl={"coefficient": 0.1}), tmp_path / "trainer")
+    before = weights(trainer)
+    for number in range(2):
+        metrics = made.step(trainer, made.batch(tmp_path, number, made.usual(random.Random(number))), tmp_path)
+        assert metrics["skipped"] == 0
+    published = trainer.session.computed_state()
+    changed = {name for name, weight in weights(trainer).items() if not torch.equal(weight, before[name])}
+    assert changed
+    assert all(".lora_" in name for name in changed)
+    held = load_model(tiny_base, torch.device("cpu"), torch.float32)
+    ids = torch.arange(1, 60)[None]
+    held.load_state_dict(published)
+    trainer.session.model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        expected = trainer.session.model(ids).logits
+        torch.testing.assert_close(held(ids).logits, expected, rtol=1e-4, atol=1e-4)
+        trainer.export(tmp_path / "model")
+        exported = load_model(tmp_path / "model", torch.device("cpu"), torch.float32)
+        torch.testing.assert_close(exported(ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_recomputing_layers_changes_nothing(tiny_base: Path, tmp_path: Path) -> None:
-    told = []
+    metrics = []
     for recompute in (False, True):
         trainer = Trainer(tiny_base, made.settings(recompute=recompute), tmp_path / str(recompute))
-        told.append(trainer.step(made.batch(tmp_path, 1, made.usual(random.Random(6))), tmp_path))
-        told[-1].pop("seconds")
-    assert told[0] == pytest.approx(told[1], rel=1e-5)
+        metrics.append(made.step(trainer, made.batch(tmp_path, 1, made.usual(random.Random(6))), tmp_path))
+        metrics[-1].pop("seconds")
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-5)
 
 
 @pytest.mark.parametrize(("more", "match"), [
@@ -177,10 +201,10 @@ def test_a_batch_that_cannot_be_learnt_from_is_refused(tiny_base: Path, tmp_path
     trainer = Trainer(tiny_base, made.settings(length=16), tmp_path)
     gone = Batch(3, (TrainedGroup(0, "task", (TrainedEpisode("episodes/none.json", 1.0),)),))
     with pytest.raises(UserError, match=r"step 3 learns from .*none.json, which is gone"):
-        trainer.step(gone, tmp_path)
+        made.step(trainer, gone, tmp_path)
     long = made.episode(random.Random(7), made.TREE)
     with pytest.raises(UserError, match="does not fit a training row of 16; raise `length`"):
-        trainer.step(made.batch(tmp_path, 1, [[(long, 1.0)]]), tmp_path)
+        made.step(trainer, made.batch(tmp_path, 1, [[(long, 1.0)]]), tmp_path)
     empty = Trace("empty", "task", [Node(None, "opening", [1, 2], "")])
     with pytest.raises(UserError, match="hold no token to learn from"):
-        trainer.step(made.batch(tmp_path, 1, [[(empty, 1.0), (empty, 0.0)]]), tmp_path)
+        made.step(trainer, made.batch(tmp_path, 1, [[(empty, 1.0), (empty, 0.0)]]), tmp_path)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from etude.inference.weight_sync import Published, WeightStore
 from etude.rl.exchange import Batch, Exchange, Report
@@ -24,9 +25,9 @@ STEPS, EVERY = 5, 2
 KL = {"coefficient": 0.01, "reference": "average", "decay": 0.9}
 
 
-def prepared(base: Path, folder: Path) -> RlJob:
+def prepared(base: Path, folder: Path, **more: Any) -> RlJob:
     """Return a job all of whose batches are there."""
-    job = RlJob(base, folder, folder / "socket", made.settings(checkpoint_every=EVERY, kl=KL), seed=0)
+    job = RlJob(base, folder, folder / "socket", made.settings(checkpoint_every=EVERY, kl=KL, **more), seed=0)
     exchange = Exchange(job.exchange)
     for step in range(1, STEPS + 1):
         exchange.put_batch(made.batch(folder, step, made.usual(random.Random(step), version=step - 1)))
@@ -42,12 +43,12 @@ class DyingStore(WeightStore):
 
     def publish(self, weights: Any, version: int, step: int) -> Published:
         if (version, self.when) == (self.at, "checkpoint written, not published"):
-            self.trainer.checkpoints.wait()
+            self.trainer.session.wait()
         if version == self.at and "not published" in self.when:
             sessions.kill_oneself()
         done = super().publish(weights, version, step)
         if version == self.at and self.when == "published, not reported":
-            self.trainer.checkpoints.wait()
+            self.trainer.session.wait()
             sessions.kill_oneself()
         return done
 
@@ -148,6 +149,40 @@ def test_as_a_process_of_its_own(tiny_base: Path, tmp_path: Path, straight: Path
     for batch in (job.exchange / "batches").iterdir():
         batch.unlink()
     assert run_trainer(job, Trainer(job.model, job.settings, job.trainer), Exchange(job.exchange), WeightStore(job.weights, 20), threading.Event())  # fmt: skip
+
+
+def test_two_ranks_are_one(tiny_base: Path, tmp_path: Path, straight: Path) -> None:
+    job = prepared(tiny_base, tmp_path, ranks=2)
+    Exchange(job.exchange).stop()
+    done = subprocess.run(
+        [sys.executable, "-m", "etude.rl.trainer", str(job.save())],
+        capture_output=True, text=True, check=False, timeout=300, env={"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    alone = metrics(prepared(tiny_base, straight))
+    for ours, theirs in zip(metrics(job), alone, strict=True):
+        assert ours.keys() == theirs.keys()
+        same = ours.keys() - {"padding"}  # rows are filled up to a multiple of the ranks
+        assert {name: ours[name] for name in same} == pytest.approx(
+            {name: theirs[name] for name in same}, rel=1e-4, abs=1e-6
+        )
+    start, one, two = (
+        load_file(each / "model.safetensors") for each in (tiny_base, straight / "model", tmp_path / "model")
+    )
+    for name, weight in one.items():
+        assert (two[name] - weight).norm() < 1e-3 * (weight - start[name]).norm(), name
+    stores = [WeightStore(each / "weights", 20).pull(STEPS).tensors for each in (tmp_path, straight)]
+    assert stores[0].keys() == stores[1].keys()
+
+
+def test_what_fails_on_one_rank_ends_all_of_them(tiny_base: Path, tmp_path: Path) -> None:
+    job = prepared(tiny_base, tmp_path, ranks=2, optimiser={"name": "muon", "lr": 1e-3})
+    command = [sys.executable, "-m", "etude.rl.trainer", str(job.save())]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=300, env={"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 2
+    assert "cannot be used on several ranks" in done.stderr
 
 
 def test_it_waits_for_batches_and_leaves_when_told(tiny_base: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from etude.progress import Reporter
 from etude.training.batch import rows_of
 from etude.training.distributed import World
 from etude.training.measure import Bits
-from etude.training.session import Session
+from etude.training.run import TrainingRun, corpus_session
 from etude.training.settings import TrainSettings
 from etude.work import Work
 from tests import tiny
@@ -30,6 +30,8 @@ from tests.data.corpora import write_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from etude.training.session import Session
 
 LENGTH = 32
 HANGS = 100  # seconds after which a process that waits for another is not waited for
@@ -73,7 +75,7 @@ def settings(**changes: Any) -> TrainSettings:
 @contextlib.contextmanager
 def session(
     corpus: Path, folder: Path, chosen: TrainSettings, world: World | None = None, **more: Any
-) -> Iterator[Session]:
+) -> Iterator[TrainingRun]:
     """Open a training in a folder; its metrics are written there."""
     world = world or World()
     model = more.pop("model", None) or fresh_model(more.pop("family", "llama"))
@@ -86,7 +88,12 @@ def session(
             metrics = stack.enter_context(MetricsLog(folder / "metrics.jsonl"))
             metrics.put(f"etude/session/{sum(1 for _ in metrics.rows('etude/session/')) + 1:04d}")
             work = Work(folder, metrics, reporter, folder / "cache")
-        yield Session(model, chosen, batches, LENGTH, partial(evaluate, corpus), world, work, folder, **more)
+        session = corpus_session(model, chosen, batches, LENGTH, world, folder, reporter.say, **more)
+        yield TrainingRun(session, chosen, batches, partial(measured, corpus), work, folder)
+
+
+def measured(corpus: Path, session: Session) -> dict[str, Bits]:
+    return evaluate(corpus, session.nats)
 
 
 def evaluate(corpus: Path, nats: Callable[[Any], torch.Tensor]) -> dict[str, Bits]:

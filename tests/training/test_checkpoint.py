@@ -204,14 +204,14 @@ def test_a_full_disk_is_reported_as_the_system_does(small_disk: Path) -> None:
 def test_a_full_disk_ends_a_training_which_goes_on_later(tmp_path: Path, small_disk: Path) -> None:
     corpus, chosen = sessions.write_corpus(tmp_path / "corpus"), sessions.settings()
     with (
-        sessions.session(corpus, small_disk / "run", chosen) as session,
+        sessions.session(corpus, small_disk / "run", chosen) as training,
         pytest.raises(OSError, match="No space") as caught,
     ):
-        session.run()
+        training.run()
     assert caught.value.errno == errno.ENOSPC
     subprocess.run(["mount", "-o", "remount,size=50m", small_disk], check=True)
-    with sessions.session(corpus, small_disk / "run", chosen) as session:
-        session.run()
+    with sessions.session(corpus, small_disk / "run", chosen) as training:
+        training.run()
     with sessions.session(corpus, tmp_path / "straight", chosen) as straight:
         straight.run()
     assert sessions.losses(small_disk / "run") == sessions.losses(tmp_path / "straight")

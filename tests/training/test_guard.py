@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from etude.errors import UserError
 from etude.jsonl import MetricsLog
-from etude.training.loop import Guard, GuardSettings
+from etude.training.loop import Guard
 from etude.training.objectives import Loss
+from etude.training.settings import GuardSettings
 from tests.training import sessions
 
 NAN, INFINITE = float("nan"), float("inf")
@@ -111,11 +112,17 @@ class Poisoned:
     def weight(self, rows: Any) -> float:
         return self._plain.weight(rows)  # type: ignore[no-any-return]
 
+    def flops(self, shape: Any, length: int) -> int:
+        return self._plain.flops(shape, length)  # type: ignore[no-any-return]
+
+    def nats(self, model: Any, rows: Any) -> torch.Tensor:
+        return self._plain.nats(model, rows)
+
     def loss(self, model: Any, rows: Any) -> Loss:
         self._calls += 1
         found = self._plain.loss(model, rows)
         total = self._spoil(found.sum) if self._calls == self._at else found.sum
-        return Loss(total, found.weight, {"spoilt": total.detach()})
+        return Loss(total, {"spoilt": total.detach()})
 
 
 def nan_gradient(total: torch.Tensor) -> torch.Tensor:
@@ -137,13 +144,13 @@ def test_a_training_skips_the_step_and_goes_on(
 ) -> None:
     corpus = sessions.write_corpus(tmp_path / "corpus")
     chosen = sessions.settings(guard={"window": 8}, optimiser={"lr": 3e-3, "name": optimiser})
-    with sessions.session(corpus, tmp_path / "run", chosen) as session:
-        session.loop.forward.objective = Poisoned(session.loop.objective, 10, spoil)
+    with sessions.session(corpus, tmp_path / "run", chosen) as training:
+        training.session.loop.objective = Poisoned(training.session.loop.objective, 10, spoil)
         seen = []
-        for step in session.loop.steps(12):
-            session._write(step)
-            seen.append(sessions.weights(session.model))
-        notes = session.notes()
+        for step in training.session.loop.steps(12):
+            training._write(step)
+            seen.append(sessions.weights(training.session.model))
+        notes = training.notes()
     for number in range(1, 12):
         moved = any(not torch.equal(seen[number][name], seen[number - 1][name]) for name in seen[0])
         # Of the last step the rate is 0.
@@ -160,12 +167,12 @@ def test_a_training_skips_the_step_and_goes_on(
 
 def test_a_training_that_only_skips_ends_with_an_error(tmp_path: Path) -> None:
     corpus = sessions.write_corpus(tmp_path / "corpus")
-    with sessions.session(corpus, tmp_path / "run", sessions.settings(guard={"patience": 2})) as session:
-        before = sessions.weights(session.model)
-        session.evaluate = lambda _: {}
+    with sessions.session(corpus, tmp_path / "run", sessions.settings(guard={"patience": 2})) as training:
+        before = sessions.weights(training.session.model)
+        training.evaluate = lambda _: {}
         with torch.no_grad():
-            session.model.model.norm.weight.fill_(NAN)  # as after an update that went wrong
+            training.session.model.model.norm.weight.fill_(NAN)  # as after an update that went wrong
         with pytest.raises(UserError, match="3 steps in a row were skipped"):
-            session.run()
-        for name, weight in session.model.named_parameters():
+            training.run()
+        for name, weight in training.session.model.named_parameters():
             assert name == "model.norm.weight" or torch.equal(weight, before[name])

@@ -32,16 +32,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_lora_changes_small_matrices_and_hands_over_their_sum(corpus: Path, tmp_path: Path, dtype: str) -> None:
-    with sessions.session(corpus, tmp_path, sessions.settings(dtype=dtype), lora=LORA, seed=5) as session:
-        before = sessions.weights(session.model)
-        for _ in session.loop.steps(6):
+    with sessions.session(corpus, tmp_path, sessions.settings(dtype=dtype), lora=LORA, seed=5) as training:
+        before = sessions.weights(training.session.model)
+        for _ in training.session.loop.steps(6):
             pass
-        trained = sessions.weights(session.model)
+        trained = sessions.weights(training.session.model)
         changed = {name for name in before if not torch.equal(before[name], trained[name])}
         assert changed == {name for name in before if ".lora_" in name}
         assert len(changed) == 2 * 7 * 2  # a pair for each of seven matrices in two layers
-        session._settle()
-        session.export(tmp_path / "model")
+        training.session.settle()
+        training.session.export(tmp_path / "model")
     peft_model = get_peft_model(sessions.fresh_model(), LoraConfig(**ARGUMENTS))
     peft_model.base_model.model.load_state_dict(trained, strict=False)
     merged = peft_model.merge_and_unload().eval()
@@ -58,13 +58,15 @@ def test_lora_changes_small_matrices_and_hands_over_their_sum(corpus: Path, tmp_
 def test_lora_goes_on_after_an_interruption(corpus: Path, tmp_path: Path) -> None:
     for name, steps in (("straight", 0), ("stopped", 6)):
         if steps:
-            with sessions.session(corpus, tmp_path / name, sessions.settings(), lora=LORA, reporter=sessions.acting_reporter(steps, sessions.interrupt)) as session:  # fmt: skip
-                assert sum(weight.numel() for weight in session.weights.masters.values()) < 5000  # a small checkpoint
+            with sessions.session(corpus, tmp_path / name, sessions.settings(), lora=LORA, reporter=sessions.acting_reporter(steps, sessions.interrupt)) as training:  # fmt: skip
+                assert (
+                    sum(weight.numel() for weight in training.session.weights.masters.values()) < 5000
+                )  # a small checkpoint
                 with pytest.raises(Interrupted):
-                    session.run()
-        with sessions.session(corpus, tmp_path / name, sessions.settings(), lora=LORA) as session:
-            after = session.run()["after"]["code"]
-            session.export(tmp_path / name / "model")
+                    training.run()
+        with sessions.session(corpus, tmp_path / name, sessions.settings(), lora=LORA) as training:
+            after = training.run()["after"]["code"]
+            training.session.export(tmp_path / name / "model")
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name / "model").eval()
         isolate(loaded, "auto")
         found = sessions.evaluate(corpus, partial(NextToken(loaded).nats, loaded))["code"]
@@ -91,14 +93,14 @@ def test_with_masters_it_goes_on_and_hands_over_all_their_precision(
                 chosen,
                 lora=adapter,
                 reporter=sessions.acting_reporter(stop, sessions.interrupt),
-            ) as session:
-                compute_in_bf16(session)
+            ) as training:
+                compute_in_bf16(training.session)
                 if stop:
                     with pytest.raises(Interrupted):
-                        session.run()
+                        training.run()
                     continue
-                after = session.run()["after"]["code"]
-                session.export(tmp_path / name / "model")
+                after = training.run()["after"]["code"]
+                training.session.export(tmp_path / name / "model")
     assert sessions.same(tmp_path / "straight", tmp_path / "stopped")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "straight" / "model").eval()
     assert exported.dtype == getattr(torch, dtype)
@@ -111,8 +113,8 @@ def test_with_masters_it_goes_on_and_hands_over_all_their_precision(
     assert np.array_equal(found.nats, after.nats)
 
 
-def on_cpu(corpus: Path, device: torch.device, nats: Any) -> Any:
-    return sessions.evaluate(corpus, lambda given: nats(given.to(device)).cpu())
+def on_cpu(corpus: Path, session: Session) -> Any:
+    return sessions.evaluate(corpus, lambda given: session.nats(given.to(session.device)).cpu())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -126,14 +128,14 @@ def test_on_a_gpu_an_interrupted_training_goes_on(
         for stop in stops:
             with sessions.session(
                 corpus, folder, chosen, lora=adapter, reporter=sessions.acting_reporter(stop, sessions.interrupt)
-            ) as session:
-                session.evaluate = partial(on_cpu, corpus, session.device)
+            ) as training:
+                training.evaluate = partial(on_cpu, corpus)
                 if stop:
                     with pytest.raises(Interrupted):
-                        session.run()
+                        training.run()
                     continue
-                session.run()
-                session.export(folder / "model")
+                training.run()
+                training.session.export(folder / "model")
         AutoModelForCausalLM.from_pretrained(folder / "model")
     assert sessions.losses(tmp_path / "stopped") == pytest.approx(sessions.losses(tmp_path / "straight"), rel=1e-3)
 

@@ -64,14 +64,15 @@ def test_packed_loss_and_gradients_are_those_of_transformers_unpacked(family: st
     batch = make_batch(SIZES, 64, learnt=learnt)
     model = sessions.fresh_model(family).eval()
     isolate(model, "auto")
-    loss = NextToken(model).loss(model, rows_of(batch))
-    (loss.sum / loss.weight).backward()
+    objective, rows = NextToken(model), rows_of(batch)
+    loss = objective.loss(model, rows)
+    (loss.sum / objective.weight(rows)).backward()
     ours = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
     model.zero_grad()
     model.set_attn_implementation("sdpa")
     total, count = alone(model, batch, SIZES)
     (total / count).backward()
-    assert float(loss.weight) == count
+    assert objective.weight(rows) == count
     assert loss.sum.item() / count == pytest.approx(total.item() / count, rel=1e-6)
     for name, weight in model.named_parameters():
         if weight.grad is not None:
@@ -214,8 +215,8 @@ def test_the_split_into_micro_batches_does_not_change_the_loss(tmp_path: Path, c
     corpus = sessions.write_corpus(tmp_path / "corpus")
     found = []
     for name, chosen in (("plain", {}), ("changed", change)):
-        with sessions.session(corpus, tmp_path / name, sessions.settings(tokens=4 * 8 * 32, **chosen)) as session:
-            session.run()
+        with sessions.session(corpus, tmp_path / name, sessions.settings(tokens=4 * 8 * 32, **chosen)) as training:
+            training.run()
         found.append(sessions.losses(tmp_path / name))
     assert found[0] == pytest.approx(found[1], abs=1e-6)
 
@@ -258,7 +259,7 @@ def test_on_a_gpu_loss_and_gradients_are_those_of_the_cpu(family: str) -> None:
         if device == "cpu":
             (rows,) = micro_batches(batch, 4)
         loss = NextToken(model).loss(model, rows.to(torch.device(device)))
-        (loss.sum / loss.weight).backward()
+        (loss.sum / rows.weights_BT.sum()).backward()
         found.append(
             (loss.sum.item(), {n: w.grad.float().cpu() for n, w in model.named_parameters() if w.grad is not None})
         )

@@ -124,9 +124,7 @@ def test_loss_gradient_and_acceptance_are_those_of_transformers_layers(family: s
     expected.backward()
     assert accepted[1].tolist() == count.tolist()
     assert accepted[0].tolist() == pytest.approx(minimum.tolist(), rel=1e-5)
-    assert (
-        float(loss.weight) == pytest.approx(float((count * shares).sum()), rel=1e-6) == objective.weight(rows_of(batch))
-    )
+    assert objective.weight(rows_of(batch)) == pytest.approx(float((count * shares).sum()), rel=1e-6)
     assert loss.sum.item() == pytest.approx(expected.item(), rel=1e-5)
     for layer, other in zip(model.mtp.layers, layers[: len(model.mtp.layers)], strict=True):
         for (name, weight), reference in zip(layer.named_parameters(), other.parameters(), strict=True):
@@ -192,7 +190,7 @@ def joint_gradients(detach: bool, weight: float = 0.5) -> tuple[Any, dict[str, t
         model.zero_grad()
         loss = objective.loss(model, rows)
         loss.sum.backward()
-        assert float(loss.weight) == objective.weight(rows) == float(plain.weight)
+        assert objective.weight(rows) == float(rows.weights_BT.sum())
         found.append(
             ({name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}, loss)
         )
@@ -256,9 +254,9 @@ def train(rank: int, size: int, port: int, corpus: Path, folder: Path) -> None:
     """Train heads in this process, one of several, as torchrun would start it."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": str(port)}  # fmt: skip
-    with heads_session(corpus, folder, join()) as session:
-        session.run()
-        session.export(folder / "model")
+    with heads_session(corpus, folder, join()) as training:
+        training.run()
+        training.session.export(folder / "model")
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)
@@ -269,12 +267,16 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A corpus, and heads trained on it in one go."""
     folder = tmp_path_factory.mktemp("heads")
     corpus = sessions.write_corpus(folder / "corpus")
-    with heads_session(corpus, folder / "work") as session:
-        trunk = {name: weight for name, weight in sessions.weights(session.model).items() if not name.startswith(HEADS)}
-        assert session.heads_only
-        session.run()
-        session.export(folder / "work" / "model")
-        assert all(torch.equal(session.model.get_parameter(name), weight) for name, weight in trunk.items())
+    with heads_session(corpus, folder / "work") as training:
+        trunk = {
+            name: weight
+            for name, weight in sessions.weights(training.session.model).items()
+            if not name.startswith(HEADS)
+        }
+        assert training.session.heads_only
+        training.run()
+        training.session.export(folder / "work" / "model")
+        assert all(torch.equal(training.session.model.get_parameter(name), weight) for name, weight in trunk.items())
     return corpus, folder / "work"
 
 
@@ -288,14 +290,14 @@ def test_only_heads_are_trained_and_saved(straight: tuple[Path, Path]) -> None:
 def test_interrupted_heads_come_out_the_same_bit_for_bit(straight: tuple[Path, Path], tmp_path: Path) -> None:
     corpus, folder = straight
     with (
-        heads_session(corpus, tmp_path, reporter=sessions.acting_reporter(5, sessions.interrupt)) as session,
+        heads_session(corpus, tmp_path, reporter=sessions.acting_reporter(5, sessions.interrupt)) as training,
         pytest.raises(Interrupted),
     ):
-        session.run()
-    with heads_session(corpus, tmp_path) as session:
-        session.run()
-        assert session.loop.done == 12
-        session.export(tmp_path / "model")
+        training.run()
+    with heads_session(corpus, tmp_path) as training:
+        training.run()
+        assert training.session.loop.done == 12
+        training.session.export(tmp_path / "model")
     assert sessions.losses(tmp_path) == sessions.losses(folder)
     assert (tmp_path / "model" / FILE).read_bytes() == (folder / "model" / FILE).read_bytes()
 

@@ -19,7 +19,7 @@ from etude.training.batch import rows_of
 from etude.training.cuda_graphs import FEWEST_PIECES, with_empty_pieces
 from etude.training.distributed import World
 from etude.training.objectives.next_token import NextToken
-from etude.training.session import Session
+from etude.training.run import corpus_session
 from etude.training.settings import TrainSettings
 from tests.tiny import config_of
 
@@ -88,11 +88,9 @@ def test_replayed_steps_are_the_steps(optimiser: str, tmp_path: Path) -> None:
             "tokens": 64 * 4 * 12, "batch": 4, "micro": 4, "evaluations": 0,
             "optimiser": {"name": optimiser, "lr": 1e-2} | ({"other_lr": 1e-2} if optimiser == "muon" else {}),
         })  # fmt: skip
-        session = Session(
-            LlamaForCausalLM(config_of("llama")).eval(), settings, Series(), 64, lambda _: {}, World(), None, tmp_path
-        )
-        assert session.loop.replay is not None
-        session.loop = session.loop if graphs else replace(session.loop, replay=None)
+        session = corpus_session(LlamaForCausalLM(config_of("llama")).eval(), settings, Series(), 64, World(), tmp_path)
+        assert session.loop.graphs is not None
+        session.loop = session.loop if graphs else replace(session.loop, graphs=None)
         losses.append([step.loss for step in session.loop.steps(12)])
     np.testing.assert_allclose(losses[0], losses[1], rtol=5e-3)
     assert losses[0][-1] < losses[0][0]

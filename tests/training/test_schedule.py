@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from etude.training.optimiser import ScheduleSettings, factor
+from etude.training.optimiser import factor
+from etude.training.settings import ScheduleSettings
 
 HALF = 0.7071067811865476  # cos 45°
 

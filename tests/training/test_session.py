@@ -25,7 +25,7 @@ from etude.progress import Reporter
 from etude.training.attention import isolate
 from etude.training.batch import rows_of
 from etude.training.objectives.next_token import NextToken
-from etude.training.session import Session, measuring_steps
+from etude.training.run import TrainingRun, measuring_steps
 from tests import tiny
 from tests.training import sessions
 
@@ -54,9 +54,9 @@ def train(corpus: Path, folder: Path, name: str, after_step: int = 0, at_batch: 
     chosen = sessions.settings(optimiser={"name": name, "lr": 3e-3}, evaluations=4)
     with sessions.session(
         corpus, folder, chosen, reporter=sessions.acting_reporter(after_step, sessions.kill_oneself), **more
-    ) as session:
-        session.run()
-        session.export(folder / "model")
+    ) as training:
+        training.run()
+        training.session.export(folder / "model")
 
 
 def rows(folder: Path, prefix: str) -> dict[str, Any]:
@@ -104,9 +104,9 @@ def test_killed_again_and_again_it_comes_out_the_same_bit_for_bit(corpus: Path, 
 def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A training left alone."""
     folder = tmp_path_factory.mktemp("straight")
-    with sessions.session(corpus, folder, sessions.settings(evaluations=4)) as session:
-        session.run()
-        session.export(folder / "model")
+    with sessions.session(corpus, folder, sessions.settings(evaluations=4)) as training:
+        training.run()
+        training.session.export(folder / "model")
     return folder
 
 
@@ -115,10 +115,10 @@ def stop_after(corpus: Path, folder: Path, steps: int, **more: Any) -> None:
     with (
         sessions.session(
             corpus, folder, chosen, reporter=sessions.acting_reporter(steps, sessions.interrupt)
-        ) as session,
+        ) as training,
         pytest.raises(Interrupted),
     ):
-        session.run()
+        training.run()
 
 
 def go_on(corpus: Path, folder: Path) -> tuple[str, list[str]]:
@@ -126,10 +126,10 @@ def go_on(corpus: Path, folder: Path) -> tuple[str, list[str]]:
     said = io.StringIO()
     with sessions.session(
         corpus, folder, sessions.settings(evaluations=4), reporter=Reporter(Console(file=said, width=300))
-    ) as session:
-        session.run()
-        session.export(folder / "model")
-        return said.getvalue(), session.notes()
+    ) as training:
+        training.run()
+        training.session.export(folder / "model")
+        return said.getvalue(), training.notes()
 
 
 @pytest.mark.parametrize("steps", [1, 4, 6])  # the fourth has a checkpoint of its own
@@ -177,18 +177,18 @@ def test_a_split_chosen_by_free_memory_is_kept(corpus: Path, tmp_path: Path) -> 
     chosen = sessions.settings(micro=0)
     with sessions.session(
         corpus, tmp_path, chosen, reporter=sessions.acting_reporter(5, sessions.interrupt)
-    ) as session:
-        assert session.micro == 8
-        session.micro = session.loop.micro = 2  # as if there had been less
+    ) as training:
+        assert training.session.micro == 8
+        training.session.micro = training.session.loop.micro = 2  # as if there had been less
         with pytest.raises(Interrupted):
-            session.run()
-    with sessions.session(corpus, tmp_path, chosen) as session:
-        session.run()
-        assert session.loop.micro == 2
-        assert session.guard.state()["recent"]["loss"] == sessions.losses(tmp_path)  # of both sessions
+            training.run()
+    with sessions.session(corpus, tmp_path, chosen) as training:
+        training.run()
+        assert training.session.loop.micro == 2
+        assert training.session.guard.state()["recent"]["loss"] == sessions.losses(tmp_path)  # of both sessions
     (tmp_path / "small").mkdir()
-    with sessions.session(corpus, tmp_path / "small", sessions.settings(micro=2)) as session:
-        session.run()
+    with sessions.session(corpus, tmp_path / "small", sessions.settings(micro=2)) as training:
+        training.run()
     assert sessions.losses(tmp_path) == sessions.losses(tmp_path / "small")
 
 
@@ -197,8 +197,8 @@ def test_it_is_measured_before_on_the_way_and_after(corpus: Path, straight: Path
     assert list(found) == ["00000000", "00000002", "00000003", "00000004", "00000008", "after"]
     bits = [row["bits_per_byte"]["code"] for row in found.values()]
     assert bits[-1] < 0.9 * bits[0]
-    with sessions.session(corpus, tmp_path, sessions.settings(evaluations=4)) as session:
-        results = session.run()
+    with sessions.session(corpus, tmp_path, sessions.settings(evaluations=4)) as training:
+        results = training.run()
     before, after = (results[when]["code"] for when in ("before", "after"))
     untouched = sessions.fresh_model().eval()
     isolate(untouched, "auto")
@@ -221,9 +221,9 @@ def test_what_is_measured_last_is_what_is_handed_over(corpus: Path, tmp_path: Pa
         if "correction" in name:
             buffer.add_(torch.linspace(0, 1e-3, len(buffer)) + 1)  # what bf16 would round away
     chosen = sessions.settings(tokens=3 * TOKENS, dtype=dtype)
-    with sessions.session(corpus, tmp_path, chosen, model=model) as session:
-        after = session.run()["after"]["code"]
-        session.export(tmp_path / "model")
+    with sessions.session(corpus, tmp_path, chosen, model=model) as training:
+        after = training.run()["after"]["code"]
+        training.session.export(tmp_path / "model")
     with safe_open(tmp_path / "model" / "model.safetensors", "pt") as file:
         assert ("lm_head.weight" in file.keys()) == (not model.config.tie_word_embeddings)  # noqa: SIM118
         found = {file.get_tensor(name).dtype for name in file.keys() if "correction" not in name}  # noqa: SIM118
@@ -236,9 +236,9 @@ def test_what_is_measured_last_is_what_is_handed_over(corpus: Path, tmp_path: Pa
     assert np.array_equal(measured.nats, after.nats)
 
 
-def opened(corpus: Path, folder: Path, **more: Any) -> Session:
-    with sessions.session(corpus, folder, sessions.settings(**more.pop("changes", {})), **more) as session:
-        return session
+def opened(corpus: Path, folder: Path, **more: Any) -> TrainingRun:
+    with sessions.session(corpus, folder, sessions.settings(**more.pop("changes", {})), **more) as training:
+        return training
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -254,11 +254,11 @@ def test_damaged_base_weights_are_refused(corpus: Path, tmp_path: Path, value: f
 
 
 def test_a_model_that_computes_no_numbers_is_refused(corpus: Path, tmp_path: Path) -> None:
-    session = opened(corpus, tmp_path)
+    training = opened(corpus, tmp_path)
     with torch.no_grad():
-        session.model.model.norm.weight.fill_(3e38)  # finite, and yet
+        training.session.model.model.norm.weight.fill_(3e38)  # finite, and yet
     with pytest.raises(UserError, match=r"^measured after step 0, 'code' has no finite bits per byte"):
-        session.run()
+        training.run()
 
 
 def test_a_mask_that_hides_everything_is_refused(corpus: Path, tmp_path: Path) -> None:
@@ -267,14 +267,14 @@ def test_a_mask_that_hides_everything_is_refused(corpus: Path, tmp_path: Path) -
 
     with sessions.session(
         corpus, tmp_path, sessions.settings(), wrap=lambda plain: sessions.Wrapped(plain, hidden)
-    ) as session:
+    ) as training:
         with pytest.raises(
             UserError, match="step 1: a whole batch has no token to learn from; its mask hides every one"
         ):
-            session.run()
+            training.run()
         assert all(
             torch.equal(weight, sessions.tiny_model().get_parameter(name))
-            for name, weight in session.model.named_parameters()
+            for name, weight in training.session.model.named_parameters()
         )
 
 
@@ -283,9 +283,10 @@ def some_rows(corpus: Path) -> Any:
     return rows_of(plain.read([plain.splits["train"]["a"][index] for index in range(8)]))
 
 
-def gradients(session: Session, given: Any) -> Iterator[torch.Tensor]:
-    session.loop.forward(given)[0].backward()
-    return (weight.grad for weight in session.weights.masters.values())
+def gradients(training: TrainingRun, given: Any) -> Iterator[torch.Tensor]:
+    loop = training.session.loop
+    loop.root(loop.objective.loss, given).sum.backward()
+    return (weight.grad for weight in training.session.weights.masters.values())
 
 
 @pytest.mark.parametrize("way", ["documents", "sdpa"])
@@ -299,9 +300,9 @@ def test_recomputing_gives_the_same_gradients(corpus: Path, tmp_path: Path, way:
         calls: list[int] = []
         model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         changes = {"recompute": recompute, "attention": way}
-        session = opened(corpus, tmp_path / str(recompute), model=model, changes=changes)
+        training = opened(corpus, tmp_path / str(recompute), model=model, changes=changes)
         calls.clear()
-        found.append(list(gradients(session, some_rows(corpus))))
+        found.append(list(gradients(training, some_rows(corpus))))
         passes.append(len(calls))
     assert passes == [1, 2]
     assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))

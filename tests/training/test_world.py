@@ -28,19 +28,19 @@ def train(corpus: Path, folder: Path, changes: dict[str, Any], stop_after: int) 
     """Train in this process, which may be one of several; return how it ended."""
     world = join()
     reporter = Reporter(quiet=True)
-    with sessions.session(corpus, folder, sessions.settings(micro=2, **changes), world, reporter=reporter) as session:
+    with sessions.session(corpus, folder, sessions.settings(micro=2, **changes), world, reporter=reporter) as training:
 
         def check() -> None:
-            if session.loop.done == stop_after:
+            if training.session.loop.done == stop_after:
                 raise Interrupted(signal.SIGTERM)
 
         if stop_after:
             reporter.check_stop = check  # of rank 0: the others have no work, and a reporter of their own
         try:
-            bits = session.run()
+            bits = training.run()
         except Interrupted:
             return STOPPED
-        session.export(folder / "model")
+        training.session.export(folder / "model")
         per_byte = {when: each["code"].per_byte for when, each in bits.items()}
         write_json(folder / f"bits-{world.rank}.json", per_byte)
     return 0

@@ -57,32 +57,37 @@ class Part:
     positions: Array
     places: tuple[tuple[Branch, int, int], ...]  # branch, row, column
 
-    def rows(self, advantages: Sequence[float] | None = None) -> SampledRows:
-        """Return the rows as tensors, with the advantages of the batch's episodes if those are known yet."""
+    def rows(self, weights: Sequence[float]) -> SampledRows:
+        """Return the rows as tensors, each learnt token with the weight of its episode."""
         shape = self.tokens.shape
-        weights, logprobs, learnt = (np.zeros(shape, kind) for kind in (np.float32, np.float32, np.bool_))
+        learnt_weights, logprobs, learnt = (np.zeros(shape, kind) for kind in (np.float32, np.float32, np.bool_))
         for branch, row, column in self.places:
             here = slice(column, column + len(branch.learnt))
             logprobs[row, here], learnt[row, here] = branch.logprobs, branch.learnt
-            weights[row, here] = branch.learnt * (advantages[branch.episode] if advantages else 0.0)
+            learnt_weights[row, here] = branch.learnt * weights[branch.episode]
+        return SampledRows(self._plain(learnt_weights), torch.from_numpy(logprobs), torch.from_numpy(learnt))
+
+    def plain_rows(self) -> Rows:
+        """Return the rows as tensors to be scored only."""
+        return self._plain(np.zeros(self.tokens.shape, np.float32))
+
+    def _plain(self, weights: Array) -> Rows:
         tokens, bounds = torch.from_numpy(self.tokens), torch.from_numpy(piece_bounds(self.positions))
-        plain = Rows(tokens, tokens.roll(-1, 1), torch.from_numpy(weights), torch.from_numpy(self.positions), bounds)
-        return SampledRows(plain, torch.from_numpy(logprobs), torch.from_numpy(learnt))
+        return Rows(tokens, tokens.roll(-1, 1), torch.from_numpy(weights), torch.from_numpy(self.positions), bounds)
 
     def by_branch(self, values: torch.Tensor) -> list[tuple[Branch, Array]]:
-        """Return the values of each branch, in float32."""
-        found = values.float().cpu().numpy()
-        return [(each, found[row, column : column + len(each.fresh)]) for each, row, column in self.places]
+        array = values.cpu().numpy()
+        return [(branch, array[row, column : column + len(branch.fresh)]) for branch, row, column in self.places]
 
 
 def branches(trace: Trace, episode: int, *, train_summaries: bool) -> list[Branch]:
     """Return the branches of an episode that hold sampled tokens of their own."""
     if not all(node.trainable for node in trace.nodes if node.sampled):
         raise UserError(f"trace {trace.id!r} lacks log-probs: what its policy does not tell cannot be learnt from")
-    found = samples(trace)
-    masked = found if train_summaries else samples(_without_summaries(trace))
+    paths = samples(trace)
+    masked = paths if train_summaries else samples(_without_summaries(trace))
     made = []
-    for sample, other in zip(found, masked, strict=True):
+    for sample, other in zip(paths, masked, strict=True):
         if any(sample.trained):
             assert not sample.trained[0], f"trace {trace.id!r} begins with a sampled token, which nothing predicts"
             until = slice(1, len(sample.trained) - sample.trained[::-1].index(True))
@@ -105,9 +110,9 @@ def _without_summaries(trace: Trace) -> Trace:
     return replace(trace, nodes=nodes)
 
 
-def row_length(found: Sequence[Branch], limit: int, *, fixed: bool) -> int:
+def row_length(branches: Sequence[Branch], limit: int, *, fixed: bool) -> int:
     """Return the length of rows: the limit, or if it need not be fixed what the longest branch takes."""
-    longest = max(len(branch.tokens) for branch in found)
+    longest = max(len(branch.tokens) for branch in branches)
     if longest > limit:
         raise UserError(
             f"a branch of {longest} tokens does not fit a training row of {limit}; raise `length`, or lower harness.summary.trigger"
@@ -115,12 +120,16 @@ def row_length(found: Sequence[Branch], limit: int, *, fixed: bool) -> int:
     return limit if fixed else min(limit, -(-longest // STEP) * STEP)
 
 
-def pack(found: Sequence[Branch], length: int, at_once: int, *, fixed: bool) -> Iterator[Part]:
-    """Yield rows in parts of `at_once`; if shapes must be fixed, the last is filled up with rows of padding."""
-    rows = _first_fit([len(branch.tokens) for branch in found], length)
-    for begin in range(0, len(rows), at_once):
-        some = rows[begin : begin + at_once]
-        yield _part([[found[place] for place in row] for row in some], length, at_once if fixed else len(some))
+def pack(
+    branches: Sequence[Branch], length: int, at_once: int, *, fixed: bool, rank: int = 0, ranks: int = 1
+) -> Iterator[Part]:
+    """Yield a rank's rows in parts of `at_once`, as many on every rank; if shapes must be fixed, padding fills the last up."""
+    rows = _first_fit([len(branch.tokens) for branch in branches], length)
+    rows += [[] for _ in range(-len(rows) % ranks)]
+    own = rows[rank::ranks]
+    for begin in range(0, len(own), at_once):
+        some = own[begin : begin + at_once]
+        yield _part([[branches[place] for place in row] for row in some], length, at_once if fixed else len(some))
 
 
 def _part(rows: list[list[Branch]], length: int, count: int) -> Part:

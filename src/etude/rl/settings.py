@@ -1,24 +1,25 @@
-"""What the `rl` stage can be told. Free of torch, so that a recipe is read at once."""
+"""The settings of the `rl` stage. Free of torch, so that a recipe is read at once."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from etude.agent.harness import HarnessSettings
 from etude.agent.tools import ToolSettings
+from etude.errors import nearest
 from etude.rewards.reward import RewardSettings
-from etude.tasks.task import Style
-from etude.training.settings import OptimiserSettings, with_own_defaults
+from etude.rl.algorithm import ALGORITHMS
+from etude.tasks.task import Style  # noqa: TC001 - pydantic reads it
+from etude.training.settings import LoraSettings, OptimiserSettings, Settings, TrainerSettings
+
+CHOICES = ("correction", "normaliser", "window", "tau")  # what some algorithms use and others do not
+Bound = Annotated[float, Field(ge=0)]
 
 
-class _Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class CorrectionSettings(_Settings):
-    """What is done about tokens that the policy being trained would now sample with another probability: ratio = new / old."""
+class CorrectionSettings(Settings):
+    """What is done about tokens that the policy would now sample with another probability: ratio = new / old."""
 
     level: Literal["token", "sequence", "geometric"] = Field(
         default="token", description="ratio of each token; product over a branch; or its geometric mean, a token"
@@ -30,7 +31,7 @@ class CorrectionSettings(_Settings):
     high: float = Field(default=8.0, gt=1, description="largest ratio that is used")
 
 
-class KlSettings(_Settings):
+class KlSettings(Settings):
     """How far the policy may go from a reference: a penalty in the reward."""
 
     coefficient: float = Field(default=0.0, ge=0, description="of the penalty, a nat; 0: no reference is kept")
@@ -43,7 +44,7 @@ class KlSettings(_Settings):
     decay: float = Field(default=0.99, gt=0, lt=1, description="average: what stays of it, a step")
 
 
-class CurriculumSettings(_Settings):
+class CurriculumSettings(Settings):
     """Which tasks come earlier: at first all alike, later the harder ones."""
 
     hard: float = Field(default=1.0, ge=0, description="pull of many turns and much thinking; 0: all alike")
@@ -55,7 +56,7 @@ class CurriculumSettings(_Settings):
     )
 
 
-class RlSettings(_Settings):
+class RlSettings(TrainerSettings):
     """Reinforcement learning on tasks."""
 
     tasks: str = Field(description="a manifest of tasks, as `etude tasks make` writes it")
@@ -80,6 +81,11 @@ class RlSettings(_Settings):
     )
 
     rewards: RewardSettings = RewardSettings()
+    algorithm: str = Field(default="composer2", description=f"one of {', '.join(ALGORITHMS)}")
+    window: tuple[Bound, Bound] | None = Field(
+        default=None, strict=False, description="grpo, gspo, icepop, kimi: bounds of the ratio; default the algorithm's"
+    )
+    tau: float = Field(default=0.001, ge=0, description="kimi: strength of the pull back to the sampler")
     train_summaries: bool = Field(
         default=True, description="false: no gradient on the tokens of summaries, for ablation"
     )
@@ -100,18 +106,10 @@ class RlSettings(_Settings):
     length: int = Field(
         default=0, ge=0, description="tokens of a training row; longer branches fail; 0: the model's context"
     )
-    micro: int = Field(default=0, ge=0, description="rows at once; 0: as many as fit by estimate")
-    recompute: bool = Field(
-        default=False, description="compute layers again in the backward pass: slower, far less memory"
+    lora: LoraSettings | None = Field(
+        default=None, description="train small matrices only; leave out to train all weights"
     )
-    compile: Literal["auto", "on", "off"] = Field(
-        default="auto", description="torch.compile of the layers; auto: on a GPU"
-    )
-
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto, cpu or cuda")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="of the saved weights; auto: as the parent's"
-    )
+    ranks: int = Field(default=1, ge=1, description="processes that train together, each on a GPU of its own")
     processes: bool = Field(default=True, description="engine and trainer in processes of their own; false: all in one")
     engine: str = Field(
         default="",
@@ -126,14 +124,20 @@ class RlSettings(_Settings):
         default=False, description="keep all traces of a finished run, not only the samples of each step"
     )
 
-    @model_validator(mode="before")
+    @field_validator("algorithm")
     @classmethod
-    def _keep_own_defaults(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """A table that sets one number of the optimiser leaves the others as this stage has them."""
-        return with_own_defaults(cls, given, {"optimiser": "name"})
+    def _is_known(cls, name: str) -> str:
+        if name not in ALGORITHMS:
+            raise ValueError(f"unknown algorithm {name!r}{nearest(name, ALGORITHMS)}")
+        return name
 
     @model_validator(mode="after")
-    def _can_learn(self) -> RlSettings:
+    def _can_learn(self) -> Self:
+        self.refuse_idle(set(CHOICES) - ALGORITHMS[self.algorithm].uses, f"the algorithm {self.algorithm!r}")
+        if self.window and self.window[0] >= self.window[1]:
+            raise ValueError(f"window = {list(self.window)}: the first bound must be below the second")
+        if self.ranks > 1 and not self.processes:
+            raise ValueError("ranks = 1 is all that one process can be; leave out `processes = false`")
         if self.mode == "async" and self.staleness == 0:
             raise ValueError('staleness = 0 allows nothing but mode = "sync"; set that, or a staleness of 1 or more')
         if self.engine and not self.processes:
@@ -144,5 +148,5 @@ class RlSettings(_Settings):
 
     @property
     def at_once(self) -> int:
-        """Return how many episodes are played at once."""
+        """How many episodes are played at once."""
         return self.concurrency or self.groups * self.group_size

@@ -1,4 +1,4 @@
-"""What a model is trained on: rows of packed pieces as tensors, with the target and the weight of every position.
+"""What a step is trained on: rows of packed pieces as tensors, with the target and the weight of every position.
 
 Shapes: B rows, T positions. A piece is a document, a part of one, or padding. Position i of a piece predicts its token
 i + 1; the last position of a piece predicts nothing, because the next piece has nothing to do with it.
@@ -6,8 +6,9 @@ i + 1; the last position of a piece predicts nothing, because the next piece has
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -29,9 +30,7 @@ class Rows:
 
     tokens_BT: torch.Tensor  # int64
     targets_BT: torch.Tensor  # int64: what each position predicts
-    weights_BT: (
-        torch.Tensor
-    )  # float32: how much that counts; 0 at ends of pieces, in padding, and where nothing is learnt
+    weights_BT: torch.Tensor  # float32: how much that counts; 0 at ends of pieces, in padding, where nothing is learnt
     positions_BT: torch.Tensor  # int64: from 0 in each piece
     bounds: torch.Tensor  # int32: where pieces begin in the flattened rows from `whole` on, then the end
     whole: int = 0  # this many rows at the front are known to be one piece each
@@ -45,13 +44,49 @@ class Rows:
         return moved
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Rows:
-        """Return rows with every tensor changed."""
         tokens, targets, weights, positions, bounds = (change(each) for each in self.tensors())
         return Rows(tokens, targets, weights, positions, bounds, self.whole)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return all tensors, in the order of the fields."""
         return self.tokens_BT, self.targets_BT, self.weights_BT, self.positions_BT, self.bounds
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """What one step learns from."""
+
+    parts: list[Any]  # this rank's micro-batches, as the objective takes them, in main memory
+    pieces: Counter[int]  # how many pieces of each length, over all ranks
+    divisor: float | None = None  # of the loss; None: the weight of the rows of all ranks
+    waited: float = 0.0  # seconds until there was anything to make them of
+
+
+class Batches(Protocol):
+    """An endless series of batches that can be taken up where it was left."""
+
+    def __next__(self) -> Batch: ...
+    def state(self) -> dict[str, Any]: ...
+    def load_state(self, state: Any) -> None: ...
+    def achieved(self) -> dict[str, dict[str, float]]:
+        """Return shares of the tokens handed over so far: by source, by domain; and epochs by source."""
+        ...
+
+
+class CorpusRows:
+    """A packed corpus as a source of rows of `length` tokens (`loop.Source`)."""
+
+    ahead = True
+
+    def __init__(self, batches: Batches, length: int, ranks: int) -> None:
+        self.batches, self.length, self._ranks = batches, length, ranks
+        self.state, self.load_state = batches.state, batches.load_state
+
+    def take(self, micro: int, device: torch.device) -> StepRows:
+        batch = cut(next(self.batches), self.length)
+        parts = list(micro_batches(batch, micro, whole_first=device.type == "cuda"))
+        sizes = Counter(np.diff(piece_bounds(batch.positions)).tolist())
+        pieces = Counter({size: count * self._ranks for size, count in sizes.items()})
+        return StepRows(parts, pieces)
 
 
 def cut(batch: Batch, length: int) -> Batch:

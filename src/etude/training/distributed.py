@@ -47,6 +47,14 @@ class World:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in their order."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
     def device(self, wish: str) -> torch.device:
         """Return the device of this rank."""
         from etude.models.load import choose_device
@@ -68,12 +76,15 @@ def join() -> World:
     return World(dist.get_rank(), size)
 
 
-def shard(root: torch.nn.Module, layers: Any, dtype: torch.dtype) -> None:
-    """Spread a model over all ranks in place: float32 shards, computation in `dtype`, gradients added in float32."""
+def shard(root: torch.nn.Module, layers: Any, dtype: torch.dtype, *, trained: bool) -> None:
+    """Spread a model over all ranks in place: float32 shards, computation in `dtype`, gradients added in float32.
+
+    What is outside the layers stays whole from the forward to the backward pass, if there will be one.
+    """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers:
         fully_shard(layer, mp_policy=policy)
-    fully_shard(root, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(root, mp_policy=policy, reshard_after_forward=not trained)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

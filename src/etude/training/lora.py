@@ -1,4 +1,4 @@
-"""LoRA by peft: small matrices beside the large ones are trained, and added in when the model is saved."""
+"""LoRA by peft: small matrices beside the large ones are trained, and added in when the model is handed over."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 from etude.errors import UserError, one_line
 
 if TYPE_CHECKING:
+    import torch
+
     from etude.training.settings import LoraSettings
 
 
 def add(model: Any, settings: LoraSettings, seed: int) -> Any:
-    """Give a model its small matrices, and return peft's hold on it; only they are trained from now on."""
+    """Give a model its small matrices, and return peft's wrapper; only they are trained from now on."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -29,6 +31,18 @@ def add(model: Any, settings: LoraSettings, seed: int) -> Any:
         raise UserError(f"lora.targets {settings.targets!r} does not fit this model: {one_line(error)}") from None
 
 
-def merge(held: Any) -> Any:
-    """Add the small matrices into the large ones, and return the model as it was built."""
-    return held.merge_and_unload()
+def merged_state(adapters: Any, model: Any) -> dict[str, torch.Tensor]:
+    """Return the state that a model would have with its small matrices added in, by the names it had without them.
+
+    peft's way back subtracts, and rounds: so the large matrices are put back as they were.
+    """
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    adapters.merge_adapter()
+    merged = {
+        name.replace(".base_layer.", "."): value.clone()
+        for name, value in model.state_dict().items()
+        if ".lora_" not in name
+    }
+    adapters.unmerge_adapter()
+    model.load_state_dict(before)
+    return merged

@@ -26,10 +26,9 @@ step has it at the peak.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from etude.errors import UserError
 from etude.training.distributed import like
@@ -37,7 +36,7 @@ from etude.training.distributed import like
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from etude.training.settings import OptimiserSettings
+    from etude.training.settings import OptimiserSettings, ScheduleSettings
 
     Named = Mapping[str, torch.Tensor]
 
@@ -223,38 +222,6 @@ class MixedWeights(Weights):
             for master in self.masters.values():
                 master.copy_(master.to(dtype))
         self.publish()
-
-
-class ScheduleSettings(BaseModel):
-    """How the learning rate goes."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    kind: Literal["linear", "cosine", "wsd", "infinite"] = Field(default="cosine", description="the form of the curve")
-    warmup: float = Field(
-        default=0.01, ge=0, lt=1, description="share of the steps in which the rate rises to its peak"
-    )
-    decay: float = Field(default=0.2, gt=0, le=1, description="wsd, infinite: share of the steps of the last fall")
-    cool: float = Field(default=0.1, gt=0, lt=1, description="infinite: share of the steps of the first fall")
-    constant: float = Field(default=0.5, gt=0, le=1, description="infinite: the factor between the two falls")
-    floor: float = Field(default=0.0, ge=0, le=1, description="the factor at the end")
-
-    @model_validator(mode="after")
-    def _parts_fit(self) -> ScheduleSettings:
-        own = {"wsd": {"decay"}, "infinite": {"decay", "cool", "constant"}}.get(self.kind, set())
-        fields = type(self).model_fields  # a resolved recipe writes all of them out
-        if idle := sorted(
-            name for name in {"decay", "cool", "constant"} - own if getattr(self, name) != fields[name].default
-        ):
-            raise ValueError(f"`{idle[0]}` means nothing for the schedule {self.kind!r}")
-        used = self.warmup + sum(getattr(self, name) for name in own & {"decay", "cool"})
-        if used > 1 + 1e-9:
-            raise ValueError(f"the parts of the schedule {self.kind!r} take {used:.2f} of the run, more than all of it")
-        if self.kind == "infinite" and self.floor > self.constant:
-            raise ValueError(
-                f"`floor` {self.floor:g} is above `constant` {self.constant:g}, so the last fall would rise"
-            )
-        return self
 
 
 def factor(settings: ScheduleSettings, step: int, steps: int) -> float:

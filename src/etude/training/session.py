@@ -1,156 +1,260 @@
-"""One training from start to end: resumed where it was, measured before, on the way and after, saved as it goes.
+"""A model in training: everything that has a gradient goes through here, whatever it learns from.
 
-A row a step goes into the metrics (`train/…`), one a measurement (`eval/…`). After a kill, steps since the last checkpoint are done
-again: on a CPU with the same result, bit for bit. Their rows are there already; what they cost a second time is written
-as `again/…`, because it was spent.
+    prepare the model   refuse damaged weights, add LoRA, isolate documents, move to the device
+    plan memory         how many rows fit at once
+    compile and shard   layer by layer
+    build the loop      weights, optimiser, CUDA graphs
+
+The rows come from a source (`loop.Source`): a corpus (`run.py`) or episodes (`rl/trainer.py`). After a kill a training goes on from
+its last checkpoint: on a CPU with the same result, bit for bit.
 """
 
 from __future__ import annotations
 
-import contextlib
-import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+import copy
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-import numpy as np
 import torch
 
-from etude.errors import Interrupted, UserError
+from etude.errors import UserError
 from etude.models.mtp_heads import HEADS
 from etude.models.shape import shape_of
-from etude.progress import Reporter
 from etude.training import lora, memory
 from etude.training.attention import isolate
 from etude.training.checkpoint import Checkpoints, export
 from etude.training.cuda_graphs import SMALL, Replay
 from etude.training.distributed import like, shard, whole
-from etude.training.loop import Forward, Guard, Loop
-from etude.training.measure import load_bits, save_bits
-from etude.training.memory import keep_freed_memory
+from etude.training.loop import Guard, Loop, Root
 from etude.training.objectives.next_token import NextToken
-from etude.training.optimiser import MixedWeights, Optimiser, Weights, factor
+from etude.training.optimiser import MixedWeights, Optimiser, Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from etude.lineage.compute import ComputeShape
-    from etude.progress import Task
+    from etude.training.batch import Rows
     from etude.training.distributed import World
-    from etude.training.loop import Batches, Step
-    from etude.training.measure import Bits, Nats
+    from etude.training.loop import Source, Step
     from etude.training.objectives import Objective
-    from etude.training.settings import LoraSettings, TrainSettings
-    from etude.work import Work
+    from etude.training.objectives.mtp import MultiToken
+    from etude.training.settings import LoraSettings, TrainerSettings
 
-    Evaluate = Callable[[Nats], dict[str, Bits]]
-
-CHECKPOINTS = "checkpoints"
-BEFORE = "before.npz"
+    Tensors = dict[str, torch.Tensor]
 
 
 @dataclass
 class Session:
-    """Everything a training works with. `work` is rank 0's; the other ranks have none and write nothing."""
+    """A model, its source of rows, and all that a step needs."""
 
     model: Any  # with float32 weights
-    settings: TrainSettings
-    batches: Batches
-    length: int
-    evaluate: Evaluate
+    settings: TrainerSettings
+    source: Source
+    length: int  # tokens of the longest row
+    rows: int  # of one step, on one rank
     world: World
-    work: Work | None
-    folder: Path
+    folder: Path  # of the checkpoints
+    factor: Callable[[int], float]  # step from 0 → factor on the peak learning rate
+    guard: Guard
+    say: Callable[[str], object]
+    objective: Callable[[Any], Objective] = NextToken  # made of the model once its attention is set
     parent_dtype: torch.dtype = torch.float32  # of the weights as the parent has them
     lora: LoraSettings | None = None
     seed: int = 0
-    objective: Callable[[Any], Objective] = NextToken  # made of the model once its attention is set
-    also: Callable[[], dict[str, Any]] = dict  # what else is measured, for the metrics
+    keep_start: Literal["", "frozen", "average"] = ""  # a copy of the weights at the start to compute with (`start`)
+    graphs: bool = True  # CUDA graphs for a small model; the source must give rows of few shapes
     device: torch.device = field(init=False)
-    loop: Loop = field(init=False)
-    weights: Weights = field(init=False)
+    shape: ComputeShape = field(init=False)
     attention: str = field(init=False)
+    micro: int = field(init=False)
+    compiled: bool = field(init=False)
+    start: Root | None = field(init=False)
+    weights: Weights = field(init=False)
+    loop: Loop = field(init=False)
 
     def __post_init__(self) -> None:
-        settings, model = self.settings, self.model
-        self.device = self.world.device(settings.device)
-        if self.device.type == "cpu":
-            keep_freed_memory()
-        self.steps = settings.steps(self.length)
+        self.device = self.world.device(self.settings.device)
+        self._checkpoints = Checkpoints(self.folder, self.settings.keep, self.say)
+        objective = self._prepare_model()
+        self._plan_memory()
+        root = self._compile_and_shard()
+        self._build_loop(root, objective)
+
+    @property
+    def _gpu(self) -> bool:
+        return bool(self.device.type == "cuda")
+
+    @property
+    def _sharded(self) -> bool:
+        return self.world.size > 1
+
+    def _prepare_model(self) -> Objective:
+        """Check the model, try it out and bring it to its device. A GPU's attention takes no float32, so it is tried on the CPU."""
+        if not self._gpu:
+            memory.keep_freed_memory()
+        model = self.model
         refuse_damaged(model)
-        self._shape: ComputeShape = shape_of(model.config).compute
-        sharded = self.world.size > 1
-        if self.lora and sharded:
+        self.shape = shape_of(model.config).compute
+        if self.lora and self._sharded:
             raise UserError("lora cannot be used on several ranks yet; train on one, or without it")
-        self._held = lora.add(model, self.lora, self.seed) if self.lora else None
-        layers = _layers(model.eval())  # dropout stays off
-        # Both try the model out: in float32 on the CPU, for a GPU's attention takes no float32, and shards cannot be tried.
-        self.attention = isolate(model, settings.attention)
+        self._adapters: Any = lora.add(model, self.lora, self.seed) if self.lora else None
+        model.eval()  # dropout stays off
+        self.attention = isolate(model, self.settings.attention)
         objective = self.objective(model)
         model.to(self.device)
-        if settings.recompute:
+        self._frozen = copy.deepcopy(model).requires_grad_(requires_grad=False) if self.keep_start else None
+        if self.settings.recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-            for layer in layers:
+            for layer in layers_of(model):
                 layer.training = True  # of itself only: this is how transformers asks whether to recompute
-        found = memory.estimate(
-            model, self.length, self.device, recompute=settings.recompute, sharded_over=self.world.size
-        )
-        micro = memory.choose_micro(settings.micro, self._rows_here, found, recompute=settings.recompute)
+        return objective
+
+    def _plan_memory(self) -> None:
+        recompute, ranks = self.settings.recompute, self.world.size
+        estimate = memory.estimate(self.model, self.length, self.device, recompute=recompute, sharded_over=ranks)
+        if self._frozen:
+            weights = sum(weight.numel() for weight in self.model.parameters())
+            kept = (2 if self._gpu else 4) + (4 if self.keep_start == "average" else 0)
+            estimate = replace(estimate, fixed=estimate.fixed + weights * kept)
+        micro = memory.choose_micro(self.settings.micro, self.rows, estimate, recompute=recompute)
         self.micro = self.world.tell(micro)  # ranks that differed would wait for each other for ever
-        gpu = self.device.type == "cuda"
-        self.weights = MixedWeights(model) if gpu and not sharded else Weights(model)
-        forward = Forward(model, objective)
-        self.compiled = settings.compile == "on" or (settings.compile == "auto" and gpu)
-        if self.compiled and not gpu:
+
+    def _compile_and_shard(self) -> Root:
+        self.compiled = self.settings.compile == "on" or (self.settings.compile == "auto" and self._gpu)
+        if self.compiled and not self._gpu:
             raise UserError('compile = "on" is for a GPU; on a CPU set compile = "auto" or "off"')
         if self.compiled:
             # Five shares of whole rows, training and measuring, layers with and without a window: 8, torch's limit, is too few.
             torch._dynamo.config.recompile_limit = 64  # noqa: SLF001
+        mixed = self._gpu and not self._sharded
+        self.weights = MixedWeights(self.model) if mixed else Weights(self.model)
+        if self._frozen and mixed:
+            for weight in self._frozen.parameters():
+                weight.data = weight.data.to(torch.bfloat16)
+        root = self._spread(self.model)
+        self.start = self._spread(self._frozen) if self._frozen else None
+        if self._sharded:
+            self.weights = Weights(self.model)  # the sharded ones
+        return root
+
+    def _spread(self, model: Any) -> Root:
+        """Compile the layers of a model and shard it over the ranks."""
+        root, layers = Root(model), layers_of(model)
+        if self.compiled:
             for layer in layers:
                 # A graph break would raise. Not dynamic: whole rows in a number that varies fail in torch 2.11 (rows of 16,384).
                 layer.compile(fullgraph=True, dynamic=False)
-        if sharded:
-            shard(forward, layers, torch.bfloat16 if gpu else torch.float32)
-            self.weights = Weights(model)  # the sharded ones
-        small = sum(weight.numel() for weight in model.parameters()) <= SMALL
-        replayed = self.compiled and small and not sharded and not settings.recompute
-        self.optimiser = Optimiser(self.weights.masters, settings.optimiser, sharded=sharded, replayed=replayed)
-        self.guard = Guard(settings.guard)
-        self._number = sum(1 for _ in self.work.metrics.rows("etude/session/")) if self.work else 0
+        if self._sharded:
+            shard(root, layers, self._computing_dtype, trained=model is self.model)
+        return root
+
+    def _build_loop(self, root: Root, objective: Objective) -> None:
+        small = sum(weight.numel() for weight in self.model.parameters()) <= SMALL
+        graphs = self.graphs and self.compiled and small and not self._sharded and not self.settings.recompute
+        own = self.settings.optimiser
+        self.optimiser = Optimiser(self.weights.masters, own, sharded=self._sharded, replayed=graphs)
         self.loop = Loop(
-            forward, self.weights, self.optimiser, objective, self.batches,
-            lambda step: factor(settings.schedule, step, self.steps),
-            self.guard, settings.optimiser.clip, self.length, self.micro, self.device, self.world,
+            root, self.weights, self.optimiser, objective, self.source, self.factor, self.guard, own.clip, self.micro, self.device,
+            self.world,
         )  # fmt: skip
-        if replayed:
-            self.loop.replay = Replay(self.loop.learn, self.optimiser.update)
+        if graphs:
+            self.loop.graphs = Replay(self.loop.learn, self.optimiser.update)
+
+    def steps(self, until: float = math.inf) -> Iterator[Step]:
+        """Train until so many steps are done or the source ends, and yield after every step."""
+        try:
+            yield from self.loop.steps(until)
+        except torch.OutOfMemoryError:
+            raise UserError(
+                f"the device ran out of memory with micro = {self.micro} rows of {self.length} tokens; set micro ="
+                f" {max(1, self.micro // 2)}, a shorter `length`, or recompute = true"
+            ) from None
+
+    def flops(self, step: Step) -> int:
+        """Return the model FLOPs of a step, over all ranks."""
+        return sum(self.loop.objective.flops(self.shape, size) * count for size, count in step.pieces.items())
+
+    def save(self, state: dict[str, Any] | None = None, tensors: Tensors | None = None) -> None:
+        """Begin to write a checkpoint, with what else the caller wants to find in it; every rank must take part, rank 0 writes."""
+        held = {f"weights/{name}": whole(weight) for name, weight in self.weights.masters.items()}
+        held |= {f"optimiser/{name}": whole(value) for name, value in self.optimiser.tensors().items()}
+        held |= {name: whole(value) for name, value in (tensors or {}).items()}
+        held["rng/cpu"] = torch.get_rng_state()
+        if self._gpu:
+            held["rng/cuda"] = torch.cuda.get_rng_state(self.device)
+        own = {"micro": self.micro, "batches": self.loop.position, "guard": self.guard.state()}
+        if self.world.leads:
+            self._checkpoints.save(self.loop.done, held, own | (state or {}))
+
+    def resume(self) -> tuple[dict[str, Any], Tensors]:
+        """Go on from the newest checkpoint, if there is one; return its state and tensors."""
+        latest = self._checkpoints.latest()
+        if latest is None:
+            return {}, {}
+        tensors, state = latest
+        with torch.no_grad():
+            for name, weight in self.weights.masters.items():
+                weight.copy_(like(tensors[f"weights/{name}"], weight))
+        self.weights.publish()
+        self.optimiser.load(
+            {name.removeprefix("optimiser/"): value for name, value in tensors.items() if name.startswith("optimiser/")}
+        )
+        torch.set_rng_state(tensors["rng/cpu"])
+        if "rng/cuda" in tensors and self._gpu:
+            torch.cuda.set_rng_state(tensors["rng/cuda"], self.device)
+        self.source.load_state(state["batches"])
+        self.loop.position = state["batches"]
+        self.guard.load_state(state["guard"])
+        self.loop.done = state["step"]
+        if not self.settings.micro and self.rows % state["micro"] == 0:
+            self.micro = self.loop.micro = state["micro"]  # with another split, sums would be rounded otherwise
+        return state, tensors
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on disk."""
+        self._checkpoints.wait()
+
+    def close(self) -> None:
+        self._checkpoints.close()
+
+    def nats(self, rows: Rows) -> torch.Tensor:
+        """Return −log p of every target, [B, T], as the model is now."""
+        with torch.no_grad():
+            return self.loop.root(self.loop.objective.nats, rows)
+
+    def accepted(self, rows: Rows) -> torch.Tensor:
+        """Return the acceptance of MTP heads by depth, summed, and the weights, [2, K], as they are now."""
+        return self.loop.root(cast("MultiToken", self.loop.objective).accepted, rows)
 
     @property
-    def _rows_here(self) -> int:
-        return self.settings.batch // self.world.size
+    def _computing_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self._gpu else torch.float32
 
-    def run(self) -> dict[str, dict[str, Bits]]:
-        """Train to the end; return the measurements before and after."""
-        checkpoints = Checkpoints(self.folder / CHECKPOINTS, self.settings.keep, self._say)
-        try:
-            self._resume(checkpoints)
-            try:
-                before = self._before()
-                self._train(checkpoints)
-            except Interrupted:
-                if self.loop.done:
-                    self._save(checkpoints)
-                raise
-            except torch.OutOfMemoryError:
-                raise UserError(self._too_large()) from None
-        finally:
-            checkpoints.close()
-        self._settle()
-        return {"before": before, "after": self._measured(self.steps, "after")}
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        return getattr(torch, self.settings.dtype) if self.settings.dtype != "auto" else self.parent_dtype
 
-    def _settle(self) -> None:
+    @property
+    def heads_only(self) -> bool:
+        """Whether nothing is trained but MTP heads."""
+        return all(name.startswith(HEADS) for name in self.weights.masters)
+
+    def computed_state(self) -> Tensors:
+        """Return the state as the model computes with it, LoRA added in: what an engine should hold. Every rank must take part."""
+        if self._adapters is not None:
+            return lora.merged_state(self._adapters, self.model)
+        weights, dtype = (
+            {name for name, _ in self.model.named_parameters(remove_duplicate=False)},
+            self._computing_dtype,
+        )
+        state = {name: whole(value) for name, value in self.model.state_dict().items()}
+        return {name: value.to(dtype) if name in weights else value for name, value in state.items()}
+
+    def settle(self) -> None:
         """Make the model what will be saved, so that what is measured last is what is handed over."""
-        if self._held is not None:
+        if self._adapters is not None:
             self._merge()
         else:
             self.weights.round_to(self.saved_dtype)
@@ -162,7 +266,8 @@ class Session:
         with torch.no_grad():
             for name, weight in small.items():
                 self.model.get_parameter(name).copy_(weight)
-        lora.merge(self._held)
+        self._adapters.merge_and_unload()
+        self._adapters = None
         self.weights = Weights(self.model.requires_grad_())
         self.weights.round_to(self.saved_dtype)
         if mixed:
@@ -170,181 +275,6 @@ class Session:
             for weight in self.model.parameters():
                 weight.data = weight.data.to(torch.bfloat16)
         self.model.to(self.device)
-
-    def _too_large(self) -> str:
-        less = max(1, self.micro // 2)
-        rows = f"micro = {self.micro} rows of {self.length} tokens"
-        return f"the device ran out of memory with {rows}; set micro = {less}, or recompute = true"
-
-    def _train(self, checkpoints: Checkpoints) -> None:
-        wanted = measuring_steps(self.steps, self.settings.evaluations)
-        each = self.settings.batch * self.length
-        reporter = self.work.reporter if self.work else Reporter(quiet=True)
-        with contextlib.ExitStack() as stack:
-            task: Task = self._or_stop(stack.enter_context, reporter.task("training", self.steps * each, "tokens"))
-            self._or_stop(task.skip, self.loop.done * each)
-            for step in self.loop.steps(self.steps):
-                self._write(step)
-                self._write_compile(step)
-                if step.number in wanted:
-                    self._measured(step.number, "during")
-                if step.number % self.settings.checkpoint_every == 0 or step.number == self.steps:
-                    self._save(checkpoints)
-                self._or_stop(task.advance, step.tokens)
-
-    def _or_stop(self, show: Callable[[Any], Any], what: Any) -> Any:
-        """Show progress, which is where rank 0 notices a user's wish to stop; then all ranks stop, after the same step."""
-        shown, asked = None, None
-        try:
-            shown = show(what)
-        except Interrupted as wish:
-            asked = wish.signal_number
-        if (signal := self.world.tell(asked)) is not None:
-            raise Interrupted(signal)
-        return shown
-
-    def _write(self, step: Step) -> None:
-        if self.work is None:
-            return
-        each = self.loop.objective.flops
-        flops = sum(each(self._shape, size) * count for size, count in step.pieces.items()) * self.world.size
-        more = {"skipped": step.skipped} if step.skipped else {}
-        if step.skipped:
-            self._say(f"step {step.number} was skipped: {step.skipped}")
-        values = {"loss": step.loss, "gradient": step.norm, **step.metrics}
-        finite = {name: value if np.isfinite(value) else None for name, value in values.items()}
-        self._put(
-            f"train/{step.number:08d}", **finite, lr=self.settings.optimiser.lr * step.factor, tokens=step.tokens,
-            learnt=step.learnt, flops=flops, device_seconds=round(step.seconds * self.world.size, 4), **more,
-        )  # fmt: skip
-
-    def _write_compile(self, step: Step) -> None:
-        """Write what compiling cost, after the first step of a session on compiled layers."""
-        key = f"compile/{self._number:04d}"
-        if self.work and self.compiled and key not in self.work.metrics:
-            counters = torch._dynamo.utils.counters  # noqa: SLF001 - torch has no public way to ask
-            hits, misses = (counters["inductor"][f"fxgraph_cache_{what}"] for what in ("hit", "miss"))
-            breaks = sum(counters["graph_break"].values())
-            self.work.metrics.put(
-                key,
-                first_step_seconds=round(step.seconds, 2),
-                graph_breaks=breaks,
-                cache_hits=hits,
-                cache_misses=misses,
-            )
-
-    def _put(self, key: str, **values: Any) -> None:
-        """Write a row; what was done before and is done again was spent again."""
-        if self.work is not None:
-            metrics = self.work.metrics
-            metrics.put(f"again/{self._number:04d}/{key}" if key in metrics else key, **values)
-
-    def _say(self, line: str) -> None:
-        if self.work is not None:
-            self.work.reporter.say(line)
-
-    def nats(self, rows: Any) -> torch.Tensor:
-        """Return −log p of every target, as the model is now."""
-        with torch.no_grad():
-            return self.loop.forward(rows, "nats")
-
-    def accepted(self, rows: Any) -> torch.Tensor:
-        """Return the acceptance of MTP heads by depth, as they are now."""
-        return self.loop.forward(rows, "accepted")
-
-    def _measured(self, step: int, when: str) -> dict[str, Bits]:
-        began = time.perf_counter()
-        bits, more = self.evaluate(self.nats), self.also()
-        key = f"eval/{step:08d}" if when != "after" else "eval/after"
-        seconds = round((time.perf_counter() - began) * self.world.size, 4)
-        values = {domain: each.per_byte for domain, each in bits.items()}
-        if broken := [domain for domain, value in values.items() if not np.isfinite(value)]:
-            raise UserError(f"measured after step {step}, {broken[0]!r} has no finite bits per byte: the model's outputs are not"
-                            " numbers; take another base, or lower the learning rate")  # fmt: skip
-        self._put(key, step=step, bits_per_byte=values, device_seconds=seconds, **more)
-        return bits
-
-    def _before(self) -> dict[str, Bits]:
-        """Return the measurement of the parent, from disk if this training was begun before."""
-        path = self.folder / BEFORE
-        if not path.exists():
-            assert self.loop.done == 0, f"{path} is missing"
-            bits = self._measured(0, "before")
-            if self.world.leads:
-                save_bits(path, bits)
-            return bits
-        return load_bits(path)
-
-    def _save(self, checkpoints: Checkpoints) -> None:
-        """Save the whole state; every rank must take part, rank 0 writes."""
-        tensors = {f"weights/{name}": whole(weight) for name, weight in self.weights.masters.items()}
-        tensors |= {f"optimiser/{name}": whole(value) for name, value in self.optimiser.tensors().items()}
-        tensors["rng/cpu"] = torch.get_rng_state()
-        if self.device.type == "cuda":
-            tensors["rng/cuda"] = torch.cuda.get_rng_state(self.device)
-        state = {
-            "done": self.loop.done,
-            "micro": self.micro,
-            "batches": self.loop.position,
-            "guard": self.guard.state(),
-        }
-        if self.world.leads:
-            checkpoints.save(self.loop.done, tensors, state)
-
-    def _resume(self, checkpoints: Checkpoints) -> None:
-        found = checkpoints.latest()
-        if found is None:
-            return
-        tensors, state = found
-        with torch.no_grad():
-            for name, weight in self.weights.masters.items():
-                weight.copy_(like(tensors[f"weights/{name}"], weight))
-        self.weights.publish()
-        self.optimiser.load(
-            {name.removeprefix("optimiser/"): value for name, value in tensors.items() if name.startswith("optimiser/")}
-        )
-        torch.set_rng_state(tensors["rng/cpu"])
-        if "rng/cuda" in tensors and self.device.type == "cuda":
-            torch.cuda.set_rng_state(tensors["rng/cuda"], self.device)
-        self.batches.load_state(state["batches"])
-        self.loop.position = state["batches"]
-        self.guard.load_state(state["guard"])
-        self.loop.done = state["done"]
-        if not self.settings.micro and self._rows_here % state["micro"] == 0:
-            self.micro = self.loop.micro = state["micro"]  # with another split, sums would be rounded otherwise
-        self._say(f"going on from the checkpoint of step {self.loop.done} of {self.steps}")
-
-    def notes(self) -> list[str]:
-        """Return what a reader of the report should know."""
-        assert self.work is not None
-        rows = list(self.work.metrics.rows("train/"))
-        tokens, seconds = (sum(row[key] for row in rows) for key in ("tokens", "device_seconds"))
-        domains = ", ".join(f"{domain} {share:.1%}" for domain, share in self.batches.achieved()["domains"].items())
-        epochs = ", ".join(f"{source} {count:.2f}" for source, count in self.batches.achieved()["epochs"].items())
-        again = sum(1 for row in self.work.metrics.rows("again/") if "tokens" in row)
-        skipped = sum(1 for row in rows if row.get("skipped"))
-        compiled = "; ".join(
-            f"compiled: first step {row['first_step_seconds']} s, {row['graph_breaks']} graph breaks, kernels from cache"
-            f" {row['cache_hits']} of {row['cache_hits'] + row['cache_misses']}"
-            for row in self.work.metrics.rows("compile/")
-        )
-        way = f"attention by {self.attention}, {self.micro} rows of {self.length} tokens at once"
-        return [
-            f"{len(rows):,} steps, {tokens:,} tokens, {tokens / seconds:,.0f} tokens a device-second; {way}",
-            f"seen: {domains}; epochs: {epochs}",
-            f"steps skipped: {skipped}; steps done again after an interruption: {again}",
-            *([compiled] if compiled else []),
-        ]
-
-    @property
-    def saved_dtype(self) -> torch.dtype:
-        """The dtype of the weights to be saved."""
-        return getattr(torch, self.settings.dtype) if self.settings.dtype != "auto" else self.parent_dtype
-
-    @property
-    def heads_only(self) -> bool:
-        """Whether nothing is trained but MTP heads."""
-        return all(name.startswith(HEADS) for name in self.weights.masters)
 
     def export(self, folder: Path) -> None:
         """Save the model, or only the MTP heads if only they were trained; every rank must take part."""
@@ -363,17 +293,7 @@ def refuse_damaged(model: Any) -> None:
             )
 
 
-def measuring_steps(steps: int, count: int) -> set[int]:
-    """Return the steps after which to measure: half of them evenly spread, half closer and closer to the start.
-
-    What happens at the start, when a model first gets worse (the stability gap), is over in a few steps.
-    """
-    even = {round(steps * index / (count // 2 + 1)) for index in range(1, count // 2 + 1)}
-    early = {round(steps * 2.0**-index) for index in range(2, 2 + count - count // 2)}
-    return {step for step in even | early if 0 < step < steps}
-
-
-def _layers(model: Any) -> list[torch.nn.Module]:
+def layers_of(model: Any) -> list[torch.nn.Module]:
     """Return the layers of the decoder, and of MTP heads: what is compiled, and sharded, one by one."""
     own = next(part for part in model.get_decoder().children() if isinstance(part, torch.nn.ModuleList))
     return [*own, *(layer.mtp_block for layer in (model.mtp.layers if hasattr(model, "mtp") else []))]

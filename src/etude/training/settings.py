@@ -1,4 +1,4 @@
-"""What every training stage can be told; each stage adds its own. Free of torch, so that a recipe is read at once."""
+"""The settings of training; each stage adds its own. Free of torch, so that a recipe is read at once."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from etude.training.loop import GuardSettings
-from etude.training.optimiser import ScheduleSettings
-
 ROUNDING = 1e-6  # shares come from decimal fractions
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class OptimiserSettings(BaseModel):
-    """How weights change."""
+class Settings(BaseModel):
+    """A table of a recipe: unknown keys, wrong types and numbers that are none are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    def refuse_idle(self, names: set[str], why: str) -> None:
+        """Refuse settings that would have no effect; those at their defaults are let pass: a resolved recipe writes all out."""
+        fields = type(self).model_fields
+        if idle := sorted(name for name in names if getattr(self, name) != fields[name].default):
+            raise ValueError(f"`{idle[0]}` means nothing for {why}")
+
+
+class OptimiserSettings(Settings):
+    """How weights change."""
 
     name: Literal["adamw", "muon"] = Field(
         default="adamw", description="adamw; or muon for matrices, adamw for the rest"
@@ -36,18 +43,52 @@ class OptimiserSettings(BaseModel):
     clip: float = Field(default=1.0, gt=0, description="longest gradient; a longer one is scaled down")
 
     @model_validator(mode="after")
-    def _each_number_has_its_use(self) -> OptimiserSettings:
-        fields = type(self).model_fields  # a resolved recipe writes all of them out
-        idle = [name for name in ("momentum", "other_lr") if getattr(self, name) != fields[name].default]
-        if self.name == "adamw" and idle:
-            raise ValueError(f"`{idle[0]}` means nothing for the optimiser 'adamw'")
+    def _each_number_has_its_use(self) -> Self:
+        if self.name == "adamw":
+            self.refuse_idle({"momentum", "other_lr"}, "the optimiser 'adamw'")
         return self
 
 
-class LoraSettings(BaseModel):
-    """Train small matrices beside the large ones (peft), and add them in at the end."""
+class ScheduleSettings(Settings):
+    """How the learning rate goes."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    kind: Literal["linear", "cosine", "wsd", "infinite"] = Field(default="cosine", description="the form of the curve")
+    warmup: float = Field(
+        default=0.01, ge=0, lt=1, description="share of the steps in which the rate rises to its peak"
+    )
+    decay: float = Field(default=0.2, gt=0, le=1, description="wsd, infinite: share of the steps of the last fall")
+    cool: float = Field(default=0.1, gt=0, lt=1, description="infinite: share of the steps of the first fall")
+    constant: float = Field(default=0.5, gt=0, le=1, description="infinite: the factor between the two falls")
+    floor: float = Field(default=0.0, ge=0, le=1, description="the factor at the end")
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        own = {"wsd": {"decay"}, "infinite": {"decay", "cool", "constant"}}.get(self.kind, set())
+        self.refuse_idle({"decay", "cool", "constant"} - own, f"the schedule {self.kind!r}")
+        used = self.warmup + sum(getattr(self, name) for name in own & {"decay", "cool"})
+        if used > 1 + 1e-9:
+            raise ValueError(f"the parts of the schedule {self.kind!r} take {used:.2f} of the run, more than all of it")
+        if self.kind == "infinite" and self.floor > self.constant:
+            raise ValueError(
+                f"`floor` {self.floor:g} is above `constant` {self.constant:g}, so the last fall would rise"
+            )
+        return self
+
+
+class GuardSettings(Settings):
+    """When a step is skipped."""
+
+    sigmas: float = Field(default=6.0, gt=0, description="a loss this many deviations above the mean is an outlier")
+    window: int = Field(
+        default=128, ge=8, description="accepted steps that mean and deviation are taken over; fewer: no outliers"
+    )
+    patience: int = Field(
+        default=50, ge=1, description="skipped steps in a row after which training stops with an error"
+    )
+
+
+class LoraSettings(Settings):
+    """Train small matrices beside the large ones (peft), and add them in at the end."""
 
     rank: int = Field(default=16, ge=1, description="width of the small matrices")
     alpha: float = Field(default=32.0, gt=0, description="their product is scaled by alpha / rank")
@@ -56,42 +97,19 @@ class LoraSettings(BaseModel):
     )
 
 
-class JointMtpSettings(BaseModel):
-    """Train the parent's MTP heads along with it, by self-distillation."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+class JointMtpSettings(Settings):
+    """Train the parent's MTP heads jointly with it, by self-distillation."""
 
     weight: float = Field(default=0.1, gt=0, description="of the heads' loss beside that of the next token")
     beta: float = Field(default=0.6, gt=0, le=1, description="weight of each depth relative to the one before it")
     detach: bool = Field(default=True, description="the heads' loss does not change the trunk; false: it does")
 
 
-def with_own_defaults(stage: type[BaseModel], given: dict[str, Any], tables: dict[str, str]) -> dict[str, Any]:
-    """Fill tables of which a recipe sets a part with the stage's own defaults, unless one takes another kind (by the key of it)."""
-    for name, kind in tables.items():
-        own, table = stage.model_fields[name].default, given.get(name)
-        if isinstance(table, dict) and table.get(kind, getattr(own, kind)) == getattr(own, kind):
-            given = {**given, name: {**own.model_dump(exclude_unset=True), **table}}
-    return given
+class TrainerSettings(Settings):
+    """How a model is trained, whatever it learns."""
 
-
-class TrainSettings(BaseModel):
-    """What all training stages have in common."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    tokens: int = Field(ge=1, description="budget: tokens that go through the model, in whole steps, rounded up")
-    length: int | None = Field(
-        default=None, ge=16, description="tokens in a row; a divisor of data.length, which is the default"
-    )
-    batch: int = Field(default=64, ge=1, description="rows a step, on all devices together")
-    micro: int = Field(default=0, ge=0, description="rows a device works on at once; 0: as many as fit by estimate")
-    shares: dict[str, float] = Field(
-        default={}, description="share of tokens by domain, for this stage; default data.shares"
-    )
     optimiser: OptimiserSettings = OptimiserSettings()
-    schedule: ScheduleSettings = ScheduleSettings()
-    guard: GuardSettings = GuardSettings()
+    micro: int = Field(default=0, ge=0, description="rows a device works on at once; 0: as many as fit by estimate")
     attention: Literal["auto", "documents", "sdpa"] = Field(
         default="auto", description="documents: fast; sdpa: transformers' own; both keep documents apart"
     )
@@ -105,28 +123,47 @@ class TrainSettings(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="of the saved weights; auto: as the base's"
     )
-    evaluations: int = Field(
-        default=12, ge=0, description="how often to measure between before and after, mostly early on"
-    )
-    evaluation_rows: int = Field(default=64, ge=1, description="held-out rows measured each time, of each domain")
     checkpoint_every: int = Field(
         default=200, ge=1, description="steps between checkpoints; an interrupted run has one more"
     )
     keep: int = Field(default=2, ge=1, description="checkpoints kept while training; none remains after it")
-    loader_workers: int = Field(default=1, ge=0, description="threads that read batches ahead; the result is the same")
 
     @model_validator(mode="before")
     @classmethod
     def _keep_own_defaults(cls, given: dict[str, Any]) -> dict[str, Any]:
         """A table that sets one number of the optimiser leaves the others as this stage has them, unless it takes another kind."""
-        return with_own_defaults(cls, given, {"optimiser": "name", "schedule": "kind"})
+        for name, kind in {"optimiser": "name", "schedule": "kind"}.items():
+            table, own = given.get(name), cls.model_fields[name].default if name in cls.model_fields else None
+            if isinstance(table, dict) and own and table.get(kind, getattr(own, kind)) == getattr(own, kind):
+                given = {**given, name: {**own.model_dump(exclude_unset=True), **table}}
+        return given
+
+
+class TrainSettings(TrainerSettings):
+    """What the stages that learn from a corpus or from conversations have in common."""
+
+    tokens: int = Field(ge=1, description="budget: tokens that go through the model, in whole steps, rounded up")
+    length: int | None = Field(
+        default=None, ge=16, description="tokens in a row; a divisor of data.length, which is the default"
+    )
+    batch: int = Field(default=64, ge=1, description="rows a step, on all devices together")
+    shares: dict[str, float] = Field(
+        default={}, description="share of tokens by domain, for this stage; default data.shares"
+    )
+    schedule: ScheduleSettings = ScheduleSettings()
+    guard: GuardSettings = GuardSettings()
+    evaluations: int = Field(
+        default=12, ge=0, description="how often to measure between before and after, mostly early on"
+    )
+    evaluation_rows: int = Field(default=64, ge=1, description="held-out rows measured each time, of each domain")
+    loader_workers: int = Field(default=1, ge=0, description="threads that read batches ahead; the result is the same")
 
     @model_validator(mode="after")
     def _shares_are_a_whole(self) -> Self:
         total = sum(self.shares.values())
         if self.shares and (abs(total - 1) > ROUNDING or min(self.shares.values()) < 0):
-            told = f"shares must add up to 1 and not be negative; they add up to {total:g}"
-            raise ValueError(f"{told}; name every domain, one that is not named has none")
+            message = f"shares must add up to 1 and not be negative; they add up to {total:g}"
+            raise ValueError(f"{message}; name every domain, one that is not named has none")
         return self
 
     def steps(self, length: int) -> int:

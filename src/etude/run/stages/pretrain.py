@@ -18,8 +18,7 @@ from etude.errors import UserError
 from etude.files import sha256_file
 from etude.run.folder import MODEL
 from etude.run.stages.training import Training, TrainingStage, trained_on_corpus
-from etude.training.optimiser import ScheduleSettings
-from etude.training.settings import LoraSettings, OptimiserSettings, TrainSettings
+from etude.training.settings import LoraSettings, OptimiserSettings, ScheduleSettings, TrainSettings
 
 if TYPE_CHECKING:
     from etude.run.stage import Job, Outcome

@@ -17,7 +17,7 @@ from etude.models.load import weight_files
 from etude.rl.settings import RlSettings
 from etude.run.folder import MODEL
 from etude.run.stage import Job, Outcome, Stage
-from etude.run.stages.training import carry_heads, copy_side_files
+from etude.run.stages.training import UNTRAINED_HEADS, carry_heads, copy_side_files
 from etude.tasks.demos import refuse_benchmarks
 from etude.tasks.manifest import find_manifest, load_set, picked, read_rows
 
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from etude.tasks.manifest import TaskSet
 
 RESULTS = "results.json"
-WITHOUT_EFFECT = {"micro", "checkpoint_every", "anchor_every", "engine_memory", "processes", "keep_traces", "tasks"}
+WITHOUT_EFFECT = {
+    "micro", "checkpoint_every", "keep", "ranks", "anchor_every", "engine_memory", "processes", "keep_traces", "tasks"
+}  # fmt: skip
+LATER = {"algorithm", "window", "tau", "lora", "attention"}
 SCRATCH = ("exchange", "weights", "trainer", "job.json", "engine.log", "trainer.log", "reward_weights.json")
 CHECKED = 2  # tasks whose check is tried before any time is spent on episodes
 
@@ -54,8 +57,11 @@ class RlStage(Stage):
             raise UserError(
                 "rl needs a model to start from; set `base` in the recipe, or put a stage before it that makes one"
             )
-        found = settings.model_dump(mode="json", exclude=WITHOUT_EFFECT)
-        return {"settings": found, "seed": seed, "tasks": sha256_file(find_manifest(settings.tasks, "rl.tasks"))}
+        chosen = settings.model_dump(mode="json", exclude=WITHOUT_EFFECT)
+        for name in LATER & chosen.keys():  # what was finished before these came is still what it was
+            if chosen[name] == RlSettings.model_fields[name].default:
+                del chosen[name]
+        return {"settings": chosen, "seed": seed, "tasks": sha256_file(find_manifest(settings.tasks, "rl.tasks"))}
 
     def run(self, settings: RlSettings, job: Job) -> Outcome:
         """Train, unless that was done before the session was interrupted, and tidy up."""
@@ -111,7 +117,7 @@ def _trained(found: TaskSet, settings: RlSettings, job: Job) -> None:
     keep_apart(model)
     fsync_tree(model)  # before the results, which say that it is there
     write_report(work.folder, work.folder)
-    notes = ["the parent's MTP heads came along untrained: they know the parent; train them again"] if heads else []
+    notes = [UNTRAINED_HEADS] if heads else []
     device = environment.device_name(choose_device(settings.device).type)
     write_json(
         work.folder / RESULTS,

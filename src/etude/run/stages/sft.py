@@ -14,7 +14,14 @@ from etude.errors import UserError
 from etude.files import sha256_file
 from etude.lineage.record import DataUse
 from etude.run.folder import MODEL
-from etude.run.stages.training import Training, TrainingStage, finish, joint_objective, open_corpus
+from etude.run.stages.training import (
+    Training,
+    TrainingStage,
+    finish,
+    joint_objective,
+    open_corpus,
+    training_run,
+)
 from etude.tasks.demos import DemoSettings, licences_of, make_demos, read_samples, refuse_benchmarks
 from etude.tasks.manifest import picked, read_rows
 from etude.training.settings import JointMtpSettings, LoraSettings, OptimiserSettings, TrainSettings
@@ -24,8 +31,9 @@ if TYPE_CHECKING:
     from etude.data.loader import Corpus, Loader
     from etude.run.stage import Job, Outcome
     from etude.training.distributed import World
-    from etude.training.measure import Bits, Nats
-    from etude.training.session import Evaluate, Session
+    from etude.training.measure import Bits
+    from etude.training.run import Evaluate, TrainingRun
+    from etude.training.session import Session
     from etude.work import Work
 
 CONTEXT = 2048  # longest default row
@@ -149,7 +157,7 @@ class SftStage(TrainingStage):
         import torch
 
         from etude.data.chat import choose_template
-        from etude.models.load import load_model, load_tokeniser, saved_dtype
+        from etude.models.load import load_model, load_tokeniser
         from etude.models.shape import model_shape
 
         settings: SftSettings = training.settings
@@ -173,17 +181,17 @@ class SftStage(TrainingStage):
             )
         chats, notes = _packed(settings, template, length, training.seed)
         notes += _untrained(settings, model, tokeniser, chats, training.seed)
-        session, loader = _session(training, world, work, model, chats, length, saved_dtype(training.parent))
+        corpus = open_corpus(training, training.parent) if training.corpus else None
+        evaluate = _measurement(settings, chats, tokeniser, corpus)
+        run, loader = _run(training, world, work, model, chats, length, evaluate)
         if world.leads:
             tokeniser.save_pretrained(training.folder / MODEL)
         model.generation_config.eos_token_id = template.end_token  # where generation stops
-        corpus = open_corpus(training, training.parent) if training.corpus else None
-        session.evaluate = _measurement(session, chats, tokeniser, corpus)
         if work is not None:
             for note in notes:
                 work.reporter.say(f"sft: {note}")
         notes = [f"chat template: {template.name}; {template.added} tokens added", *notes]
-        finish(training, session, loader, notes=notes)
+        finish(training, run, loader, notes=notes)
 
     def data_uses(self, settings: SftSettings, job: Job, seen: dict[str, float]) -> list[DataUse]:  # noqa: ARG002 - as its parent's
         """Return the files and the code that conversations came from."""
@@ -261,54 +269,50 @@ def _words(counts: dict[str, int]) -> str:
     return ", ".join(f"{count:,} {what}" for what, count in counts.items())
 
 
-def _session(
-    training: Training, world: World, work: Work | None, model: Any, chats: Corpus, length: int, dtype: Any
-) -> tuple[Session, Loader]:
+def _run(
+    training: Training, world: World, work: Work | None, model: Any, chats: Corpus, length: int, evaluate: Evaluate
+) -> tuple[TrainingRun, Loader]:
     from etude.data.loader import Loader
+    from etude.models.load import saved_dtype
     from etude.training.measure import acceptance
-    from etude.training.objectives.next_token import NextToken
-    from etude.training.session import Session
 
     settings: SftSettings = training.settings
+    assert training.parent is not None
     rows = len(chats.splits["train"]["chat"])
     chosen = settings.model_copy(update={"tokens": settings.tokens or max(1, round(settings.epochs * rows * length))})
     loader = Loader(
-        chats,
-        seed=training.seed,
-        batch=settings.batch,
-        rank=world.rank,
-        world=world.size,
-        workers=settings.loader_workers,
-    )
-    session = Session(
-        model, chosen, loader, length, lambda _: {}, world, work, training.folder,
-        parent_dtype=dtype, lora=settings.lora, seed=training.seed, objective=joint_objective(training, model) or NextToken,
+        chats, seed=training.seed, batch=settings.batch, rank=world.rank, world=world.size, workers=settings.loader_workers
     )  # fmt: skip
-    if settings.mtp and chats.splits.get("heldout"):
-        held = list(chats.heldout("chat", rows=settings.evaluation_rows))
-        session.also = lambda: {
-            "acceptance": {"chat answers": acceptance(session.accepted, held, session.micro, session.device)}
-        }
-    return session, loader
+    heldout = list(chats.heldout("chat", rows=settings.evaluation_rows)) if chats.splits.get("heldout") else []
+
+    def accepted(session: Session) -> dict[str, Any]:
+        return {"acceptance": {"chat answers": acceptance(session.accepted, heldout, session.micro, session.device)}}
+
+    run = training_run(
+        training, chosen, model, loader, length, world, work, evaluate, accepted if settings.mtp and heldout else None,
+        parent_dtype=saved_dtype(training.parent), lora=settings.lora, objective=joint_objective(training, model),
+    )  # fmt: skip
+    return run, loader
 
 
-def _measurement(session: Session, chats: Corpus, tokeniser: Any, corpus: Corpus | None) -> Evaluate:
+def _measurement(settings: SftSettings, chats: Corpus, tokeniser: Any, corpus: Corpus | None) -> Evaluate:
     """Return what measures the answers of held-out conversations, and the run's corpus for what was forgotten."""
     from etude.training.measure import bits, bits_by_domain
 
-    rows, device = session.settings.evaluation_rows, session.device
-    held = list(chats.heldout("chat", rows=rows)) if chats.splits.get("heldout") else []
-    learnt = [batch.tokens[batch.learnt].tolist() for batch in held]
+    rows = settings.evaluation_rows
+    heldout = list(chats.heldout("chat", rows=rows)) if chats.splits.get("heldout") else []
+    learnt = [batch.tokens[batch.learnt].tolist() for batch in heldout]
     size = sum(len(tokeniser.decode(tokens).encode()) for tokens in learnt)
     ratio = size / max(1, sum(map(len, learnt)))  # bytes of text behind a learnt token
 
-    def measure(nats: Nats) -> dict[str, Bits]:
-        found = {"chat answers": bits(nats, held, ratio, session.micro, device)} if held else {}
+    def measure(session: Session) -> dict[str, Bits]:
+        nats, device = session.nats, session.device
+        answers = {"chat answers": bits(nats, heldout, ratio, session.micro, device)} if heldout else {}
         if corpus is None:
-            return found
+            return answers
         # The longest rows that the corpus's can be cut into, up to those trained on.
         length = next(size for size in range(min(session.length, corpus.length), 0, -1) if corpus.length % size == 0)
         micro = max(1, session.micro * session.length // length)
-        return found | bits_by_domain(nats, corpus, length=length, rows=rows, micro=micro, device=device)
+        return answers | bits_by_domain(nats, corpus, length=length, rows=rows, micro=micro, device=device)
 
     return measure

@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import Interrupted, UserError
@@ -29,11 +30,14 @@ if TYPE_CHECKING:
     from etude.data.loader import Corpus, Loader
     from etude.lineage.record import DataUse
     from etude.training.distributed import World
+    from etude.training.measure import Bits
     from etude.training.objectives import Objective
+    from etude.training.run import Evaluate, TrainingRun
     from etude.training.session import Session
     from etude.training.settings import JointMtpSettings, LoraSettings, TrainSettings
     from etude.work import Work
 
+UNTRAINED_HEADS = "the parent's MTP heads came along untrained: they know the parent; train them again"
 WITHOUT_EFFECT = {"micro", "checkpoint_every", "keep", "loader_workers"}  # on the result
 SIDE_FILES = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
               "chat_template*", "generation_config.json")  # fmt: skip
@@ -70,17 +74,17 @@ class TrainingStage(Stage):
             raise UserError(
                 f"{self.kind} needs a model to start from; set `base` in the recipe, or put a stage before it that makes one"
             )
-        found = settings.model_dump(mode="json", exclude=WITHOUT_EFFECT)
-        if found.get("mtp", ...) is None:
-            del found["mtp"]  # a setting that came later: what was finished before it is still what it was
-        return {"settings": found, "seed": seed}
+        chosen = settings.model_dump(mode="json", exclude=WITHOUT_EFFECT)
+        if chosen.get("mtp", ...) is None:
+            del chosen["mtp"]  # a setting that came later: what was finished before it is still what it was
+        return {"settings": chosen, "seed": seed}
 
     def run(self, settings: Any, job: Job) -> Outcome:
         """Call the other ranks, if there are any, and train."""
         from etude.data.manifest import check_shards
         from etude.report.training import RESULTS
         from etude.training.distributed import join
-        from etude.training.session import CHECKPOINTS
+        from etude.training.run import CHECKPOINTS
 
         world, folder = join(), job.work.folder.absolute()
         parent = job.parent.folder.absolute() if job.parent else None
@@ -211,10 +215,10 @@ def shares_by_source(corpus: Corpus, wanted: dict[str, float]) -> dict[str, floa
         return None
     from etude.errors import nearest
 
-    found = {corpus.domains[source] for source in corpus.splits["train"]}
-    if unknown := sorted(set(wanted) - found):
+    domains = {corpus.domains[source] for source in corpus.splits["train"]}
+    if unknown := sorted(set(wanted) - domains):
         raise UserError(
-            f"shares names the domain {unknown[0]!r}, which the corpus has nothing of to train on{nearest(unknown[0], found)}"
+            f"shares names the domain {unknown[0]!r}, which the corpus has nothing of to train on{nearest(unknown[0], domains)}"
         )
     inside = {
         domain: [source for source in corpus.splits["train"] if corpus.domains[source] == domain] for domain in wanted
@@ -238,8 +242,6 @@ def trained_on_corpus(  # noqa: PLR0913 - each kind of stage gives some of them
 
     from etude.data.loader import Loader
     from etude.training.measure import acceptance_by_domain, bits_by_domain
-    from etude.training.objectives.next_token import NextToken
-    from etude.training.session import Session
 
     settings: TrainSettings = training.settings
     assert training.parent is not None
@@ -258,24 +260,40 @@ def trained_on_corpus(  # noqa: PLR0913 - each kind of stage gives some of them
         corpus, seed=training.seed, batch=settings.batch * length // corpus.length, rank=world.rank, world=world.size,
         shares=shares_by_source(corpus, settings.shares), workers=settings.loader_workers,
     )  # fmt: skip
-    session = Session(
-        model, settings, loader, length, lambda _: {}, world, work, training.folder,
-        parent_dtype=dtype or torch.float32, lora=lora, seed=training.seed, objective=objective or NextToken,
+
+    def measured_on(session: Session) -> dict[str, Any]:
+        return {"length": length, "rows": settings.evaluation_rows, "micro": session.micro, "device": session.device}
+
+    def bits(session: Session) -> dict[str, Bits]:  # not of a trunk that stays what it is
+        return {} if session.heads_only else bits_by_domain(session.nats, corpus, **measured_on(session))
+
+    def acceptance(session: Session) -> dict[str, Any]:
+        return {"acceptance": acceptance_by_domain(session.accepted, corpus, **measured_on(session))}
+
+    run = training_run(
+        training, settings, model, loader, length, world, work, bits, acceptance if objective else None,
+        parent_dtype=dtype or torch.float32, lora=lora, objective=objective,
     )  # fmt: skip
-    on: dict[str, Any] = {
-        "length": length, "rows": settings.evaluation_rows, "micro": session.micro, "device": session.device
-    }  # fmt: skip
-    if not session.heads_only:  # else the trunk stays what it is
-        session.evaluate = lambda nats: bits_by_domain(nats, corpus, **on)
-    if objective:
-        session.also = lambda: {"acceptance": acceptance_by_domain(session.accepted, corpus, **on)}
-    finish(training, session, loader, more, notes)
+    finish(training, run, loader, more, notes)
+
+
+def training_run(  # noqa: PLR0913, PLR0917 - what a run is made of
+    training: Training, settings: TrainSettings, model: Any, loader: Loader, length: int, world: World, work: Work | None,
+    evaluate: Evaluate, also: Callable[[Session], dict[str, Any]] | None, *, objective: Callable[[Any], Objective] | None, **more: Any,
+) -> TrainingRun:  # fmt: skip
+    """Return a run of a stage, ready to begin; `also`: what else is measured."""
+    from etude.training.objectives.next_token import NextToken
+    from etude.training.run import TrainingRun, corpus_session
+
+    say = work.reporter.say if work else lambda _: None
+    session = corpus_session(
+        model, settings, loader, length, world, training.folder, say, objective=objective or NextToken, seed=training.seed, **more
+    )  # fmt: skip
+    return TrainingRun(session, settings, loader, evaluate, work, training.folder, also or (lambda _: {}))
 
 
 def joint_objective(training: Training, model: Any) -> Callable[[Any], Objective] | None:
     """Return what trains the parent's MTP heads along with a model, now its own, if the settings wish for it."""
-    from functools import partial
-
     from etude.models.mtp_heads import load_heads
     from etude.training.objectives.mtp import MultiToken
 
@@ -293,53 +311,52 @@ def joint_objective(training: Training, model: Any) -> Callable[[Any], Objective
 
 def finish(
     training: Training,
-    session: Session,
+    run: TrainingRun,
     loader: Loader,
     more: Callable[[Path], dict[str, Any]] | None = None,
     notes: Sequence[str] = (),
 ) -> None:
-    """Run a session to its end; save model, side files and report, with `more` results that the saved model is asked for."""
+    """Train to the end; save model, side files and report, with `more` results that the saved model is asked for."""
     try:
-        found = session.run()
+        bits = run.run()
     finally:
         loader.close()
-    model = training.folder / MODEL
+    model, session = training.folder / MODEL, run.session
+    assert training.parent is not None
     if session.heads_only and session.world.leads:
-        assert training.parent is not None
         place_weights(training.parent, model)
     session.export(model)
-    if session.work is None:
+    if run.work is None:
         return
     from etude.models.mtp_heads import keep_apart
     from etude.report.training import write_report
     from etude.training.measure import table
 
-    assert training.parent is not None
     copy_side_files(training.parent, model)
     if carry_heads(training.parent, model):
-        notes = [*notes, "the parent's MTP heads came along untrained: they know the parent; train them again"]
+        notes = [*notes, UNTRAINED_HEADS]
     keep_apart(model)
     fsync_tree(model)  # before the results, which say that it is there
-    measured = curve(session)
-    if not found["before"] and not any(point.get("acceptance") for point in measured):
-        session.work.reporter.say(f"{training.kind}: nothing is held out, so nothing was measured; raise data.heldout")
+    measured = curve(run)
+    if not bits["before"] and not any(point.get("acceptance") for point in measured):
+        run.work.reporter.say(f"{training.kind}: nothing is held out, so nothing was measured; raise data.heldout")
     results = {
         "device": environment.device_name(session.device.type),
         "seen": loader.achieved()["sources"],
-        "domains": table(found["before"], found["after"]),
+        "domains": table(bits["before"], bits["after"]),
         "acceptance": acceptance_table(measured),
         "curve": measured,
-        "notes": [*notes, *session.notes()],
+        "notes": [*notes, *run.notes()],
         **(more(model) if more else {}),
     }
     write_report(training.folder, f"{training.kind}: before and after", results)
 
 
-def curve(session: Session) -> list[dict[str, Any]]:
+def curve(run: TrainingRun) -> list[dict[str, Any]]:
     """Return the measurements in order, each with the tokens trained on so far."""
-    assert session.work is not None
-    each = session.settings.batch * session.length
-    rows = sorted(session.work.metrics.rows("eval/"), key=lambda row: (row["step"], row["key"]))
+    assert run.work is not None
+    each = run.settings.batch * run.session.length
+    rows = sorted(run.work.metrics.rows("eval/"), key=lambda row: (row["step"], row["key"]))
     kinds = ("bits_per_byte", "acceptance")
     return [{"tokens": row["step"] * each, **{kind: row[kind] for kind in kinds if kind in row}} for row in rows]
 

@@ -75,12 +75,11 @@ class MultiToken:
             self._weights(rows),
         )
         if self._joint is None:
-            return Loss(mtp, self._weights(rows).sum())
-        weights = rows.weights_BT
+            return Loss(mtp, {})
         plain = cross_entropy.weighted_sum(
-            hidden_BTD.flatten(0, 1), head_VD, rows.targets_BT.flatten(), weights.flatten()
+            hidden_BTD.flatten(0, 1), head_VD, rows.targets_BT.flatten(), rows.weights_BT.flatten()
         )
-        return Loss(plain + self._joint.weight * mtp, weights.sum(), {"next_token": plain, "mtp": mtp})
+        return Loss(plain + self._joint.weight * mtp, {"next_token": plain, "mtp": mtp})
 
     def nats(self, model: Any, rows: Rows) -> torch.Tensor:
         """Return −log p(next token) of every position, [B, T]."""
@@ -92,9 +91,9 @@ class MultiToken:
         hidden_BTD = last_hidden(model, rows)
         drafts_KND = drafts(model, rows, hidden_BTD, detached=True).flatten(1, 2)
         head_VD = model.get_output_embeddings().weight
-        found_KN = cross_entropy.accepted(drafts_KND, hidden_BTD.flatten(0, 1), head_VD)
+        accepted_KN = cross_entropy.accepted(drafts_KND, hidden_BTD.flatten(0, 1), head_VD)
         weights_KN = depth_weights(rows, [1.0] * len(self._shares))
-        return torch.stack([(found_KN * weights_KN).sum(1), weights_KN.sum(1)])
+        return torch.stack([(accepted_KN * weights_KN).sum(1), weights_KN.sum(1)])
 
     def _weights(self, rows: Rows) -> torch.Tensor:
         return depth_weights(rows, self._shares)
@@ -118,7 +117,7 @@ def drafts(model: Any, rows: Rows, hidden_BTD: torch.Tensor, *, detached: bool) 
         config=decoder.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None, position_ids=places
     )
     bounds = {name: value for name, value in packed(rows).items() if name in {"cu_seq_lens_q", "whole_rows"}}
-    found = []
+    by_depth = []
     for ahead in range(1, heads.depth + 1):
         inside = places.roll(-ahead, 1) == places + ahead
         tokens = torch.where(inside, rows.tokens_BT.roll(-ahead, 1), rows.tokens_BT)
@@ -127,8 +126,8 @@ def drafts(model: Any, rows: Rows, hidden_BTD: torch.Tensor, *, detached: bool) 
             embed=lambda ids: embedding(ids).detach() if detached else embedding(ids),
             rotary=decoder.rotary_emb, attention_mask=mask, **bounds,
         )  # fmt: skip
-        found.append(hidden.roll(ahead, 1))
-    return torch.stack(found)
+        by_depth.append(hidden.roll(ahead, 1))
+    return torch.stack(by_depth)
 
 
 def _step_shape(model: Any) -> tuple[int, int]:

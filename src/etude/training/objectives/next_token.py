@@ -27,24 +27,18 @@ class NextToken:
         self.plain_head = _has_plain_head(model)
 
     def weight(self, rows: Rows) -> float:
-        """Return how many tokens are to be predicted."""
         return float(rows.weights_BT.sum())
 
     def flops(self, shape: ComputeShape, length: int) -> int:
-        """Return the FLOPs of a step over one piece."""
         return training_flops(shape, length)
 
     def loss(self, model: Any, rows: Rows) -> Loss:
         """Return the loss of some rows, in nats."""
-        weights = rows.weights_BT
-        if self.plain_head:
-            hidden = last_hidden(model, rows)
-            total = cross_entropy.weighted_sum(
-                hidden.flatten(0, 1), model.get_output_embeddings().weight, rows.targets_BT.flatten(), weights.flatten()
-            )
-        else:
-            total = (_own_nats(model, rows) * weights).sum()
-        return Loss(total, weights.sum())
+        if not self.plain_head:
+            return Loss((_own_nats(model, rows) * rows.weights_BT).sum(), {})
+        hidden_ND, head_VD = last_hidden(model, rows).flatten(0, 1), model.get_output_embeddings().weight
+        targets_N, weights_N = rows.targets_BT.flatten(), rows.weights_BT.flatten()
+        return Loss(cross_entropy.weighted_sum(hidden_ND, head_VD, targets_N, weights_N), {})
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def nats(self, model: Any, rows: Rows) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""Policy gradient: make sampled tokens likelier by the advantage of their episode, each corrected for how it was sampled.
+"""Policy gradient: make sampled tokens likelier by the advantage of their episode, each weighted for how it was sampled.
 
-    loss = − Σ over learnt tokens of  advantage · factor · log π(token),   the factor being a function of π's own log-probs, detached
+    loss = − Σ over learnt tokens of  w · log π(token),   w a function of the advantage and of π's own log-probs, detached
 
-The factors need the log-probs and the gradient needs the factors. So the hidden states are computed once and the output head is
-applied twice: without a gradient, for the log-probs, then for the loss, with the weight of every position known. The logits of all
-positions never exist at once.
+Every algorithm in `rl/algorithm.py` has this form: w is the derivative of its objective by the token's log-prob. The weights need
+the log-probs and the gradient needs the weights. So the hidden states are computed once and the output head is applied twice:
+without a gradient, for the log-probs, then for the loss. The logits of all positions never exist at once.
 
 Shapes: B rows, T positions, N = B · T.
 """
@@ -12,10 +12,11 @@ Shapes: B rows, T positions, N = B · T.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from etude.lineage.compute import forward_flops, training_flops
 from etude.training import cross_entropy
+from etude.training.objectives import Loss
 from etude.training.objectives.next_token import NextToken, last_hidden
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from etude.lineage.compute import ComputeShape
     from etude.training.batch import Rows
 
-    # log new − log old, learnt, number of the branch, all [N] → ratio, factor, both [N]
-    Correct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    # log π now − log π when sampled, advantage, learnt, number of the branch it belongs to: each [N]
+    Weigh = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], "Terms"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,43 +40,54 @@ class SampledRows:
     learnt_BT: torch.Tensor  # bool
 
     def to(self, device: torch.device) -> SampledRows:
-        """Return the rows on a device."""
         return SampledRows(self.rows.to(device), self.sampled_BT.to(device), self.learnt_BT.to(device))
 
 
-@dataclass(frozen=True)
-class PolicyLoss:
-    """What the objective says of some rows."""
+class Terms(NamedTuple):
+    """What an algorithm makes of some positions."""
 
-    sum: torch.Tensor  # to be made small; a scalar
-    now_BT: torch.Tensor  # log-prob of every target under the policy as it is
-    ratios_BT: torch.Tensor
+    ratios: torch.Tensor  # π now / π when sampled, at the algorithm's level
+    weights: torch.Tensor  # what −log π is multiplied with
+    masked: torch.Tensor  # bool: beyond the algorithm's bounds
+
+
+class Observed(NamedTuple):
+    """What was computed of some rows, all [B, T]."""
+
+    logprobs: torch.Tensor
+    ratios: torch.Tensor
+    masked: torch.Tensor
 
 
 class PolicyGradient:
-    """The loss of a model on sampled rows."""
+    """The loss of a model on sampled rows. `observed` has an entry for each call of `loss`, for the metrics of a step."""
 
-    def __init__(self, model: Any, correct: Correct) -> None:
-        self.next, self._correct = NextToken(model), correct
+    def __init__(self, model: Any, weigh: Weigh) -> None:
+        self._next, self._weigh = NextToken(model), weigh
+        self.nats = self._next.nats
+        self.observed: list[Observed] = []
+
+    def weight(self, rows: SampledRows) -> float:
+        return float(rows.learnt_BT.sum())
 
     def flops(self, shape: ComputeShape, length: int) -> int:
-        """Return the model FLOPs of a step over one branch; a head that is not plain costs a forward pass more."""
-        return training_flops(shape, length) + (0 if self.next.plain_head else forward_flops(shape, length))
+        """Return the FLOPs of a step over one branch; a head that is not plain costs a forward pass more."""
+        return training_flops(shape, length) + (0 if self._next.plain_head else forward_flops(shape, length))
 
-    def loss(self, model: Any, given: SampledRows) -> PolicyLoss:
+    def loss(self, model: Any, sampled: SampledRows) -> Loss:
         """Return the loss of some rows, in nats times advantage."""
-        rows, targets_N = given.rows, given.rows.targets_BT.flatten()
-        if self.next.plain_head:
+        rows, targets_N = sampled.rows, sampled.rows.targets_BT.flatten()
+        if self._next.plain_head:
             hidden_ND, head_VD = last_hidden(model, rows).flatten(0, 1), model.get_output_embeddings().weight
             nats_N = cross_entropy.each(hidden_ND, head_VD, targets_N)
         else:
-            nats_N = self.next.nats(model, rows).flatten()
+            nats_N = self._next.nats(model, rows).flatten()
         branch_N = (rows.positions_BT.flatten() == 0).cumsum(0) - 1
-        change_N = -nats_N - given.sampled_BT.flatten()
-        ratios_N, factors_N = self._correct(change_N, given.learnt_BT.flatten(), branch_N)
-        weights_N = rows.weights_BT.flatten() * factors_N
-        if self.next.plain_head:
-            total = cross_entropy.weighted_sum(hidden_ND, head_VD, targets_N, weights_N)
-        else:
-            total = self.next.loss(model, replace(rows, weights_BT=weights_N.view_as(rows.tokens_BT))).sum
-        return PolicyLoss(total, -nats_N.view_as(rows.tokens_BT), ratios_N.view_as(rows.tokens_BT))
+        change_N = -nats_N - sampled.sampled_BT.flatten()
+        terms = self._weigh(change_N, rows.weights_BT.flatten(), sampled.learnt_BT.flatten(), branch_N)
+        self.observed.append(
+            Observed(*(each.view_as(rows.tokens_BT) for each in (-nats_N, terms.ratios, terms.masked)))
+        )
+        if self._next.plain_head:
+            return Loss(cross_entropy.weighted_sum(hidden_ND, head_VD, targets_N, terms.weights), {})
+        return self._next.loss(model, replace(rows, weights_BT=terms.weights.view_as(rows.tokens_BT)))
