@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -22,8 +21,7 @@ RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, 
 LOOK = 0.5  # seconds between two looks at a run
 
 
-@dataclass(frozen=True)
-class _Found:
+class _Stage(NamedTuple):
     """An rl stage on disk."""
 
     run: Path
@@ -39,10 +37,12 @@ def report(
     """Write one page with the plots of a run, finished or going on."""
     from etude.report.rl import PAGE, steps_of, verdict, write_report
 
-    found = _find(run)
-    whole = found.finished and (found.folder / PAGE).exists()  # it was written with the stage, and is in its record
-    said = verdict(steps_of(found.folder)) if whole and out is None else write_report(found.folder, out or found.folder)
-    typer.echo("\n".join([*said, f"report: {(out or found.folder) / PAGE}"]))
+    stage = _find(run)
+    whole = stage.finished and (stage.folder / PAGE).exists()  # it was written with the stage, and is in its record
+    lines = (
+        verdict(steps_of(stage.folder)) if whole and out is None else write_report(stage.folder, out or stage.folder)
+    )
+    typer.echo("\n".join([*lines, f"report: {(out or stage.folder) / PAGE}"]))
 
 
 @app.command(epilog="Example: etude rl weights runs/agent length=0.2 conduct=0.1")
@@ -56,16 +56,16 @@ def weights(
     from etude.rl.ledger import Ledger, Weighted
     from etude.rl.processes import LEDGER, WISH
 
-    found, wished = _find(run), dict(_change(word) for word in changes)
-    if found.finished:
-        raise UserError(f"{found.folder} is finished; set the weights in a recipe, under rewards of its rl stage")
-    told = [event for event in Ledger(found.folder / LEDGER).read()[0] if isinstance(event, Weighted)]
-    if not told:
-        raise UserError(f"{found.folder} has not begun; set the weights in its recipe, or try again later")
-    path = found.folder / WISH
-    wished = (read_json(path) if path.exists() else {}) | wished
-    now = reweighted(told[-1].weights, wished)
-    write_json(path, wished)
+    stage, wanted = _find(run), dict(_change(word) for word in changes)
+    if stage.finished:
+        raise UserError(f"{stage.folder} is finished; set the weights in a recipe, under rewards of its rl stage")
+    events = [event for event in Ledger(stage.folder / LEDGER).read()[0] if isinstance(event, Weighted)]
+    if not events:
+        raise UserError(f"{stage.folder} has not begun; set the weights in its recipe, or try again later")
+    path = stage.folder / WISH
+    wanted = (read_json(path) if path.exists() else {}) | wanted
+    now = reweighted(events[-1].weights, wanted)
+    write_json(path, wanted)
     typer.echo("wanted: " + ", ".join(f"{part} {weight:g}" for part, weight in now.items()))
     typer.echo("groups that close from now on are weighed so; `etude rl watch` and the report show from which step")
 
@@ -86,53 +86,46 @@ def watch(run: RunFolder) -> None:
     """Show a run as it goes on, from another terminal, until it ends; one that is over is shown once."""
     from etude.run.folder import running_owner
 
-    console, found = Console(highlight=False), _find(run)
-    if not console.is_terminal or found.finished or running_owner(found.run) is None:
-        console.print(_picture(found))
+    console, stage = Console(highlight=False), _find(run)
+    if not console.is_terminal or stage.finished or running_owner(stage.run) is None:
+        console.print(_picture(stage))
         return
-    with Live(_picture(found), console=console, auto_refresh=False) as live:
-        while not found.finished and running_owner(found.run) is not None:
+    with Live(_picture(stage), console=console, auto_refresh=False) as live:
+        while not stage.finished and running_owner(stage.run) is not None:
             time.sleep(LOOK)
-            found = _find(run)
-            live.update(_picture(found), refresh=True)
+            stage = _find(run)
+            live.update(_picture(stage), refresh=True)
 
 
-def _picture(found: _Found) -> RenderableType:
+def _picture(stage: _Stage) -> RenderableType:
     from etude.files import read_json
     from etude.jsonl import read_rows
     from etude.report.rl import METRICS
     from etude.rl.view import dashboard
     from etude.run.folder import PROGRESS
 
-    rows = read_rows(found.folder / METRICS, "train/")
+    rows, progress = read_rows(stage.folder / METRICS, "train/"), stage.folder / PROGRESS
     seconds = sum(row["device_seconds"] for row in rows)
     state: dict[str, Any] = {"done": len(rows), "total": len(rows), "seconds": seconds, "seconds_left": None}
-    if (found.folder / PROGRESS).exists():
-        state |= read_json(found.folder / PROGRESS)
-    return dashboard(rows, state)
+    return dashboard(rows, state | (read_json(progress) if progress.exists() else {}))
 
 
-def _find(path: Path) -> _Found:
+def _find(path: Path) -> _Stage:
     """Return the rl stage that a folder means: its own, or the last of a run that has begun; work before finished work."""
     from etude.lineage.record import RECORD_FILE
     from etude.report.rl import METRICS
     from etude.report.status import run_status
+    from etude.run.folder import RunFolder as Layout
 
     if (path / METRICS).exists():
         work = path.resolve().parent.name == ".work"
-        return _Found(path.resolve().parents[work], path, (path / RECORD_FILE).exists())
+        return _Stage(path.resolve().parents[work], path, (path / RECORD_FILE).exists())
     stage = "" if (path / "run.json").exists() or not (path.parent / "run.json").exists() else path.name
     run = path.parent if stage else path
-    named = [each for each in run_status(run).stages if each.kind == "rl" and stage in {"", each.name}]
-    for each in reversed(named):
-        if (folder := _folder(run, each.name, each.state)) is not None:
-            return _Found(run, folder, each.state in {"done", "damaged"})
+    for each in reversed(run_status(run).stages):
+        if each.kind == "rl" and stage in {"", each.name}:
+            if each.state in {"running", "stopped"}:
+                return _Stage(run, Layout(run).works(each.name)[-1][1], finished=False)
+            if each.state in {"done", "damaged"}:
+                return _Stage(run, run / each.name, finished=True)
     raise UserError(f"{path} has no rl stage that has begun; etude status {run} shows its stages")
-
-
-def _folder(run: Path, name: str, state: str) -> Path | None:
-    from etude.run.folder import RunFolder as Layout
-
-    if state in {"running", "stopped"}:
-        return Layout(run).works(name)[-1][1]
-    return run / name if state in {"done", "damaged"} else None

@@ -10,7 +10,7 @@ A task seldom seen is taken for what its family is, a family seldom seen for wha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,39 +23,25 @@ if TYPE_CHECKING:
 PRIOR = 8  # episodes that what is expected of a task or family counts as much as: a group of the usual size
 
 
-@dataclass(frozen=True)
-class Trait:
-    """Means over episodes."""
-
-    solved: float
-    turns: float
-    thinking: float
-
-
 @dataclass
 class Tally:
-    """Sums over episodes."""
+    """Sums over episodes; means, where it is of one episode."""
 
     episodes: int = 0
-    solved: int = 0
+    solved: float = 0.0
     turns: float = 0.0
     thinking: float = 0.0
 
     def add(self, finished: Finished) -> None:
-        """Count an episode."""
         self.episodes += 1
         self.solved += finished.outcome == "pass"
         self.turns += finished.turns
         self.thinking += finished.behaviour.get("thinking_tokens", 0.0)
 
-    def trait(self, expected: Trait, prior: int = PRIOR) -> Trait:
+    def means(self, expected: Tally, prior: int = PRIOR) -> Tally:
         """Return the means, with `expected` counted as `prior` episodes."""
-        number = self.episodes + prior
-        return Trait(
-            (self.solved + prior * expected.solved) / number,
-            (self.turns + prior * expected.turns) / number,
-            (self.thinking + prior * expected.thinking) / number,
-        )
+        pairs = zip(astuple(self)[1:], astuple(expected)[1:], strict=True)
+        return Tally(1, *((own + prior * other) / (self.episodes + prior) for own, other in pairs))
 
 
 @dataclass
@@ -67,7 +53,6 @@ class Experience:
     task: dict[str, Tally] = field(default_factory=dict)
 
     def add(self, item: Item, finished: Finished) -> None:
-        """Count an episode of a task."""
         for tally in (self.all, self.family.setdefault(item.family, Tally()), self.task.setdefault(item.id, Tally())):
             tally.add(finished)
 
@@ -76,10 +61,10 @@ class Experience:
         items, ramp = list(items), ramp_at(progress, settings.begin)
         if ramp == 0 or not self.all.episodes:
             return [1.0] * len(items)
-        mean = self.all.trait(Trait(0.5, 0.0, 0.0), prior=0)
-        family = {name: self.family.get(name, Tally()).trait(mean) for name in {item.family for item in items}}
-        traits = (self.task.get(each.id, Tally()).trait(family[each.family]) for each in items)
-        return [_weight(trait, mean, settings, ramp) for trait in traits]
+        mean = self.all.means(Tally(), prior=0)
+        family = {name: self.family.get(name, Tally()).means(mean) for name in {item.family for item in items}}
+        tasks = (self.task.get(each.id, Tally()).means(family[each.family]) for each in items)
+        return [_weight(task, mean, settings, ramp) for task in tasks]
 
 
 def ramp_at(progress: float, begin: float) -> float:
@@ -87,8 +72,8 @@ def ramp_at(progress: float, begin: float) -> float:
     return min(max((progress - begin) / begin, 0.0), 1.0) if begin else 1.0
 
 
-def _weight(trait: Trait, mean: Trait, settings: CurriculumSettings, ramp: float) -> float:
-    shares = [each / whole for each, whole in ((trait.turns, mean.turns), (trait.thinking, mean.thinking)) if whole]
+def _weight(task: Tally, mean: Tally, settings: CurriculumSettings, ramp: float) -> float:
+    shares = [each / whole for each, whole in ((task.turns, mean.turns), (task.thinking, mean.thinking)) if whole]
     effort = sum(shares) / len(shares) if shares else 1.0
-    certain = (2 * trait.solved - 1) ** 2
+    certain = (2 * task.solved - 1) ** 2
     return float(effort ** (settings.hard * ramp)) * (1 - settings.solved * ramp * certain)

@@ -115,11 +115,11 @@ def to_line(event: Event) -> bytes:
 
 def from_line(line: bytes) -> Event:
     """Return the event of a line. Raise ValueError saying why it is none."""
-    found: Any = json.loads(line)
-    name = found.get("event") if isinstance(found, dict) else None
+    values: Any = json.loads(line)
+    name = values.get("event") if isinstance(values, dict) else None
     if not isinstance(name, str) or name not in KINDS:
         raise ValueError(f"{name!r} is no known event")
-    if unlike := FIELDS[name] ^ found.keys():
+    if unlike := FIELDS[name] ^ values.keys():
         raise ValueError(f"{name} lacks or does not know {', '.join(sorted(unlike))}")
     try:
         return KINDS[name].validate_json(line, strict=True)

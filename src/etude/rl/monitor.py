@@ -131,17 +131,16 @@ class Sample(NamedTuple):
 
 def choose(episodes: Sequence[tuple[Finished, float]]) -> dict[str, Sample]:
     """Return the best, the worst and the strangest of a step's episodes; the first of equals. None is taken twice."""
-    left = sorted(episodes, key=lambda each: -each[1])
+    left = list(episodes)
     chosen: dict[str, Sample] = {}
+    for name, why, pick in (("best", "the largest reward", max), ("worst", "the smallest reward", min)):
+        if left:
+            place = pick(range(len(left)), key=lambda place: left[place][1])
+            chosen[name] = Sample(*left.pop(place), f"{why} of the step")
     if left:
-        chosen["best"] = Sample(*left.pop(0), "the largest reward of the step")
-    if left:
-        least = min(range(len(left)), key=lambda place: left[place][1])
-        chosen["worst"] = Sample(*left.pop(least), "the smallest reward of the step")
-    if left:
-        far = {id(event): _strangeness(event, [other for other, _ in episodes]) for event, _ in left}
-        event, reward = max(left, key=lambda each: far[id(each[0])][0])
-        chosen["strangest"] = Sample(event, reward, far[id(event)][1])
+        among = [event for event, _ in episodes]
+        (_, why), event, reward = max(((_strangeness(e, among), e, r) for e, r in left), key=lambda each: each[0][0])
+        chosen["strangest"] = Sample(event, reward, why)
     return chosen
 
 
@@ -170,11 +169,6 @@ def keep_samples(folder: Path, step: int, episodes: Sequence[tuple[Finished, flo
     about = {}
     for name, (event, reward, why) in choose(episodes).items():
         link_or_copy(folder / episode_file(event.group, event.episode), target / f"{name}.json")
-        about[name] = {
-            "group": event.group,
-            "episode": event.episode,
-            "outcome": event.outcome,
-            "reward": reward,
-            "why": why,
-        }
+        place = {"group": event.group, "episode": event.episode}
+        about[name] = {**place, "outcome": event.outcome, "reward": reward, "why": why}
     write_json(target / ABOUT, about)
