@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from etude.agent.search import CANDIDATES, Searcher, Version, chunks, fused, installed_embedder
+from etude.agent.search import CANDIDATES, Searcher, by_words, chunks, fused, installed_embedder
 from etude.agent.tools import TOOLBOX
 from report import finish
 
@@ -75,25 +75,25 @@ async def timed(work: Any) -> tuple[float, Any]:
 async def speed(package: str, tree: Path, cache: Path, *, embed_all: bool) -> dict[str, Any]:
     """Measure one tree: anew, from the disk, after an edit, asked."""
     ask, embedder = ask_in(tree), installed_embedder()
-    build, (version, _) = await timed(Searcher(cache).version(ask))
-    load, _ = await timed(Searcher(cache).version(ask))
+    build, (every, details) = await timed(Searcher(cache).index(ask))
+    load, _ = await timed(Searcher(cache).index(ask))
     searcher = Searcher(cache, embedder)
     await searcher.search(ask, "anything", 1)  # loads the model
     lexical = Searcher(cache)
-    await lexical.version(ask)
+    await lexical.index(ask)
     row = {
         "package": package,
-        "lines": sum(chunk.last - chunk.first + 1 for chunk in version.chunks),
-        "files": len(version.files),
+        "lines": sum(chunk.last - chunk.first + 1 for chunk in every),
+        "files": details["files"],
     }
-    row |= {"chunks": len(version.chunks), "build s": build, "from disk s": load}
+    row |= {"chunks": len(every), "build s": build, "from disk s": load}
     row["words s"] = (await timed(lexical.search(ask, QUERY, 5)))[0]
     row["words+vectors, first s"] = (await timed(searcher.search(ask, QUERY, 5)))[0]
     row["again s"] = (await timed(searcher.search(ask, QUERY, 5)))[0]
     (tree / "setup.py").write_text("print('edited')\n", encoding="utf-8")
     row["after an edit s"] = (await timed(searcher.search(ask, QUERY, 5)))[0]
     if embed_all and embedder:
-        row["embed all s"] = (await timed(asyncio.to_thread(embedder.vectors, version.chunks)))[0]
+        row["embed all s"] = (await timed(asyncio.to_thread(embedder.vectors, every)))[0]
     return row
 
 
@@ -114,33 +114,31 @@ def without_docstrings(text: str) -> tuple[str, list[tuple[str, str]]]:
 
 def quality(package: str, tree: Path, questions: int) -> list[dict[str, Any]]:
     """Ask for functions by their docstrings."""
-    files, asked = {}, []
+    every, asked = [], []
     for name in sorted(str(path.relative_to(tree)) for path in tree.rglob("*.py")):
         if "test" not in name:
             text, found = without_docstrings((tree / name).read_text(encoding="utf-8"))
-            files[name] = ("", chunks(name, text))
+            every += chunks(name, text)
             asked += [(name, *each) for each in found]
-    version, embedder = Version(files), installed_embedder()
+    embedder = installed_embedder()
     assert embedder is not None, "pip install 'etude[search]'"
     ranks: dict[str, list[int]] = {}
     asked = random.Random(0).sample(asked, min(questions, len(asked)))  # noqa: S311 - a sample
     began = time.perf_counter()
-    vectors = embedder.vectors(version.chunks)
-    print(f"embedded {len(version.chunks)} chunks in {time.perf_counter() - began:.0f} s")
+    vectors = embedder.vectors(every)
+    print(f"embedded {len(every)} chunks in {time.perf_counter() - began:.0f} s")
     for path, name, sentence in asked:
-        by_words = version.by_words(sentence)
+        lexical = by_words(every, sentence)
         (wanted,) = embedder.embed([sentence])
         by_vector = np.argsort(-(vectors @ wanted)).tolist()
-        few = by_words[:CANDIDATES]
-        rankings = {"words": by_words, "vectors": by_vector, "both, all": fused(by_words[:256], by_vector[:256])}
+        few = lexical[:CANDIDATES]
+        rankings = {"words": lexical, "vectors": by_vector, "both, all": fused(lexical[:256], by_vector[:256])}
         rankings[f"both, first {CANDIDATES} by words"] = fused(few, [at for at in by_vector if at in set(few)])
-        right = {
-            at for at, chunk in enumerate(version.chunks) if chunk.path == path and chunk.name.split(".")[-1] == name
-        }
+        right = {at for at, chunk in enumerate(every) if chunk.path == path and chunk.name.split(".")[-1] == name}
         for how, ranking in rankings.items():
             ranks.setdefault(how, []).append(next((n for n, at in enumerate(ranking, 1) if at in right), 0))
     return [
-        {"package": package, "questions": len(asked), "chunks": len(version.chunks), "ranking": how}
+        {"package": package, "questions": len(asked), "chunks": len(every), "ranking": how}
         | {
             "MRR": round(float(np.mean([1 / n if n else 0 for n in each])), 3),
             "in first 5": round(float(np.mean([0 < n <= 5 for n in each])), 3),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import etude
 from etude.agent import search as embedders
-from etude.agent.search import K1, MOST_LINES, B, Embedder, Searcher, Version, chunks, fused, words
+from etude.agent.search import K1, MOST_LINES, B, Embedder, Searcher, by_words, chunks, fused, words
 from etude.agent.tools import Toolset, ToolSettings
 from etude.sandbox.box import Place
 from etude.sandbox.local import open_sandbox
@@ -115,8 +115,8 @@ def test_words_split_identifiers() -> None:
 
 def test_ranking_by_words_is_bm25() -> None:
     """Oracle: the textbook's formula, chunk by chunk."""
-    version = Version({name: ("", chunks(name, text)) for name, text in FILES.items()})
-    query, every = "area of a circle connections", version.chunks
+    query = "area of a circle connections"
+    every = [chunk for name, text in FILES.items() for chunk in chunks(name, text)]
     mean = sum(sum(chunk.words.values()) for chunk in every) / len(every)
 
     def score(place: int) -> float:
@@ -129,7 +129,7 @@ def test_ranking_by_words_is_bm25() -> None:
         return total
 
     expected = [place for place in sorted(range(len(every)), key=lambda place: (-score(place), place)) if score(place)]
-    assert version.by_words(query) == expected
+    assert by_words(every, query) == expected
     assert every[expected[0]].name == "circle_area"
 
 

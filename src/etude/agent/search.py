@@ -8,15 +8,16 @@ Chunks are ranked by their words (BM25), and where the extra `search` is install
 all-MiniLM-L6-v2 (Apache-2.0); embedding a large tree whole takes minutes on a CPU. What a query finds depends on the tree alone, not
 on earlier queries.
 
-The tree comes out of the sandbox by path and digest; only files that no known version of it holds are fetched and cut. So an edit
-costs one file, and episodes on one repository share everything else. A tree of which less than half was known is a new repository:
-its index is kept on the disk under the digest of all paths and contents.
+The tree comes out of the sandbox by path and digest; only files that are not known by both are fetched and cut. So an edit costs one
+file, and episodes on one repository share everything else. A tree of which less than half was known is a new repository: its index is
+kept on the disk under the digest of all paths and contents.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -38,7 +39,7 @@ from etude.data.codebase import CODE_SUFFIXES
 from etude.files import digest_of, whole_file
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     Ask = Callable[..., Awaitable[dict[str, Any]]]  # asks the toolbox in the sandbox
 
@@ -63,6 +64,10 @@ class Chunk:
     text: str
     words: dict[str, int]
     vector: np.ndarray | None = None
+
+    @cached_property
+    def length(self) -> int:
+        return sum(self.words.values())
 
 
 def words(text: str) -> Iterator[str]:
@@ -142,7 +147,7 @@ FORMAT = 2  # of the cache; raise it when chunks or words change
 MOST_FILES = 20_000
 MOST_TEXT = 1 << 20  # characters of an unpacked file or page: nothing inside decides how much memory we use
 SECONDS = 60.0  # for a page of the tree
-VERSIONS = 32  # kept in memory; they share their files
+KEPT_FILES = 200_000  # in memory
 CANDIDATES = 64  # chunks that are ranked by vectors
 SHOWN_LINES = 8
 K1, B = 1.2, 0.75  # the usual ones of BM25
@@ -154,37 +159,23 @@ class Unanswered(Exception):  # noqa: N818 - an answer
     """The toolbox could not list the tree or its texts."""
 
 
-@dataclass
-class Version:
-    """A tree: of each path the digest of its text, and its chunks."""
-
-    files: dict[str, tuple[str, list[Chunk]]]
-
-    @cached_property
-    def chunks(self) -> list[Chunk]:
-        return [chunk for _, made in self.files.values() for chunk in made]
-
-    @cached_property
-    def _lengths(self) -> list[int]:
-        return [sum(chunk.words.values()) for chunk in self.chunks]
-
-    def by_words(self, query: str) -> list[int]:
-        """Return the places of chunks that share a word with the query, best first (BM25)."""
-        mean = sum(self._lengths) / max(1, len(self._lengths))
-        scores: dict[int, float] = {}
-        for word, weight in Counter(words(query)).items():
-            held = [(at, chunk.words[word]) for at, chunk in enumerate(self.chunks) if word in chunk.words]
-            rarity = math.log(1 + (len(self.chunks) - len(held) + 0.5) / (len(held) + 0.5))
-            for at, count in held:
-                score = rarity * count * (K1 + 1) / (count + K1 * (1 - B + B * self._lengths[at] / mean))
-                scores[at] = scores.get(at, 0.0) + weight * score
-        return sorted(scores, key=lambda at: (-scores[at], at))
+def by_words(every: Sequence[Chunk], query: str) -> list[int]:
+    """Return the places of chunks that share a word with the query, best first (BM25)."""
+    mean = sum(chunk.length for chunk in every) / max(1, len(every))
+    scores: dict[int, float] = {}
+    for word, weight in Counter(words(query)).items():
+        held = [(at, chunk.words[word]) for at, chunk in enumerate(every) if word in chunk.words]
+        rarity = math.log(1 + (len(every) - len(held) + 0.5) / (len(held) + 0.5))
+        for at, count in held:
+            score = rarity * count * (K1 + 1) / (count + K1 * (1 - B + B * every[at].length / mean))
+            scores[at] = scores.get(at, 0.0) + weight * score
+    return sorted(scores, key=lambda at: (-scores[at], at))
 
 
-def fused(by_words: Sequence[int], by_vector: Sequence[int]) -> list[int]:
+def fused(lexical: Sequence[int], by_vector: Sequence[int]) -> list[int]:
     """Return what two rankings have, best first: by the sum of weight / (10 + rank)."""
     scores: dict[int, float] = {}
-    for ranking, weight in ((by_words, 1.0), (by_vector, VECTOR_WEIGHT)):
+    for ranking, weight in ((lexical, 1.0), (by_vector, VECTOR_WEIGHT)):
         for rank, at in enumerate(ranking):
             scores[at] = scores.get(at, 0.0) + weight / (FUSION + rank)
     return sorted(scores, key=lambda at: (-scores[at], at))
@@ -196,7 +187,7 @@ class Searcher:
     def __init__(self, cache: Path | None = None, embedder: Embedder | None = None) -> None:
         self.cache = cache
         self.embedder = embedder
-        self._versions: OrderedDict[str, Version] = OrderedDict()
+        self._files: OrderedDict[tuple[str, str], list[Chunk]] = OrderedDict()  # by path and digest, last used last
         self._building = asyncio.Lock()
         if embedder is None:
             logging.getLogger(__name__).warning(
@@ -206,11 +197,11 @@ class Searcher:
     async def search(self, ask: Ask, query: str, k: int) -> tuple[str, dict[str, Any], bool]:
         """Return the chunks nearest to a query as text, details for the trace, and whether it failed."""
         try:
-            version, details = await self.version(ask)
+            every, details = await self.index(ask)
         except Unanswered as fault:
             return f"the tree could not be read: {fault}", {"error": "unanswered"}, True
-        places, ranking = await asyncio.to_thread(self.rank, version, query)
-        nearest = [version.chunks[at] for at in places[:k]]
+        places, ranking = await asyncio.to_thread(self.rank, every, query)
+        nearest = [every[at] for at in places[:k]]
         paths = [f"{chunk.path}:{chunk.first}-{chunk.last}" for chunk in nearest]
         return (
             "\n\n".join(map(_shown, nearest)) or "nothing found",
@@ -218,77 +209,61 @@ class Searcher:
             False,
         )
 
-    def rank(self, version: Version, query: str) -> tuple[list[int], str]:
+    def rank(self, every: Sequence[Chunk], query: str) -> tuple[list[int], str]:
         """Return places of chunks, best first, and how they were ranked."""
-        by_words = version.by_words(query)
+        lexical = by_words(every, query)
         if self.embedder is None:
-            return by_words, "words"
-        candidates = by_words[:CANDIDATES]
+            return lexical, "words"
+        candidates = lexical[:CANDIDATES]
         (wanted,) = self.embedder.embed([query])
-        vectors = self.embedder.vectors([version.chunks[at] for at in candidates])
+        vectors = self.embedder.vectors([every[at] for at in candidates])
         by_vector = [candidates[at] for at in np.argsort(-(vectors @ wanted), kind="stable")] if candidates else []
         return fused(candidates, by_vector), f"words, the first {CANDIDATES} by vectors"
 
-    async def version(self, ask: Ask) -> tuple[Version, dict[str, Any]]:
-        """Return the tree as it is now, and details for the trace."""
+    async def index(self, ask: Ask) -> tuple[list[Chunk], dict[str, Any]]:
+        """Return the chunks of the tree as it is now, and details for the trace."""
         listing, skipped = await _listing(ask)
-        key = _key(listing.items())
-        fetched = 0
         async with self._building:
-            version = self._versions.get(key) or await asyncio.to_thread(self._load, key, listing)
-            if version is None:
-                version, fetched = await self._build(ask, listing)
-            self._versions[key] = version
-            self._versions.move_to_end(key)
-            while len(self._versions) > VERSIONS:
-                self._versions.popitem(last=False)
-        counts = {"files": len(version.files), "chunks": len(version.chunks), "fetched": fetched}
-        return version, {**counts, "skipped": skipped}
+            new = 2 * len(self._missing(listing)) > len(listing)
+            if new:
+                await asyncio.to_thread(self._load, listing)
+            texts = await _texts(ask, self._missing(listing))
+            for path, text in texts.items():
+                self._files[path, listing[path]] = await asyncio.to_thread(chunks, path, text)
+            if new and texts:
+                await asyncio.to_thread(self._save, listing)
+            known = [item for item in listing.items() if item in self._files]
+            for item in known:
+                self._files.move_to_end(item)
+            while len(self._files) > max(KEPT_FILES, len(known)):
+                self._files.popitem(last=False)
+            every = [chunk for item in known for chunk in self._files[item]]
+        return every, {"files": len(known), "chunks": len(every), "fetched": len(texts), "skipped": skipped}
 
-    async def _build(self, ask: Ask, listing: dict[str, str]) -> tuple[Version, int]:
-        """Return a new version, made of what the nearest known one holds and of what is fetched."""
-        known: dict[str, tuple[str, list[Chunk]]] = {}
-        for key, other in list(self._versions.items()):
-            same = {path: file for path, file in other.files.items() if listing.get(path) == file[0]}
-            if len(same) > len(known):
-                known = same
-                self._versions.move_to_end(key)
-        texts = await _texts(ask, {path: digest for path, digest in listing.items() if path not in known})
-        made = await asyncio.to_thread(
-            lambda: {path: (listing[path], chunks(path, text)) for path, text in texts.items()}
-        )
-        version = Version({path: known.get(path) or made[path] for path in listing if path in known or path in made})
-        if 2 * len(known) < len(listing):
-            await asyncio.to_thread(self._save, version)
-        return version, len(texts)
+    def _missing(self, listing: dict[str, str]) -> dict[str, str]:
+        return {path: digest for path, digest in listing.items() if (path, digest) not in self._files}
 
-    def _file(self, key: str) -> Path | None:
+    def _cached(self, listing: dict[str, str]) -> Path | None:
+        key = digest_of([FORMAT, sorted([ascii(path), digest] for path, digest in listing.items())])
         return self.cache / "search" / f"{key}.z" if self.cache else None
 
-    def _save(self, version: Version) -> None:
-        if path := self._file(_key((path, digest) for path, (digest, _) in version.files.items())):
+    def _save(self, listing: dict[str, str]) -> None:
+        if path := self._cached(listing):
             rows = [
-                [path, digest, [[c.first, c.last, c.name, c.text, c.words] for c in made]]
-                for path, (digest, made) in version.files.items()
-            ]
+                [*item, [[c.first, c.last, c.name, c.text, c.words] for c in self._files[item]]]
+                for item in listing.items() if item in self._files
+            ]  # fmt: skip
             with whole_file(path) as beside:
                 beside.write_bytes(zlib.compress(json.dumps({"files": rows}).encode(), 1))
 
-    def _load(self, key: str, listing: dict[str, str]) -> Version | None:
-        """Return a version from the disk; none if it is not there, or is damaged: it is made again."""
-        path = self._file(key)
-        if path is None or not path.exists():
-            return None
-        try:
-            rows = json.loads(zlib.decompress(path.read_bytes()))["files"]
-            version = Version({path: (digest, [Chunk(path, *row) for row in made]) for path, digest, made in rows})
-        except (OSError, ValueError, TypeError, KeyError, zlib.error):
-            return None
-        return version if {path: digest for path, (digest, _) in version.files.items()} == listing else None
-
-
-def _key(digests: Iterable[tuple[str, str]]) -> str:
-    return digest_of([FORMAT, sorted([ascii(path), digest] for path, digest in digests)])
+    def _load(self, listing: dict[str, str]) -> None:
+        """Take over what is on the disk; one that is damaged is made again."""
+        cached = self._cached(listing)
+        if cached is None or not cached.exists():
+            return
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, zlib.error):
+            rows = json.loads(zlib.decompress(cached.read_bytes()))["files"]
+            self._files |= {(path, digest): [Chunk(path, *row) for row in made] for path, digest, made in rows}
 
 
 def _shown(chunk: Chunk) -> str:
