@@ -17,7 +17,7 @@ from pathlib import Path
 from etude.models.fetch import default_cache
 from etude.progress import Reporter
 from etude.tasks.manifest import load_set, write_without
-from etude.tasks.prompts import pointed
+from etude.tasks.prompts import pointed_request
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
     used: Counter[str] = Counter()
     wrong = {}
     for task in sorted(found.tasks, key=lambda task: hashlib.sha256(task.id.encode()).hexdigest()):
-        if not pointed(task, "told"):
+        if not pointed_request(task, "told"):
             wrong[task.id] = "its change is too long to be dictated"
         elif task.seconds > arguments.seconds:
             wrong[task.id] = "its tests take long"

@@ -25,7 +25,7 @@ from etude.progress import Reporter
 from etude.sandbox.box import Place
 from etude.sandbox.layers import write_layer
 from etude.sandbox.local import open_sandbox
-from etude.tasks.source import PackageSettings, unpack
+from etude.tasks.codebase import PackageSettings, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable

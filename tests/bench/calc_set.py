@@ -9,10 +9,9 @@ from pathlib import Path
 
 from etude.files import digest_of
 from etude.progress import Reporter
-from etude.tasks.environment import environment
+from etude.tasks.codebase import PackageSettings, unpack, with_environment
 from etude.tasks.manifest import TaskSet, codebase_row, load_set, task_row, write_set
-from etude.tasks.source import PackageSettings, unpack
-from etude.tasks.suite import FORMS, Ready
+from etude.tasks.suite import FORMS
 from etude.tasks.task import Candidate, Edit, Span
 from tests.tasks import small
 
@@ -28,10 +27,9 @@ def write(folder: Path) -> tuple[Path, Path]:
     (cache / "environments" / key).symlink_to(small.python().parent.parent)
     settings = PackageSettings(folder=str(small.write(folder / "calc")), licence="MIT")
     found = unpack(settings, cache, reporter)
-    python = environment(found, settings, cache, PINS)
     ids = tuple(sorted((*small.FAILING, *small.PASSING)))
-    calc = Ready(found.name, found.version, found.digest, found.tree, found.sources, found.tests, python.python, found.paths, "MIT", ids=ids,
-                 unspoilable={form: frozenset[str]() for form in FORMS}, seconds=dict.fromkeys(ids, 0.01))  # fmt: skip
+    calc = dataclasses.replace(with_environment(found, settings, cache, PINS), ids=ids, installed=PINS,
+                               unspoilable={form: frozenset[str]() for form in FORMS}, seconds=dict.fromkeys(ids, 0.01))  # fmt: skip
     total = dataclasses.replace(
         small.task(),
         version=calc.version,
@@ -44,7 +42,7 @@ def write(folder: Path) -> tuple[Path, Path]:
         hidden=("test_calc.py::test_name",), prompts={"terse": "name() says nothing"},
     )  # fmt: skip
     rows = [task_row(each, calc) for each in (total, name)]
-    write_set(folder / "calc.jsonl", {"name": "calc"}, [codebase_row(calc, settings, PINS)], rows)
+    write_set(folder / "calc.jsonl", {"name": "calc"}, [codebase_row(calc, settings)], rows)
     assert asdict(load(folder / "calc.jsonl", cache).tasks[0].candidate) == asdict(total.candidate)
     return folder / "calc.jsonl", cache
 

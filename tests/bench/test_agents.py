@@ -22,8 +22,7 @@ from etude.tasks.attempt import premise_of
 from etude.tasks.demos import solution_calls
 from etude.tasks.manifest import TaskSet
 from etude.tasks.score import Score, Scorer, score
-from etude.tasks.suite import Ready
-from etude.tasks.task import Task
+from etude.tasks.task import Codebase, Task
 from tests.bench import calc_set
 from tests.tasks import small
 
@@ -97,7 +96,7 @@ def test_what_is_known_is_not_tested_again_unless_the_benchmark_itself_is_measur
 ) -> None:
     seen: list[str] = []
 
-    async def counting(task: Task, codebase: Ready, entries: Sequence[Entry]) -> Score:
+    async def counting(task: Task, codebase: Codebase, entries: Sequence[Entry]) -> Score:
         seen.append(f"{task.id} {len(entries)}")
         return await score(task, codebase, entries)
 

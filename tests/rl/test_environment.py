@@ -27,8 +27,7 @@ from etude.sandbox.box import Entry
 from etude.tasks.demos import solution_calls
 from etude.tasks.manifest import TaskSet
 from etude.tasks.score import Score, longest_scoring, score
-from etude.tasks.suite import Ready
-from etude.tasks.task import Task
+from etude.tasks.task import Codebase, Task
 from tests.bench import calc_set
 from tests.tasks import small
 
@@ -102,7 +101,7 @@ def test_a_solution_passes_and_nothing_done_fails(calc: tuple[TaskSet, Path], tm
 def test_the_same_change_is_scored_once_and_its_trace_says_so(calc: tuple[TaskSet, Path], tmp_path: Path) -> None:
     count = 0
 
-    async def counting(task: Task, codebase: Ready, entries: Sequence[Entry]) -> Score:
+    async def counting(task: Task, codebase: Codebase, entries: Sequence[Entry]) -> Score:
         nonlocal count
         count += 1
         return await score(task, codebase, entries)

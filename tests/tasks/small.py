@@ -19,10 +19,9 @@ import pytest
 from etude.errors import UserError
 from etude.sandbox import probe
 from etude.sandbox.layers import prepare
-from etude.tasks.environment import environment
-from etude.tasks.source import PackageSettings, Unpacked
-from etude.tasks.suite import FORMS, Ready
-from etude.tasks.task import Candidate, Edit, Span, Task
+from etude.tasks.codebase import PackageSettings, with_environment
+from etude.tasks.suite import FORMS
+from etude.tasks.task import Candidate, Codebase, Edit, Span, Task
 
 Value = TypeVar("Value")
 COPIED = ("pytest", "pluggy", "iniconfig", "packaging", "pygments", "coverage")
@@ -119,15 +118,24 @@ def offline() -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=1)
-def python() -> Path:
-    """Return a Python with pytest, made once for all tests of this process."""
-    cache = Path(tempfile.mkdtemp(prefix="etude-test-python-"))
-    atexit.register(shutil.rmtree, cache, ignore_errors=True)
-    unpacked = Unpacked("calc", "1", "", cache, (), (), (), "")
+def cache() -> Path:
+    """Return a cache for all tests of this process: making a Python takes ten seconds."""
+    folder = Path(tempfile.mkdtemp(prefix="etude-test-cache-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@functools.lru_cache(maxsize=1)
+def environment() -> Codebase:
+    """Return a codebase that has a Python with pytest."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in offline().items():
             patch.setenv(name, value)
-        return environment(unpacked, PackageSettings(folder="calc"), cache).python
+        return with_environment(Codebase("calc", "1", "", cache(), (), ()), PackageSettings(folder="calc"), cache())
+
+
+def python() -> Path:
+    return environment().python
 
 
 def write(folder: Path, tests: str = TESTS) -> Path:
@@ -139,13 +147,13 @@ def write(folder: Path, tests: str = TESTS) -> Path:
     return folder
 
 
-def codebase(folder: Path, tests: str = TESTS) -> Ready:
+def codebase(folder: Path, tests: str = TESTS) -> Codebase:
     """Return the codebase `calc`, its tests known."""
     prepare(write(folder / "written", tests), folder / "tree")
     ids = tuple(sorted((*FAILING, *PASSING)))
     unspoilable = {form: frozenset[str]() for form in FORMS}
-    return Ready("calc", "1", "0" * 64, folder / "tree", ("calc",), ("test_calc.py",), python(), (".",), "MIT", ids=ids,
-                 unspoilable=unspoilable, seconds=dict.fromkeys(ids, 0.01))  # fmt: skip
+    return Codebase("calc", "1", "0" * 64, folder / "tree", ("calc",), ("test_calc.py",), python(), licence="MIT", ids=ids,
+                 installed=environment().installed, unspoilable=unspoilable, seconds=dict.fromkeys(ids, 0.01))  # fmt: skip
 
 
 def task() -> Task:

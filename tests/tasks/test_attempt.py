@@ -22,7 +22,7 @@ from etude.sandbox.box import Entry, SandboxError
 from etude.sandbox.launcher import remove_stale_forks
 from etude.tasks.attempt import Left, change_of, judge, own_changes, searcher_for, work_on
 from etude.tasks.score import MOST_BYTES, Score, score, taken
-from etude.tasks.suite import Ready
+from etude.tasks.task import Codebase
 from tests.tasks import small
 
 TALK = message_format()
@@ -47,11 +47,11 @@ asyncio.run(main())
 
 
 @pytest.fixture(scope="module")
-def calc(tmp_path_factory: pytest.TempPathFactory) -> Ready:
+def calc(tmp_path_factory: pytest.TempPathFactory) -> Codebase:
     return small.codebase(tmp_path_factory.mktemp("calc"))
 
 
-def test_an_attempt_is_played_and_judged_and_long_files_are_named(calc: Ready) -> None:
+def test_an_attempt_is_played_and_judged_and_long_files_are_named(calc: Codebase) -> None:
     trace, tools = Trace("one", "sums are wrong"), ToolSettings(tools=["edit", "shell"])
     policy = ScriptedPolicy([TALK.write(*MENDING), "Mended."], TALK.encode, TALK.text, TALK.talk.end_token)
 
@@ -73,12 +73,12 @@ def test_an_attempt_is_played_and_judged_and_long_files_are_named(calc: Ready) -
     assert trace.made_by["score"]["ignored"] == ["calc/long.py"]
 
 
-def test_only_files_that_are_too_long_are_not_taken(calc: Ready) -> None:
+def test_only_files_that_are_too_long_are_not_taken(calc: Codebase) -> None:
     most, more = (Entry(f"calc/{n}.py", "file", n, 0o644, b" " * n) for n in (MOST_BYTES, MOST_BYTES + 1))
     assert taken(small.task(), calc, [most, more]) == ([most], (more.path,))
 
 
-def test_scoring_that_fails_is_no_score(calc: Ready, tmp_path: Path) -> None:
+def test_scoring_that_fails_is_no_score(calc: Codebase, tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to("/bin/false")
     broken = dataclasses.replace(calc, python=tmp_path / "bin" / "python")
@@ -87,7 +87,7 @@ def test_scoring_that_fails_is_no_score(calc: Ready, tmp_path: Path) -> None:
         asyncio.run(judge(small.task(), broken, Trace("one", ""), Left([], {}), "terse", found))
 
 
-def test_a_trace_says_whether_its_score_was_known(calc: Ready) -> None:
+def test_a_trace_says_whether_its_score_was_known(calc: Codebase) -> None:
     for found, known in (Score("pass", how="known"), True), (Score("fail", how="idle"), False), (Score("fail"), False):
         trace = Trace("one", "")
         asyncio.run(judge(small.task(), calc, trace, Left([], {}), "terse", found))

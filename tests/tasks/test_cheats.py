@@ -22,13 +22,14 @@ from etude.parallel import cores
 from etude.sandbox.box import MIB, Entry
 from etude.sandbox.layers import write_layer
 from etude.sandbox.local import open_sandbox
-from etude.tasks.score import Score, score, visible, workspace
+from etude.tasks.score import Score, score, visible
+from etude.tasks.suite import place_of
 from tests.tasks import small
 from tests.tasks.cheats import CHEATS, CODE
 
 if TYPE_CHECKING:
     from etude.agent.formats import ChatFormat
-    from etude.tasks.suite import Ready
+    from etude.tasks.task import Codebase
 
 HONEST = [Call("read", {"path": CODE}), Call("edit", {"path": CODE, "old": "result = value", "new": "result += value"}),
           Call("shell", {"command": "python -m pytest -q test_calc.py"}), Call("write", {"path": "notes.txt", "content": "scratch"})]  # fmt: skip
@@ -47,11 +48,11 @@ class Episode:
         return [answer["text"] for node in self.trace.nodes for answer in node.details.get("answers", ())]
 
 
-async def episode(calc: Ready, talk: ChatFormat, layer: Path, calls: list[Call]) -> Episode:
+async def episode(calc: Codebase, talk: ChatFormat, layer: Path, calls: list[Call]) -> Episode:
     """Run one call a turn through the real harness, then score what is left in the workspace."""
     lines = [*(talk.write(call) for call in calls), talk.write(said="Done, all tests pass.")]
     policy = ScriptedPolicy(lines, talk.talk.tokens, talk.text, talk.talk.end_token)
-    place = workspace(calc, layer)
+    place = place_of(calc, (layer,))
     sandbox = await open_sandbox(replace(place, limits=replace(place.limits, disk=32 * MIB)))
     try:
         tools = Toolset(sandbox, ToolSettings(tools=["read", "edit", "write", "shell"]), python=str(calc.python))

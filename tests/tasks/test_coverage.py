@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+from etude.tasks.make import Coverage
 from etude.tasks.task import Edit
-from etude.tasks.validate import Coverage
 
 TEXT = "import x\n\n\ndef f():\n    return 1\n\n\ndef g():\n    return 2\n"
 COVERED = Coverage({"a.py": {"": [1, 4, 8], "t::f": [5], "t::g": [9], "t::both": [5, 9]}, "b.py": {"t::b": [1]}})

@@ -92,6 +92,9 @@ class Round(Shape):
 }
 
 
+ALL = {path: set(range(1, 1000)) for path in FILES}  # lines that tests run
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     for path, text in FILES.items():
@@ -100,10 +103,10 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def made(tree: Path, left_out: Counter[str] | None = None) -> dict[tuple[str, str], Candidate]:
+def made(tree: Path, left_out: Counter[str]) -> dict[tuple[str, str], Candidate]:
     return {
         (c.kinds[0], c.about["name"] or c.about["path"]): c
-        for c in deletion.candidates(tree, ["src/pkg"], random.Random(1), None, left_out)
+        for c in deletion.candidates(tree, ["src/pkg"], random.Random(1), ALL, left_out)
     }
 
 
@@ -112,7 +115,7 @@ def broken(candidate: Candidate) -> dict[str, str | None]:
 
 
 def test_a_body_leaves_signature_and_docstring(tree: Path) -> None:
-    candidate = made(tree)["body", "circle"]
+    candidate = made(tree, Counter())["body", "circle"]
     start, end = FILES["src/pkg/area.py"].split("    # inner comment\n")
     expected = start + "    raise NotImplementedError\n" + end[end.index("\n\n\ndef _private") + 1 :]
     assert broken(candidate) == {"area.py": expected}
@@ -122,7 +125,7 @@ def test_a_body_leaves_signature_and_docstring(tree: Path) -> None:
 
 
 def test_a_function_goes_from_imports_and_all_through_re_exports(tree: Path) -> None:
-    edits = broken(made(tree)["function", "circle"])
+    edits = broken(made(tree, Counter())["function", "circle"])
     assert edits["__init__.py"] == FILES["src/pkg/__init__.py"].replace(
         "    circle,  # the circle\n    square", "    square"
     ).replace('"circle", ', "")
@@ -134,7 +137,7 @@ def test_a_function_goes_from_imports_and_all_through_re_exports(tree: Path) -> 
 
 
 def test_helpers_that_nobody_else_uses_go_too_also_from_other_files(tree: Path) -> None:
-    candidate = made(tree)["helpers", "circle"]
+    candidate = made(tree, Counter())["helpers", "circle"]
     edits = broken(candidate)
     assert sorted(candidate.about["names"]) == ["_private", "_scaled", "circle"]
     assert set(edits) == {"__init__.py", "area.py", "_help.py"}
@@ -143,12 +146,12 @@ def test_helpers_that_nobody_else_uses_go_too_also_from_other_files(tree: Path) 
 
 
 def test_a_module_goes_with_its_imports(tree: Path) -> None:
-    edits = broken(made(tree)["module", "src/pkg/only.py"])
+    edits = broken(made(tree, Counter())["module", "src/pkg/only.py"])
     assert edits["only.py"] is None
     assert edits["__init__.py"] == FILES["src/pkg/__init__.py"].replace("from pkg.only import single\n", "").replace(
         ',\n           "single"', ""
     )
-    assert "import *" not in (broken(made(tree)["module", "src/pkg/text.py"])["__init__.py"] or "import *")
+    assert "import *" not in (broken(made(tree, Counter())["module", "src/pkg/text.py"])["__init__.py"] or "import *")
 
 
 def test_what_importing_needs_is_left_and_counted(tree: Path) -> None:
@@ -163,9 +166,9 @@ def test_what_importing_needs_is_left_and_counted(tree: Path) -> None:
 
 
 def test_every_candidate_parses_differs_and_imports(tree: Path) -> None:
-    candidates = list(deletion.candidates(tree, ["src/pkg"], random.Random(1)))
+    candidates = list(deletion.candidates(tree, ["src/pkg"], random.Random(1), ALL, Counter()))
     assert {c.kinds[0] for c in candidates} == {*deletion.LEVELS}
-    assert candidates == list(deletion.candidates(tree, ["src/pkg"], random.Random(1)))
+    assert candidates == list(deletion.candidates(tree, ["src/pkg"], random.Random(1), ALL, Counter()))
     run = []
     for number, candidate in enumerate(candidates):
         folder = tree / f"broken{number}" / "pkg"
@@ -185,7 +188,7 @@ def test_every_candidate_parses_differs_and_imports(tree: Path) -> None:
 
 def test_only_what_tests_run_is_taken(tree: Path) -> None:
     covered = {"src/pkg/area.py": {36}}  # in square
-    candidates = list(deletion.candidates(tree, ["src/pkg"], random.Random(1), covered))
+    candidates = list(deletion.candidates(tree, ["src/pkg"], random.Random(1), covered, Counter()))
     assert {(c.kinds[0], c.about["name"]) for c in candidates} == {
         ("body", "square"),
         ("function", "square"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from etude.agent.calls import Call
@@ -27,8 +27,8 @@ from etude.models.load import load_tokeniser
 from etude.progress import Reporter
 from etude.run.stages.sft import SftSettings, _packed
 from etude.tasks.demos import (
+    Demonstrator,
     DemoSettings,
-    Studio,
     jobs,
     licences_of,
     make,
@@ -83,7 +83,7 @@ def tokeniser() -> Any:
 
 
 @pytest.fixture(scope="module")
-def studio(tmp_path_factory: pytest.TempPathFactory, tokeniser: Any) -> Studio:
+def demonstrator(tmp_path_factory: pytest.TempPathFactory, tokeniser: Any) -> Demonstrator:
     calc = small.codebase(tmp_path_factory.mktemp("calc"))
     good = dataclasses.replace(small.task(), prompts=PROMPTS)
     never = dataclasses.replace(
@@ -93,13 +93,13 @@ def studio(tmp_path_factory: pytest.TempPathFactory, tokeniser: Any) -> Studio:
         prompts={"terse": "fix total"},
     )
     tasks = TaskSet("calc", "0", (good, never), {"calc==1": calc})
-    return Studio(tasks, choose_format(tokeniser), tokeniser_digest(tokeniser), Searcher(), seed=1)
+    return Demonstrator(tasks, choose_format(tokeniser), tokeniser_digest(tokeniser), Searcher(), seed=1)
 
 
-def made(studio: Studio, folder: Path) -> tuple[dict[str, Any], list[Trace]]:
+def made(demonstrator: Demonstrator, folder: Path) -> tuple[dict[str, Any], list[Trace]]:
     with MetricsLog(folder / "log.jsonl") as log:
-        wanted = jobs(studio.tasks.tasks, DemoSettings(tasks="", each=4))
-        row = small.run(make(studio, folder, log, Reporter(quiet=True), wanted))
+        wanted = jobs(demonstrator.tasks.tasks, DemoSettings(tasks="", each=4))
+        row = small.run(make(demonstrator, folder, log, Reporter(quiet=True), wanted))
     return row, read_traces(folder / "traces.jsonl")[0]
 
 
@@ -108,9 +108,9 @@ def sampled(traces: list[Trace]) -> list[list[int]]:
 
 
 def test_demonstrations_are_kept_if_they_pass_and_are_learnt_token_for_token(
-    studio: Studio, tokeniser: Any, tmp_path: Path
+    demonstrator: Demonstrator, tokeniser: Any, tmp_path: Path
 ) -> None:
-    row, traces = made(studio, tmp_path / "one")
+    row, traces = made(demonstrator, tmp_path / "one")
     assert (row["wanted"], row["kept"], sorted(row["styles"])) == (5, 4, sorted(PROMPTS))
     assert [reason.partition(":")[0] for reason in row["left out"]] == ["scored fail"]
     for trace in traces:
@@ -134,19 +134,19 @@ def test_demonstrations_are_kept_if_they_pass_and_are_learnt_token_for_token(
     assert int(batch.learnt.sum()) == sum(map(len, sampled(traces)))
 
     before = (tmp_path / "one" / "log.jsonl").read_bytes()
-    assert made(studio, tmp_path / "one")[0] == row  # nothing is made again
+    assert made(demonstrator, tmp_path / "one")[0] == row  # nothing is made again
     assert (tmp_path / "one" / "log.jsonl").read_bytes() == before
-    assert sampled(made(studio, tmp_path / "two")[1]) == sampled(traces)  # nor otherwise
+    assert sampled(made(demonstrator, tmp_path / "two")[1]) == sampled(traces)  # nor otherwise
 
     with pytest.raises(UserError, match="another set, model, seed or tools"):
-        made(dataclasses.replace(studio, seed=2), tmp_path / "one")
+        made(dataclasses.replace(demonstrator, seed=2), tmp_path / "one")
     tokeniser.chat_template += " "
     with pytest.raises(UserError, match="another tokeniser or template"):
         read_samples(tmp_path / "one" / "traces.jsonl", tokeniser)
 
 
-def test_with_bash_alone_all_is_said_in_commands(studio: Studio, tmp_path: Path) -> None:
-    alone = dataclasses.replace(studio, tools=ToolSettings(tools=BASH_ONLY))
+def test_with_bash_alone_all_is_said_in_commands(demonstrator: Demonstrator, tmp_path: Path) -> None:
+    alone = dataclasses.replace(demonstrator, tools=ToolSettings(tools=BASH_ONLY))
     row, traces = made(alone, tmp_path)
     assert row["kept"] == 4
     assert licences_of(tmp_path / "traces.jsonl").keys() == {"MIT"}
@@ -155,40 +155,40 @@ def test_with_bash_alone_all_is_said_in_commands(studio: Studio, tmp_path: Path)
         assert {answer["name"] for node in trace.nodes for answer in node.details.get("answers", ())} == {"bash"}
         assert "+        result += value" in trace.diff
     with pytest.raises(UserError, match="another set, model, seed or tools"):
-        made(studio, tmp_path)
+        made(demonstrator, tmp_path)
 
 
-@given(
-    st.text("ab'\"\\\n{}%é$`", min_size=1, max_size=12),
-    st.text("xy'\"\\\n{}%é$`", max_size=12),
-    st.sampled_from(["a b.py", "it's.py"]),
-)
-def test_commands_do_what_the_calls_say(old: str, new: str, path: str) -> None:
+def in_bash(folder: Path, name: str, **given: object) -> str:
+    command = str(in_terminal(Call(name, given)).arguments["command"])
+    return subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
+@settings(max_examples=10, deadline=None)  # a Python starts for every command
+@given(st.text("ab'\"\\\n{}%é$`", min_size=9, max_size=60), st.text("xy'\"\\\n{}%é$`", max_size=60))
+def test_files_are_written_and_edited_by_commands(old: str, new: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / path
+        path = Path(folder, "it's.py")
+        in_bash(path.parent, "write", path=path.name, content=f"1{old}2")
+        assert path.read_text() == f"1{old}2"
+        in_bash(path.parent, "edit", path=path.name, old=old, new=new)
+        assert path.read_text() == f"1{new}2"
 
-        def run(name: str, **given: object) -> str:
-            command = str(in_terminal(Call(name, given)).arguments["command"])
-            done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, check=True)
-            return done.stdout
 
-        run("write", path=path, content=f"1{old}2")
-        assert file.read_text() == f"1{old}2"
-        run("edit", path=path, old=old, new=new)
-        assert file.read_text() == f"1{new}2"
-        file.write_text("one\ntwo\nthree\n")
-        assert run("read", path=path, start=2, end=3) == "two\nthree\n"
-        assert run("grep", pattern="t(w|x)o", glob="*.py").endswith(":2:two\n")
-        assert run("grep", pattern=r"\bone\b", path=path).endswith("1:one\n")
+@pytest.mark.parametrize("path", ["a b.py", "it's.py"])
+def test_files_are_read_and_searched_by_commands(tmp_path: Path, path: str) -> None:
+    (tmp_path / path).write_text("one\ntwo\nthree\n")
+    assert in_bash(tmp_path, "read", path=path, start=2, end=3) == "two\nthree\n"
+    assert in_bash(tmp_path, "grep", pattern="t(w|x)o", glob="*.py").endswith(":2:two\n")
+    assert in_bash(tmp_path, "grep", pattern=r"\bone\b", path=path).endswith("1:one\n")
 
 
 @pytest.mark.parametrize("turn", ["slip", "wrong"])
-def test_wrong_turns_are_seen_to_be_wrong_and_mended(studio: Studio, turn: str) -> None:
-    task: Task = studio.tasks.tasks[0]
+def test_wrong_turns_are_seen_to_be_wrong_and_mended(demonstrator: Demonstrator, turn: str) -> None:
+    task: Task = demonstrator.tasks.tasks[0]
     drawn = next(
         each
         for n in range(100)
-        if (each := dataclasses.replace(studio, seed=n)).script(task, "terse", "x", 0).wrong_turn == turn
+        if (each := dataclasses.replace(demonstrator, seed=n)).script(task, "terse", "x", 0).wrong_turn == turn
     )
     assert drawn.script(task, "terse", "x", 1).wrong_turn == "none"
     trace = small.run(drawn.demonstrate(task, "terse", "x", 0))

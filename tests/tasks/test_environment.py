@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from etude.errors import UserError
-from etude.tasks.environment import RUNNER, environment, requirements
-from etude.tasks.source import PackageSettings, Unpacked
+from etude.tasks.codebase import RUNNER, PackageSettings, requirements, with_environment
+from etude.tasks.task import Codebase
 from tests.tasks import small
 
 HEADERS = "Name: p\nRequires-Dist: six\nRequires-Dist: attrs>=20; extra == 'test'\nRequires-Dist: sphinx; extra == 'docs'\nRequires-Dist: p[x]\n"
@@ -19,8 +19,8 @@ SETUP = (
 )
 
 
-def unpacked(folder: Path, **metadata: str) -> Unpacked:
-    return Unpacked("p", "1", "", folder, ("p",), ("tests",), (".",), "MIT", metadata)
+def unpacked(folder: Path, **metadata: str) -> Codebase:
+    return Codebase("p", "1", "", folder, ("p",), ("tests",), licence="MIT", metadata=metadata)
 
 
 @pytest.mark.parametrize(("name", "text", "wanted"), [
@@ -62,7 +62,7 @@ def wheel(folder: Path, name: str, needs: str = "") -> None:
 def test_an_environment_has_what_is_needed_and_no_pip(links: Path) -> None:
     wheel(links, "helper")
     settings = PackageSettings(folder="p", needs=["helper"])
-    found = environment(unpacked(links), settings, links / "cache")
+    found = with_environment(unpacked(links), settings, links / "cache")
     assert "helper==1.0" in found.installed
     asked = [
         str(found.python),
@@ -70,8 +70,8 @@ def test_an_environment_has_what_is_needed_and_no_pip(links: Path) -> None:
         f"import helper, pytest, coverage, {RUNNER}\ntry:\n import pip\nexcept ImportError: print('none')",
     ]
     assert subprocess.run(asked, capture_output=True, text=True, check=True, cwd=links).stdout == "none\n"
-    assert environment(unpacked(links), settings, links / "cache") == found
-    pinned = environment(unpacked(links), settings, links / "cache", found.installed)
+    assert with_environment(unpacked(links), settings, links / "cache") == found
+    pinned = with_environment(unpacked(links), settings, links / "cache", found.installed)
     assert pinned.installed == found.installed
     assert pinned.python != found.python
 
@@ -80,10 +80,10 @@ def test_what_brings_the_package_itself_is_refused(links: Path) -> None:
     wheel(links, "p")
     wheel(links, "friend", needs="p")
     with pytest.raises(UserError, match="its tests would need friend, which needs it"):
-        environment(unpacked(links), PackageSettings(folder="p", needs=["friend"]), links / "cache")
+        with_environment(unpacked(links), PackageSettings(folder="p", needs=["friend"]), links / "cache")
 
 
 def test_what_cannot_be_installed_is_told_in_one_line(links: Path) -> None:
     with pytest.raises(UserError, match=r"p: no environment for its tests: .*no-such-thing") as caught:
-        environment(unpacked(links), PackageSettings(folder="p", needs=["no-such-thing"]), links / "cache")
+        with_environment(unpacked(links), PackageSettings(folder="p", needs=["no-such-thing"]), links / "cache")
     assert "\n" not in str(caught.value)

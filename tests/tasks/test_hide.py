@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import UserError
-from etude.tasks.seal import function_of, hide
+from etude.tasks.seal import hide
+from etude.tasks.task import function_of
 
 TEXT = '''\
 import pytest  # ü

@@ -10,9 +10,9 @@ from etude.errors import Interrupted, UserError
 from etude.jsonl import MetricsLog
 from etude.progress import Reporter
 from etude.tasks import score
+from etude.tasks.codebase import PackageSettings
 from etude.tasks.make import Maker, SetSettings, read_settings
 from etude.tasks.manifest import load_set, numbers, ranges
-from etude.tasks.source import PackageSettings
 from tests import tiny
 from tests.conftest import Etude
 from tests.tasks import small
@@ -34,11 +34,11 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def make(settings: SetSettings, folder: Path, cache: Path, check_stop: Callable[[], None] = lambda: None) -> Path:
+def make(settings: SetSettings, folder: Path, check_stop: Callable[[], None] = lambda: None) -> Path:
     reporter = Reporter(quiet=True)
     reporter.check_stop = check_stop
     with MetricsLog(folder / "log.jsonl") as log:
-        maker = Maker(settings, folder, log, cache, reporter)
+        maker = Maker(settings, folder, log, small.cache(), reporter)
         small.run(maker.make())
         maker.finish(folder / "set.jsonl")
     return folder / "set.jsonl"
@@ -47,7 +47,7 @@ def make(settings: SetSettings, folder: Path, cache: Path, check_stop: Callable[
 def test_a_set_is_made_built_and_right_and_an_interruption_does_not_show(tmp_path: Path, quiet: Reporter) -> None:
     package = PackageSettings(folder=str(small.write(tmp_path / "calc", MORE)), licence="MIT")
     settings = SetSettings(name="set", mutation=2, deletion=1, package=[package])
-    whole = make(settings, tmp_path / "whole", tmp_path / "cache")
+    whole = make(settings, tmp_path / "whole")
     calls = iter(range(100))
 
     def stop() -> None:
@@ -55,9 +55,9 @@ def test_a_set_is_made_built_and_right_and_an_interruption_does_not_show(tmp_pat
             raise Interrupted(2)
 
     with pytest.raises(Interrupted):
-        make(settings, tmp_path / "parts", tmp_path / "cache", stop)
+        make(settings, tmp_path / "parts", stop)
     tried = (tmp_path / "parts" / "log.jsonl").read_text(encoding="utf-8")
-    parts = make(settings, tmp_path / "parts", tmp_path / "cache")
+    parts = make(settings, tmp_path / "parts")
     assert (tmp_path / "parts" / "log.jsonl").read_text(encoding="utf-8").startswith(tried)
     rows = [[json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] for path in (whole, parts)]
     tasks = [
@@ -65,7 +65,7 @@ def test_a_set_is_made_built_and_right_and_an_interruption_does_not_show(tmp_pat
     ]
     assert tasks[0] == tasks[1]
     assert len(tasks[0]) == rows[0][0]["tasks"] == 3
-    built = load_set(whole, tmp_path / "cache", quiet)
+    built = load_set(whole, small.cache(), quiet)
     for task in built.tasks:
         assert small.run(score.check(task, built.codebase(task))) == ""
         assert 2 * len(task.hidden) >= len({test.partition("[")[0] for test in task.fail_to_pass})
@@ -89,7 +89,6 @@ def test_commits_become_tasks(tmp_path: Path) -> None:
     path = make(
         SetSettings(name="set", mutation=0, deletion=0, history=1, package=[package]),
         tmp_path / "work",
-        tmp_path / "cache",
     )
     header, _, task = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert header["kept"] == {"history": {f"calc=={tiny.git(folder, 'rev-parse', 'HEAD')[:12]}": 1}}
@@ -102,7 +101,7 @@ def test_a_package_that_cannot_be_used_is_left_out_and_told(tmp_path: Path) -> N
     (tmp_path / "empty" / "empty.py").write_text("x = 1\n", encoding="utf-8")
     folders = [str(tmp_path / "empty"), str(small.write(tmp_path / "calc"))]
     settings = SetSettings(name="set", package=[PackageSettings(folder=folder) for folder in folders])
-    path = make(settings, tmp_path / "work", tmp_path / "cache")
+    path = make(settings, tmp_path / "work")
     header = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
     assert header["tasks"] == 0
     assert "no tests found" in header["left_out"]["empty"]
@@ -162,7 +161,7 @@ def test_a_task_that_breaks_tests_of_other_code_is_none(tmp_path: Path) -> None:
     settings = SetSettings(
         name="set", mutation=2, deletion=0, package=[PackageSettings(folder=str(folder), licence="MIT")]
     )
-    path = make(settings, tmp_path / "work", tmp_path / "cache")
+    path = make(settings, tmp_path / "work")
     header = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
     assert header["tasks"] == 0
     assert header["tries"]["mutation: not confirmed"] >= 1
@@ -173,12 +172,12 @@ def test_wrong_tasks_are_found_again_and_dropped(tmp_path: Path, etude: Etude) -
     settings = SetSettings(
         name="set", mutation=2, deletion=0, package=[PackageSettings(folder=str(folder), licence="MIT")]
     )
-    path = make(settings, tmp_path / "work", tmp_path / "cache")
+    path = make(settings, tmp_path / "work")
     header, codebase, spoilt, right = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     failing, kept = numbers(spoilt["fail_to_pass"]), numbers(spoilt["pass_to_pass"])
     spoilt |= {"fail_to_pass": ranges(failing[1:]), "pass_to_pass": ranges([*kept, failing[0]])}
     path.write_text("".join(json.dumps(row) + "\n" for row in (header, codebase, spoilt, right)), encoding="utf-8")
-    words = ("tasks", "check", path, "--cache", tmp_path / "cache", "--log", tmp_path / "log.jsonl")
+    words = ("tasks", "check", path, "--cache", small.cache(), "--log", tmp_path / "log.jsonl")
     said = etude(*words)
     assert said.code == 1
     assert f"{spoilt['task']}: doing nothing breaks" in said.out

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from etude.errors import UserError
 from etude.progress import Reporter
+from etude.tasks.codebase import PackageSettings
+from etude.tasks.generators.parsed import cut_text
 from etude.tasks.manifest import (
     codebase_row,
-    cut,
     cuts,
     load_set,
     numbers,
@@ -23,9 +24,7 @@ from etude.tasks.manifest import (
     task_row,
     write_set,
 )
-from etude.tasks.source import PackageSettings
-from etude.tasks.suite import Ready
-from etude.tasks.task import Edit
+from etude.tasks.task import Codebase, Edit
 from tests.tasks import small
 
 
@@ -40,11 +39,11 @@ def test_ranges_are_short() -> None:
 
 @given(st.text("aé\n\r\f", max_size=30), st.text("aé\n\r\f", max_size=30))
 def test_cuts_make_one_text_of_another(fixed: str, broken: str) -> None:
-    assert cut(fixed, cuts(fixed, broken)) == broken
+    assert cut_text(fixed, cuts(fixed, broken)) == broken
 
 
 @pytest.fixture(scope="module")
-def calc(tmp_path_factory: pytest.TempPathFactory) -> Ready:
+def calc(tmp_path_factory: pytest.TempPathFactory) -> Codebase:
     return small.codebase(tmp_path_factory.mktemp("calc"))
 
 
@@ -68,7 +67,7 @@ def test_a_word_that_finds_no_task_is_named() -> None:
         picked("set", [], "")
 
 
-def test_a_task_is_read_back_from_its_line(calc: Ready) -> None:
+def test_a_task_is_read_back_from_its_line(calc: Codebase) -> None:
     for edits in (
         small.task().candidate.edits,
         (Edit("calc/__init__.py", None, small.SOLVED), Edit("calc/old.py", "x = 1\n", None)),
@@ -79,14 +78,14 @@ def test_a_task_is_read_back_from_its_line(calc: Ready) -> None:
     assert len(json.dumps(task_row(small.task(), calc)["edits"])) < 100
 
 
-def test_a_tree_that_is_not_what_it_was_is_refused(calc: Ready) -> None:
+def test_a_tree_that_is_not_what_it_was_is_refused(calc: Codebase) -> None:
     row = task_row(small.task(), calc)
     with pytest.raises(UserError, match="calc-1: its tree is not what it was"):
         task_of(row, replace(calc, digest="1" * 64))
 
 
-def test_a_manifest_is_read_back(calc: Ready, tmp_path: Path) -> None:
-    codebase = codebase_row(calc, PackageSettings(folder="x"), ["pytest==1"])
+def test_a_manifest_is_read_back(calc: Codebase, tmp_path: Path) -> None:
+    codebase = codebase_row(replace(calc, installed=("pytest==1",)), PackageSettings(folder="x"))
     write_set(tmp_path / "set.jsonl", {"name": "set"}, [codebase], [task_row(small.task(), calc)])
     header, codebases, tasks = read_rows(tmp_path / "set.jsonl")
     assert (header["name"], codebases[0]["installed"], tasks[0]["task"]) == ("set", ["pytest==1"], "calc-1")
@@ -102,8 +101,8 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["codebase", "task"])
-def test_a_line_that_lacks_something_is_one_clear_line(calc: Ready, tmp_path: Path, kind: str) -> None:
-    rows = {"codebase": codebase_row(calc, PackageSettings(folder="x"), []), "task": task_row(small.task(), calc)}
+def test_a_line_that_lacks_something_is_one_clear_line(calc: Codebase, tmp_path: Path, kind: str) -> None:
+    rows = {"codebase": codebase_row(calc, PackageSettings(folder="x")), "task": task_row(small.task(), calc)}
     del rows[kind]["seconds"]
     write_set(tmp_path / "set.jsonl", {"name": "calc"}, [rows["codebase"]], [rows["task"]])
     with pytest.raises(UserError, match=f"{kind} .* has no 'seconds'"):

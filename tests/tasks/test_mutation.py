@@ -59,6 +59,9 @@ class Box:
 '''
 
 
+ALL = {path: set(range(1, 1000)) for path in ("box.py", "crlf.py")}  # lines that tests run
+
+
 def sites(text: str) -> list[mutation.Site]:
     return mutation.sites_of(Parsed("m.py", text))
 
@@ -174,9 +177,9 @@ def test_all_sites_of_our_own_source_parse_and_differ_or_are_refused() -> None:
 def test_candidates_are_the_same_for_a_seed_without_duplicates_and_in_covered_lines(tmp_path: Path) -> None:
     tree = tree_of(tmp_path, box=SOURCE, test_box=SOURCE, crlf=SOURCE.replace("\n", "\r\n"), bad="def f(:\n")
     left_out: Counter[str] = Counter()
-    every = list(mutation.candidates(tree, ["."], random.Random(4), None, left_out))
-    assert every == list(mutation.candidates(tree, ["."], random.Random(4)))
-    assert every != list(mutation.candidates(tree, ["."], random.Random(5)))
+    every = list(mutation.candidates(tree, ["."], random.Random(4), ALL, left_out))
+    assert every == list(mutation.candidates(tree, ["."], random.Random(4), ALL, Counter()))
+    assert every != list(mutation.candidates(tree, ["."], random.Random(5), ALL, Counter()))
     assert len({c.edits for c in every}) == len(every) > 60
     assert left_out["file is not Python of this version"] == 1
     assert {e.path for c in every for e in c.edits} == {"box.py", "crlf.py"}
@@ -193,7 +196,7 @@ def test_candidates_are_the_same_for_a_seed_without_duplicates_and_in_covered_li
 
 
 def test_spans_are_the_lines_of_the_solution(tmp_path: Path) -> None:
-    for candidate in mutation.candidates(tree_of(tmp_path, box=SOURCE), ["box.py"], random.Random(0)):
+    for candidate in mutation.candidates(tree_of(tmp_path, box=SOURCE), ["box.py"], random.Random(0), ALL, Counter()):
         (edit,) = candidate.edits
         assert edit.fixed == SOURCE
         assert edit.broken is not None

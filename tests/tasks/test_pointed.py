@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.tasks.generators.parsed import solution_spans
-from etude.tasks.prompts import MOST_SHOWN, asked, pointed
+from etude.tasks.prompts import MOST_SHOWN, asked, pointed_request
 from etude.tasks.strategies import changes
 from etude.tasks.task import Candidate, Edit, Task
 from tests.tasks import small
@@ -27,7 +27,7 @@ def task(*edits: Edit, **changed: object) -> Task:
 
 def test_following_what_is_told_gives_the_solution() -> None:
     for split in ("train", "bench"):
-        text = pointed(task(split=split), "told")
+        text = pointed_request(task(split=split), "told")
         assert text is not None
         old, new = FENCED.findall(text)
         assert small.BROKEN.count(old) == 1
@@ -39,7 +39,7 @@ def test_following_what_is_told_gives_the_solution() -> None:
        st.lists(st.sampled_from(["a = 1", "b = 2", "c = 3", "    d", ""]), min_size=1, max_size=12))  # fmt: skip
 def test_what_is_told_in_several_pieces_solves_it_as_well(before: list[str], after: list[str]) -> None:
     broken, fixed = ("\n".join(lines) + "\n" for lines in (before, after))
-    text = pointed(task(Edit("notes.txt", broken, fixed)), "told") if broken != fixed else None
+    text = pointed_request(task(Edit("notes.txt", broken, fixed)), "told") if broken != fixed else None
     if text is None:
         return
     pieces = FENCED.findall(text)
@@ -50,7 +50,7 @@ def test_what_is_told_in_several_pieces_solves_it_as_well(before: list[str], aft
 
 
 def test_shown_is_the_broken_function_and_not_the_fix() -> None:
-    text = pointed(task(), "shown")
+    text = pointed_request(task(), "shown")
     assert text is not None
     assert "result = value\n    return result" in text
     assert "result += value" not in text
@@ -61,7 +61,7 @@ def test_shown_is_the_broken_function_and_not_the_fix() -> None:
 def test_of_a_long_function_the_lines_around_the_change_are_shown() -> None:
     body = [f"    x{i} = {i}" for i in range(200)]
     fixed = "def f():\n" + "\n".join(body) + "\n"
-    text = pointed(task(Edit("f.py", fixed.replace("x100 = 100", "x100 = 0"), fixed)), "shown")
+    text = pointed_request(task(Edit("f.py", fixed.replace("x100 = 100", "x100 = 0"), fixed)), "shown")
     assert text is not None
     assert "x100 = 0\n" in text
     assert "x100 = 100" not in text

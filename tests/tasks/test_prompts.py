@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from etude.tasks import prompts
 from etude.tasks.generators.parsed import solution_spans
 from etude.tasks.prompts import Failure
+from etude.tasks.strategies import phrases
 from etude.tasks.task import Candidate, Edit, Split, StoredStyle
 
 FIXED = '''\
@@ -52,7 +53,7 @@ def candidate(generator: str = "mutation", **about: object) -> Candidate:
 
 
 def test_there_are_25_templates_a_style_and_none_in_both_splits() -> None:
-    train, bench = (prompts.templates()[split] for split in get_args(Split))
+    train, bench = (phrases("prompts.toml")[split] for split in get_args(Split))
     for kinds in (train, bench):
         for styles in (("wrong", "missing", "change"), ("trace",), ("premise",)):
             assert sum(len(kinds[kind]) for kind in styles) >= 25

@@ -12,8 +12,7 @@ import pytest
 from etude.sandbox.box import Entry, Place
 from etude.sandbox.local import open_sandbox
 from etude.tasks.score import Score, check, score, taken, tried, visible
-from etude.tasks.suite import Ready
-from etude.tasks.task import Edit
+from etude.tasks.task import Codebase, Edit
 from tests.tasks import small
 from tests.tasks.cheats import ASKS_THE_CALLER, KNOWS_THE_SCORER
 
@@ -131,7 +130,7 @@ CHEATS: dict[str, dict[str, str | None]] = {
 
 
 @pytest.fixture(scope="module")
-def calc(tmp_path_factory: pytest.TempPathFactory) -> Ready:
+def calc(tmp_path_factory: pytest.TempPathFactory) -> Codebase:
     return small.codebase(tmp_path_factory.mktemp("calc"))
 
 
@@ -142,17 +141,17 @@ def entries(files: dict[str, str | None]) -> list[Entry]:
     ]
 
 
-def scored(calc: Ready, files: dict[str, str | None]) -> Score:
+def scored(calc: Codebase, files: dict[str, str | None]) -> Score:
     return small.run(score(small.task(), calc, entries(files)))
 
 
-def run(calc: Ready, files: dict[str, str | None]) -> Score:
+def run(calc: Codebase, files: dict[str, str | None]) -> Score:
     task = small.task()
     return small.run(tried(task, calc, taken(task, calc, entries(files))[0]))
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
-def test_cheaters_fail(calc: Ready, cheat: str) -> None:
+def test_cheaters_fail(calc: Codebase, cheat: str) -> None:
     found = scored(calc, CHEATS[cheat])
     assert found.outcome == "fail", found
     if "touches" in found.reason:  # caught by reading it; running it must be enough too
@@ -160,7 +159,7 @@ def test_cheaters_fail(calc: Ready, cheat: str) -> None:
         assert found.outcome == "fail", found
 
 
-def test_the_honest_pass(calc: Ready) -> None:
+def test_the_honest_pass(calc: Codebase) -> None:
     another = small.BROKEN.replace("result = value", "result = result + value")
     scratch = {"notes.txt": "left over", "test_mine.py": "def test(): assert False\n", "calc/extra.py": "x = 1\n"}
     for files in ({"calc/__init__.py": small.SOLVED}, {"calc/__init__.py": another, **scratch}):
@@ -169,12 +168,12 @@ def test_the_honest_pass(calc: Ready) -> None:
     assert found.ignored == ("notes.txt", "test_mine.py")
 
 
-def test_half_a_solution_is_half_the_fraction(calc: Ready) -> None:
+def test_half_a_solution_is_half_the_fraction(calc: Codebase) -> None:
     found = scored(calc, {"calc/__init__.py": SPECIAL})
     assert (found.fail_to_pass, found.pass_to_pass) == (0.5, 1.0)
 
 
-def test_a_forger_is_named(calc: Ready) -> None:
+def test_a_forger_is_named(calc: Codebase) -> None:
     assert "import of _pytest in calc/__init__.py, line 20" in scored(calc, CHEATS["patches pytest"]).reason
     for cheat in (
         "patches pytest",
@@ -186,7 +185,7 @@ def test_a_forger_is_named(calc: Ready) -> None:
         assert "forged" in run(calc, CHEATS[cheat]).reason
 
 
-def test_code_may_use_what_it_used_before(calc: Ready) -> None:
+def test_code_may_use_what_it_used_before(calc: Codebase) -> None:
     files: dict[str, str | None] = {"calc/__init__.py": small.SOLVED, "calc/extra.py": "import sys\n\nsys.modules\n"}
     assert "sys.modules in calc/extra.py, line 3" in scored(calc, files).reason
     right = small.task()
@@ -195,14 +194,14 @@ def test_code_may_use_what_it_used_before(calc: Ready) -> None:
     assert small.run(score(allowed, calc, entries(files))).outcome == "pass"
 
 
-def test_a_broken_sandbox_is_invalid(calc: Ready, tmp_path: Path) -> None:
-    nowhere = Ready(**{**vars(calc), "python": tmp_path / "bin" / "python"})
+def test_a_broken_sandbox_is_invalid(calc: Codebase, tmp_path: Path) -> None:
+    nowhere = Codebase(**{**vars(calc), "python": tmp_path / "bin" / "python"})
     found = small.run(score(small.task(), nowhere, []))
     assert found.outcome == "invalid"
     assert found.reason
 
 
-def test_what_is_taken_is_code_only(calc: Ready) -> None:
+def test_what_is_taken_is_code_only(calc: Codebase) -> None:
     offered = [Entry("calc/a.py", "file", 1, 0o644, b"a"), Entry("calc/link.py", "link", 1, 0o777, b"/etc/passwd"), Entry("calc", "gone"),
                Entry("calc/sub", "folder"), Entry("calc/tests/a.py", "file", 1, 0o644, b"a"), Entry("calc/fifo", "other"),
                Entry("calc/__pycache__/a.pyc", "file", 1, 0o644, b"a"), Entry("calculus/a.py", "file", 1, 0o644, b"a")]  # fmt: skip
@@ -235,7 +234,7 @@ def test_every_warm_call_gets_its_own_standard_input(tmp_path: Path) -> None:
     assert small.run(work()) == [20] * 5
 
 
-def test_the_agent_sees_neither_the_solution_nor_the_hidden_tests(calc: Ready) -> None:
+def test_the_agent_sees_neither_the_solution_nor_the_hidden_tests(calc: Codebase) -> None:
     seen = {entry.path: (entry.content or b"").decode() for entry in visible(small.task(), calc)}
     assert seen["calc/__init__.py"] == small.BROKEN
     assert "test_mean" not in seen["test_calc.py"]
@@ -243,7 +242,7 @@ def test_the_agent_sees_neither_the_solution_nor_the_hidden_tests(calc: Ready) -
     assert "def test_total(values)" in seen["test_calc.py"]
 
 
-def test_check_finds_what_is_wrong_with_a_task(calc: Ready) -> None:
+def test_check_finds_what_is_wrong_with_a_task(calc: Codebase) -> None:
     right = small.task()
     assert small.run(check(right, calc)) == ""
     swapped = dataclasses.replace(right, fail_to_pass=small.PASSING, pass_to_pass=small.FAILING)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import py_compile
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,6 @@ def wanted(first, second):
     return {{"total": total, "first": first, "second": second}}
 '''
 BROKEN = SOLVED.replace("first * 3 + second * 7", "first * 3 - second * 7")
-GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
 
 
 @pytest.fixture
@@ -52,18 +50,7 @@ def visible(codebase: Codebase, tmp_path: Path) -> Path:
     return tree
 
 
-def commit(tree: Path, *, amend: bool = False) -> None:
-    if not (tree / ".git").exists():
-        subprocess.run([*GIT, "init", "-q"], cwd=tree, check=True)
-    subprocess.run([*GIT, "add", "-A"], cwd=tree, check=True)
-    subprocess.run([*GIT, "commit", "-q", "-m", "x", *(["--amend"] if amend else [])], cwd=tree, check=True)
-
-
-def test_a_clean_tree_passes_with_and_without_its_one_commit(
-    visible: Path, candidate: Candidate, codebase: Codebase
-) -> None:
-    assert seal.gate(visible, candidate, codebase) == []
-    commit(visible)
+def test_a_clean_tree_passes(visible: Path, candidate: Candidate, codebase: Codebase) -> None:
     assert seal.gate(visible, candidate, codebase) == []
 
 
@@ -85,19 +72,6 @@ def test_one_line_of_the_solution_is_enough_whatever_the_spaces(
     assert seal.gate(visible, candidate, codebase) == ["hint.md: holds 2 runs of the solution"]
 
 
-def test_history_beyond_one_commit_is_found(visible: Path, candidate: Candidate, codebase: Codebase) -> None:
-    (visible / "my_pkg" / "a.py").write_text(SOLVED, encoding="utf-8")
-    commit(visible)
-    (visible / "my_pkg" / "a.py").write_text(BROKEN, encoding="utf-8")
-    commit(visible, amend=True)  # the first commit is unreachable but there
-    leaks = seal.gate(visible, candidate, codebase)
-    assert ".git: 2 commits" in leaks
-    assert any("objects outside the commit" in leak for leak in leaks)
-    shutil.rmtree(visible / ".git")
-    (visible / ".git").mkdir()
-    assert seal.gate(visible, candidate, codebase) == [".git: cannot be read"]
-
-
 def test_what_cleaning_removes_is_what_the_gate_refuses(
     visible: Path, candidate: Candidate, codebase: Codebase, tmp_path: Path
 ) -> None:
@@ -117,8 +91,7 @@ def test_what_cleaning_removes_is_what_the_gate_refuses(
         (visible / name).write_text("x", encoding="utf-8")
     (visible / "my_pkg" / "dist").mkdir()
     (visible / "my_pkg" / "dist" / "__init__.py").write_text("", encoding="utf-8")
-    commit(visible)
-    shutil.rmtree(visible / ".git" / "objects")
+    (visible / ".git").mkdir()
     assert len(seal.gate(visible, candidate, codebase)) == 9 + 1
     assert sum(seal.clean(visible).values()) == 9 + 1
     assert seal.gate(visible, candidate, codebase) == []

@@ -10,30 +10,32 @@ import pytest
 
 from etude.sandbox.box import Entry
 from etude.tasks import report_plugin, suite
-from etude.tasks.suite import FORMS, Ready, _judged, _messages, entries_of, layers_of, run_tests, spoil, spoilt
-from etude.tasks.task import Edit
+from etude.tasks.suite import FORMS, _judged, _messages, entries_of, layers_of, run_tests, spoil, spoilt
+from etude.tasks.task import Codebase, Edit
 from tests.tasks import small
 
 
 @pytest.fixture(scope="module")
-def calc(tmp_path_factory: pytest.TempPathFactory) -> Ready:
+def calc(tmp_path_factory: pytest.TempPathFactory) -> Codebase:
     return small.codebase(tmp_path_factory.mktemp("calc"))
 
 
-async def outcomes(calc: Ready, source: str, ids: tuple[str, ...] | None, *, cold: bool = False) -> dict[str, str]:
+async def outcomes(calc: Codebase, source: str, ids: tuple[str, ...] | None, *, cold: bool = False) -> dict[str, str]:
     async with layers_of(calc.tree, entries_of([Edit("calc/__init__.py", source, None)], "broken")) as layers:
         return dict((await run_tests(calc, layers, ids, cold=cold)).outcomes)
 
 
-def test_each_test_is_reported_as_it_ended(calc: Ready) -> None:
+def test_each_test_is_reported_as_it_ended(calc: Codebase) -> None:
     everything = dict.fromkeys(small.FAILING, "failed") | dict.fromkeys(small.PASSING, "passed")
     everything["test_calc.py::test_skipped"] = "skipped"
     assert small.run(outcomes(calc, small.BROKEN, None)) == everything
     assert small.run(outcomes(calc, small.BROKEN, small.PASSING, cold=True)) == dict.fromkeys(small.PASSING, "passed")
 
 
-def test_a_test_that_hangs_fails_alone(calc: Ready) -> None:
-    hanging = Ready(**{**vars(calc), "seconds": dict.fromkeys(calc.ids, -0.95)})  # so that the limit is half a second
+def test_a_test_that_hangs_fails_alone(calc: Codebase) -> None:
+    hanging = Codebase(
+        **{**vars(calc), "seconds": dict.fromkeys(calc.ids, -0.95)}
+    )  # so that the limit is half a second
     found = small.run(outcomes(hanging, small.SOLVED.replace('return "calc"', "while True: pass"), calc.ids))
     assert found == dict.fromkeys(calc.ids, "passed") | {"test_calc.py::test_name": "failed"}
 
@@ -48,17 +50,17 @@ SLOW = """
 
 @pytest.mark.parametrize(("looping", "failed"), [(0, set()), (2, {*small.FAILING})])
 def test_once_a_test_has_computed_for_too_long_others_may_compute_less(
-    calc: Ready, looping: int, failed: set[str]
+    calc: Codebase, looping: int, failed: set[str]
 ) -> None:
     """Of 5 s, a test may compute for 2. Sums of three take 0.8, which is no longer granted after sums of two have used up theirs."""
-    slow = Ready(**{**vars(calc), "seconds": dict.fromkeys(calc.ids, -0.5)})
+    slow = Codebase(**{**vars(calc), "seconds": dict.fromkeys(calc.ids, -0.5)})
     source = small.SOLVED.replace('"""Return the sum of values."""', SLOW.format(looping=looping).strip())
     found = small.run(outcomes(slow, source, calc.ids))
     assert {name for name, outcome in found.items() if outcome != "passed"} == failed
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_spoilt_tests_fail_on_the_solved_tree(calc: Ready, form: str) -> None:
+def test_spoilt_tests_fail_on_the_solved_tree(calc: Codebase, form: str) -> None:
     async def work() -> list[str]:
         async with layers_of(calc.tree, spoilt(calc.tree, calc.ids, form, random.Random(3))) as layers:  # type: ignore[arg-type]
             run = await run_tests(calc, layers, calc.ids)

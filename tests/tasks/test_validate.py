@@ -6,16 +6,15 @@ from pathlib import Path
 import pytest
 
 from etude.errors import UserError
-from etude.tasks.suite import Ready
-from etude.tasks.task import Candidate, Edit
-from etude.tasks.validate import MOST_SECONDS, Coverage, Verdict, chosen, examine, try_candidate
+from etude.tasks.make import MOST_SECONDS, Coverage, Verdict, chosen, examine, try_candidate
+from etude.tasks.task import Candidate, Codebase, Edit
 from tests.tasks import small
 
 UNSPOILABLE = "\n\ndef test_early():\n    if total([1]) == 1:\n        return\n    assert total([1]) == 1\n"
 
 
 @pytest.fixture(scope="module")
-def examined(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ready, Coverage]:
+def examined(tmp_path_factory: pytest.TempPathFactory) -> tuple[Codebase, Coverage]:
     tests = small.TESTS + UNSPOILABLE + "\n\ndef test_wrong():\n    assert False\n"
     ready, coverage, counts = small.run(examine(small.codebase(tmp_path_factory.mktemp("calc"), tests)))
     assert counts == {
@@ -29,7 +28,7 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ready, Coverage]
     return ready, coverage
 
 
-def tried(examined: tuple[Ready, Coverage], old: str, new: str) -> Verdict:
+def tried(examined: tuple[Codebase, Coverage], old: str, new: str) -> Verdict:
     changed = small.SOLVED.replace(old, new)
     assert changed != small.SOLVED
     return small.run(
@@ -37,7 +36,7 @@ def tried(examined: tuple[Ready, Coverage], old: str, new: str) -> Verdict:
     )
 
 
-def test_what_is_known_of_a_codebase(examined: tuple[Ready, Coverage]) -> None:
+def test_what_is_known_of_a_codebase(examined: tuple[Codebase, Coverage]) -> None:
     ready, coverage = examined
     assert set(ready.ids) == {*small.FAILING, *small.PASSING, "test_calc.py::test_early"}
     assert ready.unspoilable["end"] == {"test_calc.py::test_early"}
@@ -45,7 +44,7 @@ def test_what_is_known_of_a_codebase(examined: tuple[Ready, Coverage]) -> None:
     assert coverage.files["calc/__init__.py"]["test_calc.py::test_name"] == [18]
 
 
-def test_a_candidate_that_some_tests_notice_is_a_task(examined: tuple[Ready, Coverage]) -> None:
+def test_a_candidate_that_some_tests_notice_is_a_task(examined: tuple[Codebase, Coverage]) -> None:
     found = tried(examined, "result += value", "result = value")
     assert found.reason == ""
     assert found.fail_to_pass == small.FAILING
@@ -58,7 +57,7 @@ def test_a_candidate_that_some_tests_notice_is_a_task(examined: tuple[Ready, Cov
     ("def total(values):", "def totals(values):", "most tests fail"),
     ('"""Return the mean."""', '"""The mean."""', "no test runs what was changed"),
 ])  # fmt: skip
-def test_other_candidates_are_none(examined: tuple[Ready, Coverage], old: str, new: str, reason: str) -> None:
+def test_other_candidates_are_none(examined: tuple[Codebase, Coverage], old: str, new: str, reason: str) -> None:
     assert tried(examined, old, new) == Verdict(reason)
 
 
@@ -67,7 +66,7 @@ def test_a_codebase_without_passing_tests_is_refused(tmp_path: Path) -> None:
         small.run(examine(small.codebase(tmp_path, "import absent\n")))
 
 
-def test_of_slow_suites_near_tests_come_first(examined: tuple[Ready, Coverage]) -> None:
+def test_of_slow_suites_near_tests_come_first(examined: tuple[Codebase, Coverage]) -> None:
     ready, coverage = examined
     candidate = Candidate("mutation", (), (Edit("calc/__init__.py", "", small.SOLVED),), ())
     assert chosen(ready, coverage, candidate, small.FAILING) == ("test_calc.py::test_early", *small.PASSING)

@@ -131,7 +131,7 @@ async def _agents(
 
 def _tasks(path: Path, cache: Path, reporter: Reporter) -> TaskSet:
     """Build a set from its manifest, or from task folders that `etude tasks build --harbor` wrote."""
-    from etude.tasks.harbor import read_task
+    from etude.tasks.formats import read_task
     from etude.tasks.manifest import TaskSet, load_set
 
     if path.is_dir():

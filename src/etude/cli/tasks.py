@@ -1,7 +1,4 @@
-"""`etude tasks`: sets of tasks from real codebases: made, built, looked at, checked, written for others.
-
-`etude tasks demos`: demonstrations for SFT from the reference solutions of a training set.
-"""
+"""`etude tasks`: sets of tasks from real codebases (make, build, show, check, write for others), and demonstrations from them."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import asyncio
 import tempfile
 from collections import Counter
 from pathlib import Path
+from statistics import median_high
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,12 +20,10 @@ from etude.jsonl import MetricsLog
 from etude.progress import Reporter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from etude.tasks.manifest import TaskSet
     from etude.tasks.task import Task
 
-app = typer.Typer(help="Tasks from real codebases: make, build, look at and check sets of them.", no_args_is_help=True)
+app = typer.Typer(help="Tasks from real codebases: make, build, show and check sets of them.", no_args_is_help=True)
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A set's recipe, such as recipes/tasks/quick.toml.")]
 ManifestFile = Annotated[Path, typer.Argument(metavar="MANIFEST", help="A set, such as recipes/tasks/quick.jsonl.")]
 Only = Annotated[str, typer.Option(help="Only tasks whose ids begin with one of these words.")]
@@ -42,12 +38,10 @@ def make(
     cache: CacheFolder = None, as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Make a set anew from its recipe. Every try is kept: run the same command again to go on."""
-    from etude.jsonl import MetricsLog
     from etude.models.fetch import default_cache
     from etude.tasks.make import Maker, read_settings
 
-    settings = read_settings(recipe)
-    reporter = Reporter()
+    settings, reporter = read_settings(recipe), Reporter()
     folder = work or Path("runs", "tasks", settings.name)
     advice = f"all tries are kept in {folder}; run the same command to go on"
     with interruptible(reporter, advice), MetricsLog(folder / "log.jsonl") as log:
@@ -85,18 +79,15 @@ def build(
     swebench: Annotated[Path | None, typer.Option(help="Also write the set as SWE-bench rows (JSONL).")] = None,
 ) -> None:  # fmt: skip
     """Build a set from its manifest: trees from pinned archives, Pythons from pinned versions, all digests checked."""
-    from etude.tasks.harbor import write_harbor
-    from etude.tasks.swebench import write_rows
+    from etude.tasks.formats import write_harbor, write_swebench
 
-    found = _loaded(manifest, cache, only)
-    if harbor:
-        for task in found.tasks:
-            write_harbor(task, found.codebase(task), harbor / task.id)
+    tasks = _loaded(manifest, cache, only)
+    for task in tasks.tasks if harbor else ():
+        write_harbor(task, tasks.codebase(task), Path(str(harbor), task.id))
     if swebench:
-        write_rows(found, swebench)
-    typer.echo(
-        f"{found.name}: {len(found.tasks)} tasks of {len(found.codebases)} codebases, digest {found.digest[:16]}"
-    )
+        write_swebench(tasks, swebench)
+    counts = f"{len(tasks.tasks)} tasks of {len(tasks.codebases)} codebases"
+    typer.echo(f"{tasks.name}: {counts}, digest {tasks.digest[:16]}")
 
 
 @app.command(epilog="Example: etude tasks show recipes/tasks/bench.jsonl")
@@ -112,13 +103,9 @@ def show(manifest: ManifestFile, only: Only = "", as_json: AsJson = False) -> No
         print_json({key: value for key, value in wanted[0].items() if key not in {"edits", "pass_to_pass"}})
     else:
         _show_header(header)
-        categories = Counter(row["category"] for row in wanted)
-        typer.echo(f"categories: {dict(categories)}; median lines: {_median([row['difficulty']['lines'] for row in wanted]):g}; "
-                   f"median files: {_median([row['difficulty']['files'] for row in wanted]):g}")  # fmt: skip
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2] if values else 0
+        lines, files = (median_high(row["difficulty"][what] for row in wanted) for what in ("lines", "files"))
+        categories = dict(Counter(row["category"] for row in wanted))
+        typer.echo(f"categories: {categories}; median lines: {lines:g}; median files: {files:g}")
 
 
 @app.command(epilog="Example: etude tasks check recipes/tasks/bench.jsonl --sample 20")
@@ -133,11 +120,10 @@ def check(
 
     if drop and (only or sample):
         raise UserError("--drop writes a whole set, so all of it must be checked; leave out --only and --sample")
-    found = _loaded(manifest, cache, only)
-    tasks = found.tasks[:: max(1, len(found.tasks) // sample)][:sample] if sample else found.tasks
-    with tempfile.TemporaryDirectory() as scratch, MetricsLog(log or Path(scratch) / "checked.jsonl") as kept:
-        asyncio.run(_checked(found, tasks, kept))
-        reasons = {task.id: str((kept.get(_checked_key(found, task)) or {})["wrong"]) for task in tasks}
+    loaded = _loaded(manifest, cache, only)
+    tasks = loaded.tasks[:: max(1, len(loaded.tasks) // sample)][:sample] if sample else loaded.tasks
+    with tempfile.TemporaryDirectory() as scratch, MetricsLog(log or Path(scratch) / "checked.jsonl") as results:
+        reasons = asyncio.run(_checked(loaded, tasks, results))
     wrong = {task: why for task, why in sorted(reasons.items()) if why}
     for task, why in wrong.items():
         typer.echo(f"{task}: {why}")
@@ -148,25 +134,22 @@ def check(
     raise typer.Exit(1 if wrong and not drop else 0)
 
 
-def _checked_key(found: TaskSet, task: Task) -> str:
-    return f"{task.id}/{found.codebase(task).digest[:12]}"
-
-
-async def _checked(found: TaskSet, tasks: Sequence[Task], log: MetricsLog) -> None:
-    from etude.parallel import cores
+async def _checked(loaded: TaskSet, tasks: tuple[Task, ...], log: MetricsLog) -> dict[str, str]:
+    """Return what is wrong with each task, by its id; empty if nothing is."""
     from etude.tasks import score
+    from etude.tasks.suite import side_by_side
 
-    room = asyncio.Semaphore(cores())
-    todo = [task for task in tasks if _checked_key(found, task) not in log]
-    with Reporter().task(f"checking {found.name}", len(tasks), "tasks") as progress:
+    keys = {task.id: f"{task.id}/{loaded.codebase(task).digest[:12]}" for task in tasks}
+    todo = [task for task in tasks if keys[task.id] not in log]
+    with Reporter().task(f"checking {loaded.name}", len(tasks), "tasks") as progress:
         progress.skip(len(tasks) - len(todo))
 
         async def one(task: Task) -> None:
-            async with room:
-                log.put(_checked_key(found, task), wrong=await score.check(task, found.codebase(task)))
-                progress.advance()
+            log.put(keys[task.id], wrong=await score.check(task, loaded.codebase(task)))
+            progress.advance()
 
-        await asyncio.gather(*map(one, todo))
+        await side_by_side(one, todo)
+    return {name: str((log.get(key) or {})["wrong"]) for name, key in keys.items()}
 
 
 def demos(  # noqa: PLR0913, PLR0917 - an argument for every option
@@ -175,20 +158,19 @@ def demos(  # noqa: PLR0913, PLR0917 - an argument for every option
     template: Annotated[str, typer.Option(help="As in [sft]: auto, base, chatml, or a .jinja file.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Folder to write to; default runs/demos/NAME.")] = None,
     each: Annotated[int, typer.Option(min=1, max=6, help="Demonstrations of each task, in different styles of prompt.")] = 1,
-    styles: Annotated[str, typer.Option(help="Of the prompts, with commas between.")] = "terse,trace,premise,full",
+    styles: Annotated[str, typer.Option(help="Of the requests; shown and told are easier ones.")] = "terse,trace,premise,full",
     most: Annotated[int, typer.Option(min=0, help="Demonstrations in all, spread over the set; 0: no bound.")] = 0,
     tools: ToolNames = "",
     only: Annotated[str, typer.Option(help="Only tasks whose ids begin with one of these words.")] = "",
     seed: Annotated[int, typer.Option(help="What is drawn depends on it.")] = 0,
     cache: CacheFolder = None,
 ) -> None:  # fmt: skip
-    """Replay reference solutions through the harness and keep what passes. Run the same command again to go on."""
+    """Make demonstrations for SFT: replay reference solutions, keep what passes. Run the same command again to go on."""
     from etude.data.chat import choose_template
-    from etude.jsonl import MetricsLog
     from etude.models.bases import locate
     from etude.models.fetch import default_cache
     from etude.models.load import load_tokeniser
-    from etude.tasks.demos import TRACES, DemoSettings, make, refuse_benchmarks, studio_for
+    from etude.tasks.demos import DemoSettings, make_demos, refuse_benchmarks
 
     refuse_benchmarks(manifest)
     given = {"tasks": str(manifest), "only": only, "each": each, "most": most, "styles": styles.split(","),
@@ -199,14 +181,11 @@ def demos(  # noqa: PLR0913, PLR0917 - an argument for every option
         first = error.errors()[0]
         given_word = f", not {first['input']!r}" if first["loc"] else ""  # none: several settings do not fit together
         raise UserError(f"demos: {first['msg'].removeprefix('Value error, ')}{given_word}") from None
-    reporter, place = Reporter(), cache or default_cache()
+    reporter = Reporter()
     tokeniser = load_tokeniser(locate(model, cache, reporter)[1])
     choose_template(tokeniser, template)  # as the sft stage will leave it
-    studio, wanted = studio_for(settings, tokeniser, place, reporter, seed)
-    folder = out or Path("runs", "demos", studio.tasks.name)
-    advice = f"what was made is kept in {folder}; run the same command to go on"
-    with interruptible(reporter, advice), MetricsLog(folder / "log.jsonl") as log:
-        made = asyncio.run(make(studio, folder, log, reporter, wanted))
-    typer.echo(f"{made['kept']} of {made['wanted']} demonstrations in {folder / TRACES}")
+    with interruptible(reporter, "what was made is kept; run the same command to go on"):
+        traces, made = make_demos(settings, tokeniser, out, cache or default_cache(), reporter, seed)
+    typer.echo(f"{made['kept']} of {made['wanted']} demonstrations in {traces}")
     for what in ("tokens", "styles", "wrong turns", "left out", "other ways"):
         typer.echo(f"{what}: {made[what]}")

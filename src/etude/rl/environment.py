@@ -50,8 +50,7 @@ if TYPE_CHECKING:
     from etude.tasks.attempt import Left
     from etude.tasks.manifest import TaskSet
     from etude.tasks.score import Score, Scorer
-    from etude.tasks.suite import Ready
-    from etude.tasks.task import Task
+    from etude.tasks.task import Codebase, Task
 
 
 @dataclass(frozen=True)
@@ -251,7 +250,7 @@ class CodingEnvironment:
         async with _infrastructure("judging", clocks.scoring):
             return await self._judge(task, trace, left, result)
 
-    async def _score(self, task: Task, codebase: Ready, entries: Sequence[Entry]) -> Score:
+    async def _score(self, task: Task, codebase: Codebase, entries: Sequence[Entry]) -> Score:
         """Score; the clock begins when a core is free."""
         async with _infrastructure("scoring", self.clocks(task).scoring):
             return await self._scorer(task, codebase, entries)

@@ -23,10 +23,10 @@ from etude.rewards.interaction import Interaction, Premise, interaction
 from etude.rewards.quality import Quality, Work, measure
 from etude.sandbox.box import Entry, SandboxError
 from etude.sandbox.local import open_sandbox
-from etude.tasks.prompts import suspects
-from etude.tasks.score import visible, workspace
+from etude.tasks.prompts import not_at_fault
+from etude.tasks.score import visible
 from etude.tasks.seal import FOLDERS
-from etude.tasks.suite import layers_of
+from etude.tasks.suite import layers_of, place_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from etude.rewards.quality import Change
     from etude.sandbox.box import Place, Sandbox
     from etude.tasks.score import Score
-    from etude.tasks.suite import Ready
-    from etude.tasks.task import Style, Task
+    from etude.tasks.task import Codebase, Style, Task
+
+    Begin = Callable[[Toolset], Harness]
 
 # Of all files that are compared: an agent may write a gigabyte, and lint takes seconds for this much.
 MOST_BYTES = 1 << 20
@@ -83,19 +84,14 @@ def searcher_for(tools: ToolSettings, cache: Path) -> Searcher | None:
 
 
 async def work_on(
-    task: Task,
-    codebase: Ready,
-    trace: Trace,
-    tools: ToolSettings,
-    searcher: Searcher | None,
-    begin: Callable[[Toolset], Harness],
+    task: Task, codebase: Codebase, trace: Trace, tools: ToolSettings, searcher: Searcher | None, begin: Begin
 ) -> Left:
     """Have an agent work on a task in a sandbox of its own, and put its diff into its trace. `begin`: its harness, on tools.
 
     SandboxError: the sandbox failed. Cancelled, nothing is left behind.
     """
     async with layers_of(codebase.tree, visible(task, codebase)) as layers:
-        async with _opened(workspace(codebase, layers[0])) as sandbox:
+        async with _opened(place_of(codebase, layers)) as sandbox:
             trace.made_by["sandbox"] = sandbox.backend
             toolset = PunctualToolset(sandbox, tools, searcher, str(codebase.python))
             harness = begin(toolset)
@@ -122,16 +118,16 @@ async def _opened(place: Place) -> AsyncIterator[Sandbox]:
             logging.getLogger(__name__).warning("a sandbox did not end within %.0f s", CLOSING)
 
 
-async def judge(task: Task, codebase: Ready, trace: Trace, left: Left, style: Style, found: Score) -> Judged:
-    """Look at what was left, whose score was found, and at the trace along the other axes."""
-    if found.outcome == "invalid":
-        raise SandboxError(found.reason)
+async def judge(task: Task, codebase: Codebase, trace: Trace, left: Left, style: Style, score: Score) -> Judged:
+    """Look at what was left, whose score is known, and at the trace along the other axes."""
+    if score.outcome == "invalid":
+        raise SandboxError(score.reason)
     works = [Work(left.change, reference_change(task), codebase.tests)] if left.change else []
     quality = await asyncio.to_thread(measure, works)
     seen = interaction(trace, changed=list(left.change), premise=premise_of(task, style, trace.task))
-    told = {"outcome": found.outcome, "reason": found.reason, "ignored": list(found.ignored)}
-    trace.made_by["score"] = {**told, "known": found.how == "known"}
-    return Judged(found, quality[0] if quality else None, seen)
+    trace.made_by["score"] = {"outcome": score.outcome, "reason": score.reason, "ignored": list(score.ignored),
+                              "known": score.how == "known"}  # fmt: skip
+    return Judged(score, quality[0] if quality else None, seen)
 
 
 def premise_of(task: Task, style: Style, prompt: str) -> Premise | None:
@@ -139,7 +135,7 @@ def premise_of(task: Task, style: Style, prompt: str) -> Premise | None:
     if style != "premise":
         return None
     words = set(re.findall(r"\w+", prompt))
-    blamed = tuple(name for name in suspects(task.candidate) if name.rpartition(".")[2] in words)
+    blamed = tuple(name for name in not_at_fault(task.candidate) if name.rpartition(".")[2] in words)
     names = tuple(span.name for span in task.candidate.spans if span.name)
     return Premise(blamed, names or tuple(edit.path for edit in task.candidate.edits))
 
@@ -154,27 +150,27 @@ def own_changes(entries: Sequence[Entry], layers: Sequence[Path]) -> list[Entry]
 
     Of the longest ones, where there is too much, the beginning stands for the whole.
     """
-    found, room = [], MOST_BYTES
+    changed, room = [], MOST_BYTES
     for entry in sorted(entries, key=lambda each: each.size):
         if entry.kind == "folder" or FOLDERS & set(entry.path.split("/")):
             continue
         if entry.kind != "gone":
-            found.append(replace(entry, content=(entry.content or b"")[:room]))
-            room -= len(found[-1].content or b"")
+            changed.append(replace(entry, content=(entry.content or b"")[:room]))
+            room -= len(changed[-1].content or b"")
             continue
         inside = [(layer, path) for layer in layers for path in (layer / entry.path).rglob("*") if path.is_file()]
         gone = {path.relative_to(layer).as_posix() for layer, path in inside} or {entry.path}
-        found += [Entry(path, "gone") for path in gone]
-    return sorted(found, key=lambda each: each.path)
+        changed += [Entry(path, "gone") for path in gone]
+    return sorted(changed, key=lambda each: each.path)
 
 
 def change_of(entries: Sequence[Entry], layers: Sequence[Path]) -> Change:
     """Return changed files before and after, as text; what is none is read as if it were."""
-    found = {}
+    change = {}
     for entry in entries:
         before = under(layers, entry.path)
         old = None if before is None else content_of(before)[:MOST_BYTES].decode("utf-8", "replace")
         new = None if entry.kind == "gone" else (entry.content or b"").decode("utf-8", "replace")
         if old != new:
-            found[entry.path] = old, new
-    return found
+            change[entry.path] = old, new
+    return change

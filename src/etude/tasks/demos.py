@@ -2,8 +2,6 @@
 
 What is learnt from them are the tokens of their traces as they were sampled, never their text tokenised anew. So they belong to one
 tokeniser and template, whose digest each trace carries. No demonstration is made from a package that a benchmark has.
-
-The reference solution as an agent would carry it out: calls of the tools, each of which is sure to be accepted.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import asyncio
 import json
 import random
 import re
-import shlex
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +18,6 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from etude.agent.calls import Call
 from etude.agent.formats import ChatFormat, choose_format
 from etude.agent.harness import Harness, HarnessSettings
 from etude.agent.policies import ScriptedPolicy
@@ -32,31 +28,31 @@ from etude.data.chat import Encoded
 from etude.errors import UserError
 from etude.files import digest_of, whole_file
 from etude.jsonl import MetricsLog
-from etude.parallel import cores
 from etude.sandbox.box import SandboxError
 from etude.tasks.attempt import searcher_for, work_on
 from etude.tasks.make import read_settings
 from etude.tasks.manifest import load_set, read_rows
 from etude.tasks.prompts import asked
 from etude.tasks.score import score
-from etude.tasks.seal import function_of
-from etude.tasks.strategies import Script, Unfit, changes
-from etude.tasks.task import PointedStyle, StoredStyle, Style
+from etude.tasks.strategies import Script, Unfit, changes_of
+from etude.tasks.suite import side_by_side
+from etude.tasks.task import PointedStyle, StoredStyle, Style, Task, function_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from etude.agent.calls import Call
     from etude.agent.search import Searcher
     from etude.agent.tools import Toolset
     from etude.progress import Reporter
     from etude.tasks.manifest import TaskSet
-    from etude.tasks.task import Task
 
 STORED: tuple[StoredStyle, ...] = get_args(StoredStyle)
 ATTEMPTS = 3  # ways that are drawn for a demonstration before it is given up
 SETTINGS = HarnessSettings(summary=SummarySettings(kind="none"))
 TRACES = "traces.jsonl"
 Row = dict[str, Any]
+Job = tuple[str, Task, Style]
 
 
 class DemoSettings(BaseModel):
@@ -66,9 +62,7 @@ class DemoSettings(BaseModel):
 
     tasks: str = Field(description="a manifest of a training set, as `etude tasks make` writes it")
     only: str = Field(default="", description="only tasks whose ids begin with one of these words")
-    styles: list[Style] = Field(
-        default=[*STORED], min_length=1, description="of the requests; shown and told go straight"
-    )
+    styles: list[Style] = Field(default=[*STORED], min_length=1, description="of requests; shown and told are easier")
     each: int = Field(default=1, ge=1, le=6, description="demonstrations of a task, in different styles")
     most: int = Field(default=0, ge=0, description="demonstrations in all, spread over the set; 0: no bound")
     tools: list[ToolName] = Field(default=ToolSettings().tools, min_length=1, description="tools offered and used")
@@ -76,9 +70,8 @@ class DemoSettings(BaseModel):
     @model_validator(mode="after")
     def _can_be_done(self) -> DemoSettings:
         """Scripts find code by grep and read it; where the request points at it, an edit is enough."""
-        needed = (
-            {"edit"} if set(self.styles) <= {*get_args(PointedStyle)} else {"grep", "read", "edit", "write", "shell"}
-        )
+        pointed = set(self.styles) <= {*get_args(PointedStyle)}
+        needed = {"edit"} if pointed else {"grep", "read", "edit", "write", "shell"}
         if self.tools != BASH_ONLY and (missing := sorted(needed - {*self.tools})):
             raise ValueError(f"demonstrations need the tools {', '.join(missing)} as well, or `bash` alone")
         return self
@@ -94,14 +87,13 @@ def refuse_benchmarks(manifest: Path) -> None:
         if not re.search(r'(?m)^split\s*=\s*"bench"', beside.read_text(encoding="utf-8")):
             continue  # another set's, or no recipe of tasks
         if shared := own & {package.name for package in read_settings(beside).package}:
-            raise UserError(
-                f"{manifest} shares {min(shared)} with the benchmark {beside.name}; take it out of one of them"
-            )
+            where = f"the benchmark {beside.name}"
+            raise UserError(f"{manifest} shares {min(shared)} with {where}; take it out of one of them")
 
 
 @dataclass(frozen=True)
-class Studio:
-    """How demonstrations of one set are made for one model."""
+class Demonstrator:
+    """Makes demonstrations of one set for one model."""
 
     tasks: TaskSet
     talk: ChatFormat
@@ -125,14 +117,8 @@ class Studio:
     async def demonstrate(self, task: Task, style: Style, name: str, attempt: int) -> Trace:
         """Return a demonstration that scores as passed. Unfit: why there is none by this way."""
         codebase, script = self.tasks.codebase(task), self.script(task, style, name, attempt)
-        about = {
-            "task": task.id,
-            "package": task.package,
-            "licence": codebase.licence,
-            "style": style,
-            "wrong_turn": script.wrong_turn,
-            "attempt": attempt,
-        }
+        about = {"task": task.id, "package": task.package, "licence": codebase.licence, "style": style,
+                 "wrong_turn": script.wrong_turn, "attempt": attempt}  # fmt: skip
         made_by = {"tokeniser": self.tokeniser, "set": self.tasks.name, "demonstration": about}
         trace = Trace(name, script.prompt, made_by=made_by)
         talk = self.talk.talk
@@ -144,9 +130,9 @@ class Studio:
         left = await work_on(task, codebase, trace, self.tools, self.searcher, begin)
         if trace.stop != "finished":
             raise Unfit(f"the episode ended by {trace.stop}")
-        found = await score(task, codebase, left.entries)
-        if found.outcome != "pass":
-            raise Unfit(f"scored {found.outcome}: {found.reason}")
+        result = await score(task, codebase, left.entries)
+        if result.outcome != "pass":
+            raise Unfit(f"scored {result.outcome}: {result.reason}")
         trace.rewards["passed"] = 1.0
         return trace
 
@@ -166,7 +152,7 @@ class Studio:
                 trace = await self.demonstrate(task, style, name, attempt)
             except (Unfit, SandboxError) as error:
                 reasons.append(str(error) if isinstance(error, Unfit) else "the sandbox failed")
-                if len(set(reasons)) < len(reasons):
+                if reasons[-1] in reasons[:-1]:
                     break
                 continue
             write_traces(folder / f"{name}.jsonl", [trace])
@@ -175,73 +161,56 @@ class Studio:
         return {"kept": False, "reason": reasons[-1]}
 
 
-def jobs(tasks: Sequence[Task], settings: DemoSettings) -> list[tuple[str, Task, Style]]:
+def jobs(tasks: Sequence[Task], settings: DemoSettings) -> list[Job]:
     """Return the demonstrations to make, by name: every task in `each` of the styles it has, all styles about as often."""
-    found = []
+    wanted: list[Job] = []
     for number, task in enumerate(tasks):
         styles = sorted(style for style in settings.styles if asked(task, style)[0] == style)
         drawn = [styles[(number + i) % len(styles)] for i in range(min(settings.each, len(styles)))]
-        found += [(f"{task.id}-{style}", task, style) for style in drawn]
-    most = settings.most or len(found)
-    return [found[place * len(found) // most] for place in range(most)] if most < len(found) else found
+        wanted += [(f"{task.id}-{style}", task, style) for style in drawn]
+    most = min(settings.most or len(wanted), len(wanted))
+    return [wanted[place * len(wanted) // most] for place in range(most)]
 
 
-def studio_for(
-    settings: DemoSettings, tokeniser: Any, cache: Path, reporter: Reporter, seed: int = 0
-) -> tuple[Studio, list[tuple[str, Task, Style]]]:
-    """Build the set; return who makes its demonstrations, and which. The tokeniser has the template that will be trained."""
+def make_demos(
+    settings: DemoSettings, tokeniser: Any, folder: Path | None, cache: Path, reporter: Reporter, seed: int = 0
+) -> tuple[Path, Row]:
+    """Build a set and make demonstrations of it; return their file and what became of all.
+
+    The tokeniser has the template that will be trained. No folder: one named after the set.
+    """
     manifest = Path(settings.tasks).expanduser()
     refuse_benchmarks(manifest)
     tasks = load_set(manifest, cache, reporter, settings.only)
     tools = ToolSettings(tools=settings.tools)
     talk = choose_format(tokeniser)
     assert isinstance(talk, ChatFormat)
-    studio = Studio(tasks, talk, tokeniser_digest(tokeniser), searcher_for(tools, cache), seed, tools)
-    return studio, jobs(tasks.tasks, settings)
-
-
-def make_demos(
-    settings: DemoSettings, tokeniser: Any, folder: Path, cache: Path, reporter: Reporter, seed: int = 0
-) -> Path:
-    """Make demonstrations for a stage that learns from them at once; return their file."""
-    studio, wanted = studio_for(settings, tokeniser, cache, reporter, seed)
+    made_by = Demonstrator(tasks, talk, tokeniser_digest(tokeniser), searcher_for(tools, cache), seed, tools)
+    folder = folder or Path("runs", "demos", tasks.name)
     with MetricsLog(folder / "log.jsonl") as log:
-        made = asyncio.run(make(studio, folder, log, reporter, wanted))
+        made = asyncio.run(make(made_by, folder, log, reporter, jobs(tasks.tasks, settings)))
     if not made["kept"]:
         raise UserError(f"none of {made['wanted']} demonstrations of {settings.tasks} passed: {made['left out']}")
     reporter.say(f"{made['kept']} of {made['wanted']} demonstrations; left out: {made['left out'] or 'none'}")
-    return folder / TRACES
+    return folder / TRACES, made
 
 
-async def make(
-    studio: Studio, folder: Path, log: MetricsLog, reporter: Reporter, wanted: Sequence[tuple[str, Task, Style]]
-) -> Row:
+async def make(made_by: Demonstrator, folder: Path, log: MetricsLog, reporter: Reporter, wanted: Sequence[Job]) -> Row:
     """Make demonstrations into a folder; what is there is not made again. Return what became of all."""
-    about = {
-        "set": studio.tasks.digest,
-        "tokeniser": studio.tokeniser,
-        "seed": studio.seed,
-        "tools": studio.tools.tools,
-    }
-    if log.get("about") is None:
-        log.put("about", **about)
-    if about != {name: (log.get("about") or {}).get(name) for name in about}:
+    tasks = made_by.tasks
+    about = {"set": tasks.digest, "tokeniser": made_by.tokeniser, "seed": made_by.seed, "tools": made_by.tools.tools}
+    before = log.get("about") or log.put("about", **about)
+    if about != {name: before.get(name) for name in about}:
         raise UserError(f"{folder} has demonstrations of another set, model, seed or tools; choose another --out")
-    room = asyncio.Semaphore(cores())
-    with reporter.task(f"demonstrating {studio.tasks.name}", len(wanted), "demonstrations") as progress:
+    with reporter.task(f"demonstrating {tasks.name}", len(wanted), "demonstrations") as progress:
 
-        async def one(name: str, task: Task, style: Style) -> None:
-            async with room:
-                if name not in log:
-                    log.put(name, **await studio.row(task, style, name, folder / "parts"))
-                progress.advance()
+        async def one(job: Job) -> None:
+            name, task, style = job
+            if name not in log:
+                log.put(name, **await made_by.row(task, style, name, folder / "parts"))
+            progress.advance()
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for job in wanted:
-                    group.create_task(one(*job))
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None  # most often the wish to stop, which all of them hear
+        await side_by_side(one, wanted)
     rows = [row for name, *_ in wanted if (row := log.get(name))]
     kept = [row for row in rows if row["kept"]]
     with whole_file(folder / TRACES) as beside, beside.open("wb") as file:
@@ -259,12 +228,12 @@ def tokeniser_digest(tokeniser: Any) -> str:
 
 
 def licences_of(path: Path) -> dict[str, int]:
-    """Return the licences of the codebases that a file of traces is about, in bytes of traces; empty if one is not told."""
-    found: Counter[str] = Counter()
+    """Return the licences of the codebases that a file of traces is about, in bytes of traces; empty if one is not stated."""
+    sizes: Counter[str] = Counter()
     for line in path.read_bytes().splitlines():
         about = json.loads(line).get("made_by", {}).get("demonstration", {})
-        found[about.get("licence") or ""] += len(line)
-    return {} if found.pop("", 0) else dict(found)
+        sizes[about.get("licence") or ""] += len(line)
+    return {} if sizes.pop("", 0) else dict(sizes)
 
 
 def read_samples(path: Path, tokeniser: Any) -> list[tuple[str, Encoded]]:
@@ -272,28 +241,17 @@ def read_samples(path: Path, tokeniser: Any) -> list[tuple[str, Encoded]]:
     traces, torn = read_traces(path)
     if torn:
         raise UserError(f"{path}: its last line is torn; run the command that made it again")
-    digest, found = tokeniser_digest(tokeniser), []
+    digest, rows = tokeniser_digest(tokeniser), []
     for trace in traces:
         if trace.made_by.get("tokeniser") != digest:
-            raise UserError(
-                f"{path}: {trace.id} is of another tokeniser or template; run `etude tasks demos` with this --model"
-            )
+            other = f"{trace.id} is of another tokeniser or template; run `etude tasks demos` with this --model"
+            raise UserError(f"{path}: {other}")
         for each in samples(trace):
             encoded = Encoded(np.array(each.tokens, np.int64), np.array(each.trained, np.bool_))
-            found.append((str(trace.made_by["demonstration"]["package"]), encoded))
-    return found
+            rows.append((str(trace.made_by["demonstration"]["package"]), encoded))
+    return rows
 
 
 def solution_calls(task: Task) -> list[Call]:
-    """Return the calls that turn the tree an agent sees into the solved one, hidden tests excepted."""
-    calls: list[Call] = []
-    for edit in task.candidate.edits:
-        if edit.fixed is None:
-            calls.append(Call("shell", {"command": f"rm -- {shlex.quote(edit.path)}"}))
-        elif (
-            not (edit.broken or "").strip() or "\r" in f"{edit.broken}{edit.fixed}"
-        ):  # `edit` chooses ends of lines itself
-            calls.append(Call("write", {"path": edit.path, "content": edit.fixed}))
-        else:
-            calls += [change.call() for change in changes(edit.path, str(edit.broken), edit.fixed)]
-    return calls
+    """Return the calls that turn the tree an agent sees into the solved one, hidden tests excepted, each sure to be accepted."""
+    return [change.call() for edit in task.candidate.edits for change in changes_of(edit)]

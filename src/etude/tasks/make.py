@@ -2,12 +2,17 @@
 
 Packages are worked on side by side, one a core; within a package the order is fixed. So what is made depends on the recipe
 and its seed, and not on how often it was interrupted.
+
+The solved tree of a task is the pristine tree of its codebase, so that all tests pass on it is found out once a codebase: three runs,
+one of them with another order of hashes, and one that also measures which tests run which lines. A test that runs none of the
+changed lines cannot tell the trees apart, unless a line is changed that runs on import: so a candidate is tried on few tests.
+Which of them fail on the broken tree is found out twice. A test that does not end the same way each time is flaky, and counts
+for nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import platform
 import random
 import shutil
@@ -15,46 +20,44 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from etude.errors import UserError, one_line
 from etude.files import digest_of, read_json, write_json
-from etude.parallel import cores
 from etude.sandbox.box import SandboxError
-from etude.tasks import prompts, seal
-from etude.tasks.environment import environment
+from etude.tasks import prompts
+from etude.tasks.codebase import PackageSettings, permissive, unpack, with_environment
 from etude.tasks.generators import deletion, history, mutation
-from etude.tasks.generators.parsed import Parsed
-from etude.tasks.manifest import codebase_row, ready, task_of, task_row, write_set
+from etude.tasks.generators.parsed import Parsed, changed_line_numbers
+from etude.tasks.manifest import built_codebase, codebase_row, task_of, task_row, write_set
 from etude.tasks.score import check, visible
-from etude.tasks.source import PackageSettings, permissive, unpack
-from etude.tasks.suite import FAST, Ready, lay
-from etude.tasks.task import Split, Task
-from etude.tasks.validate import Coverage, Verdict, examine, try_candidate
+from etude.tasks.seal import gate
+from etude.tasks.suite import FAST, FORMS, entries_of, layers_of, run_tests, side_by_side, spoilt, write_entries
+from etude.tasks.task import Codebase, Generator, Split, Task, function_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from etude.jsonl import MetricsLog
     from etude.progress import Reporter
-    from etude.progress import Task as Progress
-    from etude.tasks.task import Candidate
+    from etude.tasks.suite import Run
+    from etude.tasks.task import Candidate, Edit, Form
 
 TRIES = 4  # candidates for every task wanted
-CATEGORIES = {
-    "mutation": "debugging",
-    "deletion": "new feature",
-    "version": "iterate on feature",
-    "history": "debugging",
-}
+CATEGORIES = {"deletion": "new feature", "version": "iterate on feature"}  # the others are "debugging"
 GENERATORS = {"mutation": mutation, "deletion": deletion}
 KEPT_TRACES = 3
-ATTEMPTS = 3
+ATTEMPTS = 3  # where the sandbox fails, which says nothing of the candidate
 Row = dict[str, Any]
+ON_IMPORT = ""
+MOST_SECONDS = 15.0  # of tests in a score; of slower suites some are drawn
+MOST_FAILING = 0.8  # of all tests: more is a tree that does not even import
+LONGEST_RUN = 60.0  # seconds of the tests that see a candidate
 
 
 class SetSettings(BaseModel):
@@ -67,11 +70,14 @@ class SetSettings(BaseModel):
     split: Split = Field("train", description="which templates its prompts are made of: train or bench")
     mutation: int = Field(20, ge=0, description="mutations wanted of every package")
     deletion: int = Field(10, ge=0, description="deletions wanted of every package")
-    version: int = Field(
-        0, ge=0, description="differences between releases wanted of every package that names `older` ones"
-    )
+    version: int = Field(0, ge=0, description="differences between releases wanted of every package with `older` ones")
     history: int = Field(0, ge=0, description="fixes wanted from the history of every package that is a git repository")
     package: list[PackageSettings] = Field(min_length=1, description="the codebases")
+
+    def wanted(self, package: PackageSettings) -> dict[str, int]:
+        """Return how many tasks each generator is to give of a package."""
+        usual = {name: round(float(getattr(self, name)) * package.share) for name in GENERATORS}
+        return {**usual, "version": self.version * bool(package.older), "history": self.history * bool(package.git)}
 
 
 def read_settings(path: Path) -> SetSettings:
@@ -85,61 +91,153 @@ def read_settings(path: Path) -> SetSettings:
         raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
+class Coverage:
+    """The lines of each file that each test runs; those that run on import are under no name."""
+
+    def __init__(self, files: Mapping[str, Mapping[str, Collection[int]]]) -> None:
+        self.files = files
+
+    def run_by_tests(self) -> dict[str, set[int]]:
+        """Return the lines of each file that any test runs."""
+        each = self.files.items()
+        return {path: {line for test in tests if test != ON_IMPORT for line in tests[test]} for path, tests in each}
+
+    def tests_of_file(self, path: str) -> set[str]:
+        """Return the tests that run any line of a file."""
+        return set(self.files.get(path, {})) - {ON_IMPORT}
+
+    def tests_of(self, edits: Iterable[Edit]) -> set[str] | None:
+        """Return the tests that can see edits; None: any of them may."""
+        seen: set[str] = set()
+        for edit in edits:
+            if edit.broken is None or edit.fixed is None or not edit.path.endswith(".py"):
+                return None
+            changed, tests = changed_line_numbers(edit.broken, edit.fixed), self.files.get(edit.path, {})
+            if not changed.isdisjoint(tests.get(ON_IMPORT, ())):
+                return None
+            seen |= {test for test, lines in tests.items() if not changed.isdisjoint(lines)}
+        return seen
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a candidate. No reason: it is a task."""
+
+    reason: str = ""
+    fail_to_pass: tuple[str, ...] = ()
+    pass_to_pass: tuple[str, ...] = ()
+    traces: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+async def examine(codebase: Codebase) -> tuple[Codebase, Coverage, dict[str, int]]:
+    """Find the tests that always pass on the pristine tree, and what they cover; count those that do not, by reason."""
+    first = await run_tests(codebase, cover=True)
+    runs = [first, await run_tests(codebase, cold=True), await run_tests(codebase)]
+    for run in runs:
+        if run.state != "complete":
+            raise UserError(f"{codebase.name}: its own tests end as {run.state}: {run.printed[-300:]}")
+    ids = tuple(sorted(test for test in first.outcomes if all(run.outcomes.get(test) == "passed" for run in runs)))
+    if not ids:
+        why = next(iter(first.broken.values()), first.printed)
+        raise UserError(f"{codebase.name}: none of its tests pass; set `needs`, `tests` or `pytest`: {why[-300:]}")
+    known = {*ids, ON_IMPORT}
+    files = {path: {test: tests[test] for test in tests if test in known} for path, tests in first.covered.items()}
+    codebase = replace(codebase, ids=ids, seconds={test: runs[2].seconds[test] for test in ids})
+    unspoilable: dict[Form, frozenset[str]] = {}
+    for form in FORMS:
+        drawn = random.Random(codebase.digest)  # noqa: S311 - which error is no secret here
+        async with layers_of(codebase.tree, spoilt(codebase.tree, ids, form, drawn)) as layers:
+            unspoilable[form] = frozenset((await run_tests(codebase, layers, ids)).passed(ids))
+    flaky = sum(1 for test in first.outcomes if len({run.outcomes.get(test) for run in runs}) > 1)
+    counts = {"stable": len(ids), "flaky": flaky, "never passed": len(first.outcomes) - len(ids) - flaky,
+              "files not collected": len(first.broken)}  # fmt: skip
+    counts |= {f"unspoilable ({form})": len(tests) for form, tests in unspoilable.items()}
+    return replace(codebase, unspoilable=unspoilable), Coverage(files), counts
+
+
+async def try_candidate(codebase: Codebase, coverage: Coverage, candidate: Candidate) -> Verdict:
+    """Find which tests fail on the broken tree, twice over."""
+    seen = coverage.tests_of(candidate.edits)
+    tests = set(codebase.ids) if seen is None else seen
+    if not tests:
+        return Verdict("no test runs what was changed")
+    if sum(codebase.seconds[test] for test in tests) > LONGEST_RUN:
+        return Verdict("the tests that run it take too long")
+    async with layers_of(codebase.tree, entries_of(candidate.edits, "broken")) as layers:
+        runs: list[Run] = []
+        for _ in range(2):
+            runs.append(await run_tests(codebase, layers, tests, traces=not runs))
+            failed = len(tests) - len(runs[-1].passed(tests))
+            if runs[-1].state in {"timeout", "memory"}:
+                return Verdict(f"tests end by {runs[-1].state}")
+            if not failed or failed > MOST_FAILING * len(codebase.ids):
+                return Verdict("most tests fail" if failed else "no test fails")
+    passed = [set(run.passed(tests)) for run in runs]
+    flaky = passed[0] ^ passed[1]
+    failing = tests - passed[0] - passed[1]
+    if not failing - codebase.unspoilable["end"]:
+        return Verdict("no test fails twice that could show a forged report")
+    kept = chosen(codebase, coverage, candidate, failing | flaky)
+    if not kept:
+        return Verdict("no test still passes")
+    seconds = sum(codebase.seconds[test] for test in {*failing, *kept})
+    return Verdict("", tuple(sorted(failing)), kept, runs[0].traces, seconds)
+
+
+def chosen(codebase: Codebase, coverage: Coverage, candidate: Candidate, left_out: Collection[str]) -> tuple[str, ...]:
+    """Return the tests that must still pass: all, or of slow suites those of the changed files first and then some others."""
+    rest = [test for test in codebase.ids if test not in left_out]
+    if sum(codebase.seconds[test] for test in rest) <= MOST_SECONDS:
+        return tuple(rest)
+    near = {test for edit in candidate.edits for test in coverage.tests_of_file(edit.path)}
+    random.Random(codebase.digest).shuffle(rest)  # noqa: S311
+    kept, room = [], MOST_SECONDS
+    for test in sorted(rest, key=lambda each: each not in near):
+        if codebase.seconds[test] <= room:
+            kept.append(test)
+            room -= codebase.seconds[test]
+    return tuple(sorted(kept))
+
+
 class Maker:
     """One making of a set."""
 
     def __init__(self, settings: SetSettings, state: Path, log: MetricsLog, cache: Path, reporter: Reporter) -> None:
         self.settings, self.state, self.log, self.cache, self.reporter = settings, state, log, cache, reporter
         self.failed: dict[str, str] = {}  # packages that gave nothing, and why
-        self.codebases: dict[str, tuple[Ready, Row]] = {}
+        self.codebases: dict[str, tuple[Codebase, Row]] = {}
+        self.kept: Counter[str] = Counter()  # tasks by package
         self.passed_over: Counter[str] = Counter()  # by generators, before any try
-
-    def _wanted(self, package: PackageSettings) -> int:
-        usual = sum(self._share(package, generator) for generator in GENERATORS)
-        return usual + self.settings.version * bool(package.older) + self.settings.history * bool(package.git)
-
-    def _share(self, package: PackageSettings, generator: str) -> int:
-        return round(float(getattr(self.settings, generator)) * package.share)
 
     async def make(self, workers: int = 0) -> None:
         """Try candidates of all packages until there are enough tasks of each."""
-        room = asyncio.Semaphore(workers or cores())
-        wanted = sum(map(self._wanted, self.settings.package))
-        with self.reporter.task(f"making {self.settings.name}", wanted, "tasks") as progress:
+        wanted = {package.name: sum(self.settings.wanted(package).values()) for package in self.settings.package}
+        with self.reporter.task(f"making {self.settings.name}", sum(wanted.values()), "tasks") as self.progress:
 
             async def one(package: PackageSettings) -> None:
-                async with room:
-                    before = progress.done
-                    try:
-                        await self._package(package, progress)
-                    except (UserError, SandboxError) as error:
-                        self.failed[package.name] = str(error)
-                        self.reporter.say(f"left out: {error}")
-                        progress.skip(max(0.0, self._wanted(package) - (progress.done - before)))
+                try:
+                    await self._package(package, self.settings.wanted(package))
+                except (UserError, SandboxError) as error:
+                    self.failed[package.name] = str(error)
+                    self.reporter.say(f"left out: {error}")
+                self.progress.skip(max(0, wanted[package.name] - self.kept[package.name]))
 
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for package in self.settings.package:
-                        group.create_task(one(package))
-            except ExceptionGroup as errors:
-                raise errors.exceptions[0] from None  # most often the wish to stop, which all of them hear
+            await side_by_side(one, self.settings.package, workers)
 
-    async def _package(self, package: PackageSettings, progress: Progress) -> None:
+    async def _package(self, package: PackageSettings, wanted: dict[str, int]) -> None:
         codebase, coverage = await self._examined(package)
-        for generator, module in GENERATORS.items():
-            drawn = random.Random(f"{self.settings.seed}/{codebase.digest}/{generator}")  # noqa: S311
-            candidates = module.candidates(
-                codebase.tree, codebase.sources, drawn, coverage.run_by_tests(), self.passed_over
-            )
-            wanted = self._share(package, generator)
-            kept = await self._generated(codebase, coverage, candidates, wanted, progress)
-            progress.skip(wanted - kept)
-        if self.settings.version and package.older:
-            progress.skip(self.settings.version - await self._releases(package, progress))
-        if self.settings.history and package.git:
-            progress.skip(self.settings.history - await self._commits(package, codebase, progress))
+        for name, generator in GENERATORS.items():
+            rng = random.Random(f"{self.settings.seed}/{codebase.digest}/{name}")  # noqa: S311
+            run = coverage.run_by_tests()
+            candidates = generator.candidates(codebase.tree, codebase.sources, rng, run, self.passed_over)
+            await self._generated(codebase, coverage, candidates, wanted[name])
+        if wanted["version"]:
+            await self._releases(package)
+        if wanted["history"]:
+            await self._commits(package, codebase)
 
-    async def _releases(self, package: PackageSettings, progress: Progress) -> int:
+    async def _releases(self, package: PackageSettings) -> None:
         """Try the differences between releases, the newest first, about as many of each pair."""
         pins = [str(package.pypi), *(f"{package.name}=={version}" for version in package.older)]
         kept = 0
@@ -147,108 +245,96 @@ class Maker:
             share = -(-(self.settings.version - kept) // (len(pins) - 1 - number))
             try:
                 codebase, coverage = await self._examined(package.model_copy(update={"pypi": newer}))
-                before = await asyncio.to_thread(
-                    unpack, package.model_copy(update={"pypi": older}), self.cache, self.reporter
-                )
+                settings = package.model_copy(update={"pypi": older})
+                before = await asyncio.to_thread(unpack, settings, self.cache, self.reporter)
             except UserError as error:
                 self.reporter.say(f"left out: {newer} after {older}: {error}")
                 continue
             whole = history.candidate_between(before.tree, codebase.tree, codebase.sources, self.passed_over)
-            kept += await self._generated(
-                codebase, coverage, history.pieces(whole) if whole else iter(()), share, progress
-            )
-        return kept
+            if whole:
+                kept += await self._generated(codebase, coverage, history.pieces(whole), share)
 
-    async def _commits(self, package: PackageSettings, codebase: Ready, progress: Progress) -> int:
+    async def _commits(self, package: PackageSettings, codebase: Codebase) -> None:
         """Try the commits of a repository, each on the tree as it was then."""
         repository = Path(str(package.git)).expanduser()
         if not repository.is_dir():
-            raise UserError(
-                f"{package.name}: its history is read from a local clone; clone it and give the folder as `git`"
-            )
+            place = "its history is read from a local clone; clone it and give the folder as `git`"
+            raise UserError(f"{package.name}: {place}")
         kept = 0
         for candidate in history.candidates(repository, codebase.sources, self.passed_over):
             then, coverage = await self._examined(package.model_copy(update={"revision": candidate.about["commit"]}))
-            kept += await self._generated(then, coverage, iter([candidate]), 1, progress)
+            kept += await self._generated(then, coverage, iter([candidate]), 1)
             if kept == self.settings.history:
                 break
-        return kept
 
-    async def _examined(self, package: PackageSettings) -> tuple[Ready, Coverage]:
+    async def _examined(self, package: PackageSettings) -> tuple[Codebase, Coverage]:
         """Return a codebase with its stable tests, examined now or earlier."""
         unpacked = await asyncio.to_thread(unpack, package, self.cache, self.reporter)
         if not permissive(unpacked.licence):
-            raise UserError(
-                f"{package.name}: its licence is {unpacked.licence or 'not known'}; state it as `licence` if it is permissive"
-            )
-        key = f"{unpacked.name}=={unpacked.version}"
-        note = self.state / "codebases" / f"{key}-{digest_of(package.model_dump(exclude={'older', 'share'}))[:8]}.json"
+            licence = unpacked.licence or "not known"
+            raise UserError(f"{package.name}: its licence is {licence}; state it as `licence` if it is permissive")
+        settings = digest_of(package.model_dump(exclude={"older", "share"}))
+        note = self.state / "codebases" / f"{unpacked.key}-{settings[:8]}.json"
         if not note.exists():
-            python = await asyncio.to_thread(environment, unpacked, package, self.cache)
-            plain = Ready(unpacked.name, unpacked.version, unpacked.digest, unpacked.tree, unpacked.sources, unpacked.tests,
-                          python.python, unpacked.paths, unpacked.licence, tuple(package.pytest), python.hidden)  # fmt: skip
             began = time.monotonic()
+            plain = await asyncio.to_thread(with_environment, unpacked, package, self.cache)
             codebase, coverage, counts = await examine(plain)
-            row = codebase_row(codebase, package, python.installed)
-            write_json(
-                note,
-                {"row": row, "coverage": coverage.files, "counts": counts, "took": round(time.monotonic() - began, 1)},
-            )
-            self.reporter.say(f"{key}: {counts}")
-        found = read_json(note)
-        codebase = await asyncio.to_thread(ready, found["row"], self.cache, self.reporter)
-        self.codebases[key] = codebase, found["row"]
-        return codebase, Coverage(found["coverage"])
+            facts = {"coverage": coverage.files, "counts": counts, "took": round(time.monotonic() - began, 1)}
+            write_json(note, {"row": codebase_row(codebase, package), **facts})
+            self.reporter.say(f"{unpacked.key}: {counts}")
+        facts = read_json(note)
+        codebase = await asyncio.to_thread(built_codebase, facts["row"], self.cache, self.reporter)
+        self.codebases[codebase.key] = codebase, facts["row"]
+        return codebase, Coverage(facts["coverage"])
 
-    async def _generated(
-        self, codebase: Ready, coverage: Coverage, candidates: Iterator[Candidate], wanted: int, progress: Progress
-    ) -> int:
+    async def _generated(self, codebase: Codebase, coverage: Coverage, some: Iterator[Candidate], wanted: int) -> int:
         """Try candidates in their order until there are enough tasks; return how many there are."""
         kept = 0
-        for number, candidate in zip(range(TRIES * wanted), candidates, strict=False):
-            key = f"try/{codebase.name}=={codebase.version}/{_examination(codebase)}/{candidate.generator}/{number:05d}"
+        for number, candidate in zip(range(TRIES * wanted), some, strict=False):
+            key = f"try/{codebase.key}/{_examination(codebase)}/{candidate.generator}/{number:05d}"
             row = self.log.get(key)
             if row is None:
-                row = self.log.put(key, **await self._tried(codebase, coverage, candidate, key))
+                began = time.monotonic()
+                row = await self._tried(codebase, coverage, candidate, key)
+                row = self.log.put(key, **row, seconds=round(time.monotonic() - began, 2))
             if not row["reason"]:
                 kept += 1
-                progress.advance()
+                self.kept[codebase.name] += 1
+                self.progress.advance()
             self.reporter.check_stop()
             if kept == wanted:
                 break
         return kept
 
-    async def _tried(self, codebase: Ready, coverage: Coverage, candidate: Candidate, key: str) -> Row:
+    async def _tried(self, codebase: Codebase, coverage: Coverage, candidate: Candidate, key: str) -> Row:
         """Return the line of one try: the task without its prompts, or why it is none."""
-        began = time.monotonic()
-        verdict = await self._judged(codebase, coverage, candidate)
-        row: Row = {"reason": verdict.reason, "kinds": candidate.kinds}
-        if not verdict.reason:
-            rng = random.Random(f"{self.settings.seed}/{key}")  # noqa: S311
-            task, row["reason"] = await asyncio.to_thread(sealed, codebase, candidate, verdict, rng)
-            # So far only tests that run the changed code were tried; tests that share state break others, or hang them.
-            if not row["reason"] and (wrong := await check(task, codebase)):
-                row["reason"] = f"not confirmed: {wrong}"
-            if not row["reason"]:
-                seen = sorted(verdict.traces, key=lambda test: (seal.function_of(test) in task.hidden, test))
-                traces = {test: verdict.traces[test] for test in seen[:KEPT_TRACES]}
-                row |= {"task": task_row(task, codebase), "about": candidate.about, "traces": traces}
-        return {**row, "seconds": round(time.monotonic() - began, 2)}
-
-    async def _judged(self, codebase: Ready, coverage: Coverage, candidate: Candidate) -> Verdict:
-        """Try a candidate; where the sandbox fails, which says nothing of the candidate, try again."""
-        for _ in range(ATTEMPTS - 1):
+        for attempt in range(1, ATTEMPTS + 1):
             try:
-                return await try_candidate(codebase, coverage, candidate)
+                verdict = await try_candidate(codebase, coverage, candidate)
+                break
             except SandboxError as error:
+                if attempt == ATTEMPTS:
+                    raise
                 self.reporter.say(f"trying again, for the sandbox failed: {one_line(error)}")
-        return await try_candidate(codebase, coverage, candidate)
+        row: Row = {"reason": verdict.reason, "kinds": candidate.kinds}
+        if verdict.reason:
+            return row
+        rng = random.Random(f"{self.settings.seed}/{key}")  # noqa: S311
+        task, row["reason"] = await asyncio.to_thread(sealed, codebase, candidate, verdict, rng)
+        # So far only tests that run the changed code were tried; tests that share state break others, or hang them.
+        if not row["reason"] and (wrong := await check(task, codebase)):
+            row["reason"] = f"not confirmed: {wrong}"
+        if not row["reason"]:
+            seen = sorted(verdict.traces, key=lambda test: (function_of(test) in task.hidden, test))
+            traces = {test: verdict.traces[test] for test in seen[:KEPT_TRACES]}
+            row |= {"task": task_row(task, codebase), "about": candidate.about, "traces": traces}
+        return row
 
     def finish(self, path: Path) -> Row:
         """Draw the prompts and write the manifest; return its header, which says what the making gave."""
         tasks: dict[str, Row] = {}
         reasons: Counter[str] = Counter()
-        kept: dict[str, Counter[str]] = {generator: Counter() for generator in CATEGORIES}
+        kept: dict[str, Counter[str]] = {generator: Counter() for generator in get_args(Generator)}
         for row in sorted(self.log.rows("try/"), key=lambda each: str(each["key"])):
             _, name, examination, generator, _ = row["key"].split("/")
             if name not in self.codebases or _examination(self.codebases[name][0]) != examination:
@@ -271,35 +357,31 @@ class Maker:
         write_set(path, header, rows, tasks.values())
         return header
 
-    def _prompted(self, row: Row, codebase: Ready) -> Row:
+    def _prompted(self, row: Row, codebase: Codebase) -> Row:
         """Return the line of a task with its prompts; what a test that the agent sees has printed is preferred."""
         task = task_of(row["task"], codebase)
-        candidate = dataclasses.replace(task.candidate, about=row["about"])
-        order = sorted(row["traces"], key=lambda test: seal.function_of(test) in task.hidden)
+        candidate = replace(task.candidate, about=row["about"])
+        order = sorted(row["traces"], key=lambda test: function_of(test) in task.hidden)
         failures = [prompts.failure_of(test, row["traces"][test]) for test in order]
         rng = random.Random(f"{self.settings.seed}/{task.id}")  # noqa: S311
         return {**row["task"], "prompts": prompts.prompts(candidate, codebase.name, failures, rng, self.settings.split)}
 
 
-def _examination(codebase: Ready) -> str:
+def _examination(codebase: Codebase) -> str:
     """Return what tells one examination from another: a line names tests by their numbers in it."""
     return digest_of([codebase.digest, codebase.ids])[:8]
 
 
-def sealed(codebase: Ready, candidate: Candidate, verdict: Verdict, rng: random.Random) -> tuple[Task, str]:
+def sealed(codebase: Codebase, candidate: Candidate, verdict: Verdict, rng: random.Random) -> tuple[Task, str]:
     """Return a task with its hidden tests chosen, or why the tree that the agent would see gives the solution away."""
     changed = sum(span.last - span.first + 1 for span in candidate.spans)
-    difficulty = {
-        "lines": changed,
-        "files": len(candidate.edits),
-        "failing": len(verdict.fail_to_pass),
-        "sites": len(candidate.kinds),
-    }
-    name = (
-        f"{codebase.name}-{candidate.generator}-{digest_of([dataclasses.asdict(edit) for edit in candidate.edits])[:8]}"
-    )
+    difficulty = {"lines": changed, "files": len(candidate.edits), "failing": len(verdict.fail_to_pass),
+                  "sites": len(candidate.kinds)}  # fmt: skip
+    digest = digest_of([asdict(edit) for edit in candidate.edits])[:8]
+    name = f"{codebase.name}-{candidate.generator}-{digest}"
+    category = CATEGORIES.get(candidate.generator, "debugging")
     task = Task(name, codebase.name, codebase.version, candidate, {}, verdict.fail_to_pass, verdict.pass_to_pass,
-                hidden_of(codebase, verdict, rng), CATEGORIES[candidate.generator], difficulty, verdict.seconds)  # fmt: skip
+                hidden_of(codebase, verdict, rng), category, difficulty, verdict.seconds)  # fmt: skip
     if not task.hidden:
         return task, "too few of the failing tests can be hidden"
     try:
@@ -309,19 +391,19 @@ def sealed(codebase: Ready, candidate: Candidate, verdict: Verdict, rng: random.
     with tempfile.TemporaryDirectory(prefix="etude-gate-", dir=FAST if Path(FAST).is_dir() else None) as work:
         tree = Path(work, "tree")
         shutil.copytree(codebase.tree, tree, symlinks=True)
-        lay(tree, seen)
-        leaks = seal.gate(tree, candidate, codebase)
-    leaks += seal.gate(codebase.python.parent.parent / "lib", candidate, codebase, environment=True)
+        write_entries(tree, seen)
+        leaks = gate(tree, candidate, codebase)
+    leaks += gate(codebase.python.parent.parent / "lib", candidate, codebase, environment=True)
     return task, f"leak: {leaks[0]}" if leaks else ""
 
 
-def hidden_of(codebase: Ready, verdict: Verdict, rng: random.Random) -> tuple[str, ...]:
+def hidden_of(codebase: Codebase, verdict: Verdict, rng: random.Random) -> tuple[str, ...]:
     """Draw the test functions that the agent does not see: at least half of those that fail, the only one if there is one."""
-    functions = sorted({seal.function_of(test) for test in verdict.fail_to_pass})
-    known = {}
-    for path in {function.partition("::")[0] for function in functions}:
-        text = (codebase.tree / path).read_text(encoding="utf-8", errors="replace") if path.endswith(".py") else ""
-        known[path] = {name for name, _ in Parsed(path, text).definitions}
-    can = [each for each in functions if each.partition("::")[2].replace("::", ".") in known[each.partition("::")[0]]]
+    functions = sorted(set(map(function_of, verdict.fail_to_pass)))
+    written = set()  # in the test files themselves: not inherited, not made by a loop
+    for path in {function.partition("::")[0] for function in functions if ".py::" in function}:
+        text = (codebase.tree / path).read_text(encoding="utf-8", errors="replace")
+        written |= {f"{path}::{name.replace('.', '::')}" for name, _ in Parsed(path, text).definitions}
+    can = [each for each in functions if each in written]
     wanted = (len(functions) + 1) // 2
     return tuple(sorted(rng.sample(can, wanted))) if len(can) >= wanted else ()

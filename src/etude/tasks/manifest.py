@@ -6,27 +6,26 @@ of their numbers. With the file alone, everything else is built again, and check
 
 from __future__ import annotations
 
-import difflib
 import json
 import platform
 from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError
 from etude.files import digest_of, write_text
-from etude.tasks.environment import environment
+from etude.tasks.codebase import PackageSettings, unpack, with_environment
+from etude.tasks.generators.parsed import Cut, cut_text, differing
 from etude.tasks.score import visible
-from etude.tasks.source import PackageSettings, unpack
-from etude.tasks.suite import Ready
 from etude.tasks.task import Candidate, Edit, Span, Task
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from etude.progress import Reporter
+    from etude.tasks.task import Codebase
 
 FORMAT = 1
 Row = dict[str, Any]
@@ -42,95 +41,83 @@ class TaskSet:
     name: str
     digest: str  # of all that is in the manifest
     tasks: tuple[Task, ...]
-    codebases: dict[str, Ready]  # by name==version
+    codebases: dict[str, Codebase]  # by name==version
 
-    def codebase(self, task: Task) -> Ready:
-        """Return the codebase of a task."""
+    def codebase(self, task: Task) -> Codebase:
         return self.codebases[f"{task.package}=={task.version}"]
 
 
 def ranges(numbers: Iterable[int]) -> str:
     """Return numbers in increasing order as `0-4,7`."""
-    found: list[list[int]] = []
+    pairs: list[list[int]] = []
     for number in sorted(numbers):
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
+        if pairs and number == pairs[-1][1] + 1:
+            pairs[-1][1] = number
         else:
-            found.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+            pairs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in pairs)
 
 
 def numbers(text: str) -> list[int]:
     """Return what `ranges` wrote."""
     pairs = [part.partition("-") for part in text.split(",") if part]
-    return [number for first, dash, last in pairs for number in range(int(first), int(last if dash else first) + 1)]
+    return [number for first, _, last in pairs for number in range(int(first), int(last or first) + 1)]
 
 
-def cuts(fixed: str, broken: str) -> list[tuple[int, int, str]]:
+def cuts(fixed: str, broken: str) -> list[Cut]:
     """Return the byte spans of the solved file that give way to other text in the broken one, from the front."""
     old, new = fixed.splitlines(keepends=True), broken.splitlines(keepends=True)
     starts = [0, *accumulate(len(line.encode()) for line in old)]
-    codes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
-    return [(starts[i], starts[j], "".join(new[k:m])) for tag, i, j, k, m in codes if tag != "equal"]
-
-
-def cut(fixed: str, spans: Iterable[Sequence[Any]]) -> str:
-    """Return the broken file."""
-    content = fixed.encode()
-    for first, last, text in sorted(map(tuple, spans), reverse=True):
-        content = content[:first] + text.encode() + content[last:]
-    return content.decode()
+    return [Cut(starts[i], starts[j], "".join(new[k:m])) for i, j, k, m in differing(old, new)]
 
 
 def _edit_row(edit: Edit) -> Row:
     if edit.fixed is None:
         return {"path": edit.path, "text": edit.broken}
-    return (
-        {"path": edit.path, "cuts": cuts(edit.fixed, edit.broken)} if edit.broken is not None else {"path": edit.path}
-    )
+    return {"path": edit.path} | ({} if edit.broken is None else {"cuts": cuts(edit.fixed, edit.broken)})
 
 
 def _edit(row: Row, tree: Path) -> Edit:
     if "text" in row:
         return Edit(row["path"], row["text"], None)
     fixed = (tree / row["path"]).read_bytes().decode()
-    return Edit(row["path"], cut(fixed, row["cuts"]) if "cuts" in row else None, fixed)
+    return Edit(row["path"], cut_text(fixed, (Cut(*each) for each in row["cuts"])) if "cuts" in row else None, fixed)
 
 
-def codebase_row(codebase: Ready, settings: PackageSettings, installed: Sequence[str]) -> Row:
+def _ranges_of(tests: Iterable[str], codebase: Codebase) -> str:
+    at = {test: i for i, test in enumerate(codebase.ids)}
+    return ranges(map(at.__getitem__, tests))
+
+
+def codebase_row(codebase: Codebase, settings: PackageSettings) -> Row:
     """Return the line of a codebase."""
     files: dict[str, list[str]] = defaultdict(list)
-    for test in codebase.ids:
-        path, _, name = test.partition("::")
+    for path, _, name in (test.partition("::") for test in codebase.ids):
         files[path].append(name)
-    at = {test: i for i, test in enumerate(codebase.ids)}
-    unspoilable = {form: ranges(map(at.__getitem__, tests)) for form, tests in codebase.unspoilable.items()}
-    return {"codebase": f"{codebase.name}=={codebase.version}", "digest": codebase.digest, "licence": codebase.licence,
-            "settings": settings.model_dump(exclude_defaults=True), "installed": list(installed), "tests": files,
+    unspoilable = {form: _ranges_of(tests, codebase) for form, tests in codebase.unspoilable.items()}
+    return {"codebase": codebase.key, "digest": codebase.digest, "licence": codebase.licence,
+            "settings": settings.model_dump(exclude_defaults=True), "installed": list(codebase.installed), "tests": files,
             "unspoilable": unspoilable, "seconds": [round(codebase.seconds[test], 2) for test in codebase.ids]}  # fmt: skip
 
 
-def task_row(task: Task, codebase: Ready) -> Row:
+def task_row(task: Task, codebase: Codebase) -> Row:
     """Return the line of a task."""
-    at = {test: i for i, test in enumerate(codebase.ids)}
     candidate = task.candidate
-    return {"task": task.id, "codebase": f"{task.package}=={task.version}", "generator": candidate.generator, "kinds": candidate.kinds,
-            "edits": [_edit_row(edit) for edit in candidate.edits], "spans": [list(asdict(span).values()) for span in candidate.spans],
-            "fail_to_pass": ranges(map(at.__getitem__, task.fail_to_pass)),
-            "pass_to_pass": ranges(map(at.__getitem__, task.pass_to_pass)),
+    return {"task": task.id, "codebase": codebase.key, "generator": candidate.generator, "kinds": candidate.kinds,
+            "edits": [_edit_row(edit) for edit in candidate.edits], "spans": [astuple(span) for span in candidate.spans],
+            "fail_to_pass": _ranges_of(task.fail_to_pass, codebase), "pass_to_pass": _ranges_of(task.pass_to_pass, codebase),
             "hidden": task.hidden, "prompts": task.prompts, "category": task.category, "difficulty": task.difficulty,
             "seconds": round(task.seconds, 2), "digest": tree_digest(task, codebase)}  # fmt: skip
 
 
-def tree_digest(task: Task, codebase: Ready) -> str:
+def tree_digest(task: Task, codebase: Codebase) -> str:
     """Return a digest of what the agent sees."""
-    changed = {
-        entry.path: entry.content.decode() if entry.content is not None else None for entry in visible(task, codebase)
-    }
+    contents = {each.path: each.content for each in visible(task, codebase)}
+    changed = {path: None if content is None else content.decode() for path, content in contents.items()}
     return digest_of([codebase.digest, changed])[:16]
 
 
-def task_of(row: Row, codebase: Ready) -> Task:
+def task_of(row: Row, codebase: Codebase) -> Task:
     """Return the task of a line."""
     failing, passing = (tuple(codebase.ids[i] for i in numbers(row[name])) for name in ("fail_to_pass", "pass_to_pass"))
     edits = tuple(_edit(each, codebase.tree) for each in row["edits"])
@@ -153,9 +140,8 @@ def find_manifest(named: str, setting: str) -> Path:
     """Return the manifest that a recipe's setting names."""
     path = Path(named).expanduser()
     if not path.is_file():
-        raise UserError(
-            f"{setting}: {named!r} is not a file (looked in {Path.cwd()}); make one with `etude tasks make`"
-        )
+        here = f"(looked in {Path.cwd()})"
+        raise UserError(f"{setting}: {named!r} is not a file {here}; make one with `etude tasks make`")
     return path
 
 
@@ -179,40 +165,32 @@ def write_without(path: Path, wrong: Mapping[str, str], out: Path) -> None:
     kept: dict[str, Counter[str]] = defaultdict(Counter)
     for row in right:
         kept[row["generator"]][row["codebase"]] += 1
-    header |= {
-        "tasks": len(right),
-        "kept": kept,
-        "dropped": {**header.get("dropped", {}), **dict(sorted(wrong.items()))},
-    }
+    dropped = {**header.get("dropped", {}), **dict(sorted(wrong.items()))}
     used = {row["codebase"] for row in right}
-    write_set(out, header, [row for row in codebases if row["codebase"] in used], right)
+    rows = [row for row in codebases if row["codebase"] in used]
+    write_set(out, {**header, "tasks": len(right), "kept": kept, "dropped": dropped}, rows, right)
 
 
-def ready(row: Row, cache: Path, reporter: Reporter) -> Ready:
+def built_codebase(row: Row, cache: Path, reporter: Reporter) -> Codebase:
     """Build the codebase of a line: its tree from the pinned archive, its Python from the pinned versions."""
     settings = PackageSettings(**row["settings"])
     unpacked = unpack(settings, cache, reporter)
     if unpacked.digest != row["digest"]:
-        raise UserError(
-            f"{row['codebase']} is not what the manifest pins: digest {unpacked.digest[:16]}, not {row['digest'][:16]}"
-        )
-    python = environment(unpacked, settings, cache, row["installed"])
+        digests = f"digest {unpacked.digest[:16]}, not {row['digest'][:16]}"
+        raise UserError(f"{row['codebase']} is not what the manifest pins: {digests}")
     ids = tuple(f"{path}::{name}" for path, names in row["tests"].items() for name in names)
     unspoilable = {form: frozenset(ids[i] for i in numbers(text)) for form, text in row["unspoilable"].items()}
-    return Ready(unpacked.name, unpacked.version, unpacked.digest, unpacked.tree, unpacked.sources, unpacked.tests, python.python,
-                 unpacked.paths, row["licence"], tuple(settings.pytest), python.hidden, ids, unspoilable,
-                 dict(zip(ids, row["seconds"], strict=True)))  # fmt: skip
+    seconds = dict(zip(ids, row["seconds"], strict=True))
+    codebase = with_environment(unpacked, settings, cache, row["installed"])
+    return replace(codebase, licence=row["licence"], ids=ids, unspoilable=unspoilable, seconds=seconds)
 
 
-def _refuse_incomplete(path: Path, rows: Iterable[Row], tasks: Iterable[Row]) -> None:
+def _refuse_incomplete(path: Path, kind: str, rows: Iterable[Row], needed: frozenset[str]) -> None:
     """Refuse lines that were cut short by hand: what they lack cannot be guessed."""
-    for kind, some, needed in (("codebase", rows, CODEBASE_KEYS), ("task", tasks, TASK_KEYS)):
-        for row in some:
-            if lacking := sorted(needed - row.keys()):
-                name = str(row.get(kind, "without a name"))
-                raise UserError(
-                    f"{path}: {kind} {name} has no {lacking[0]!r}; make the set anew with `etude tasks make`"
-                )
+    for row in rows:
+        if lacking := sorted(needed - row.keys()):
+            name = row.get(kind, "without a name")
+            raise UserError(f"{path}: {kind} {name} has no {lacking[0]!r}; make the set anew with `etude tasks make`")
 
 
 def picked(named: str, tasks: Iterable[Row], only: str) -> list[Row]:
@@ -228,18 +206,19 @@ def picked(named: str, tasks: Iterable[Row], only: str) -> list[Row]:
 def load_set(path: Path, cache: Path, reporter: Reporter, only: str = "") -> TaskSet:
     """Build a set from its manifest, or only the tasks whose ids begin with a word of `only`."""
     header, rows, tasks = read_rows(path)
-    _refuse_incomplete(path, rows, tasks)
+    _refuse_incomplete(path, "codebase", rows, CODEBASE_KEYS)
+    _refuse_incomplete(path, "task", tasks, TASK_KEYS)
     made, here = (version.split(".")[:2] for version in (str(header.get("python", "")), platform.python_version()))
     if made not in ([""], here):
-        told = f"made and validated with Python {'.'.join(made)}, and this is {'.'.join(here)}"
-        reporter.say(f"{header['name']} was {told}: some tests may differ; `etude tasks check` tells")
+        versions = f"made and validated with Python {'.'.join(made)}, and this is {'.'.join(here)}"
+        reporter.say(f"{header['name']} was {versions}: some tests may differ; `etude tasks check` tells")
     wanted = picked(str(path), tasks, only)
     named = {row["codebase"] for row in wanted}
     codebases = {}
     with reporter.task(f"building {header['name']}", len(named), "codebases") as progress:
         for row in rows:
             if row["codebase"] in named:
-                codebases[row["codebase"]] = ready(row, cache, reporter)
+                codebases[row["codebase"]] = built_codebase(row, cache, reporter)
                 progress.advance()
     split = header.get("split", "bench")
     built = tuple(replace(task_of(row, codebases[row["codebase"]]), split=split) for row in wanted)

@@ -3,11 +3,10 @@
 Templates are in prompts.toml; `full` is an opening, all facts and a closing. What a user saw is read from the output of a failing
 test: give the output of one that the agent may see, where there is one.
 
-Requests that point at the code, for models that are too small to find it: made from a task when they are asked for, not stored.
-
-`shown` names the file and shows the broken code; what is wrong with it is for the agent to see. `told` dictates the change, as
-users do for small things: what is left is to call the tools and to copy exactly. Neither is what the benchmark is about, and a
-result says by which style it was made. They are there because nothing is learnt from tasks that are never solved.
+Two more styles are made from a task when they are asked for, not stored, for models that are too small to find the code. `shown`
+names the file and shows the broken code; what is wrong with it is for the agent to see. `told` dictates the change, as users do for
+small things: what is left is to call the tools and to copy exactly. Neither is what the benchmark is about, and a result says
+by which style it was made. They are there because nothing is learnt from tasks that are never solved.
 """
 
 from __future__ import annotations
@@ -16,21 +15,19 @@ import random
 import re
 import string
 import tokenize
-import tomllib
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import resources
 from typing import TYPE_CHECKING, cast, get_args
 
 from etude.tasks.generators.parsed import Parsed, changed_lines
 from etude.tasks.seal import code_pieces
-from etude.tasks.strategies import changes
-from etude.tasks.task import Edit, PointedStyle, Split, StoredStyle, Style
+from etude.tasks.strategies import changes, phrases
+from etude.tasks.task import PointedStyle, Split, StoredStyle, Style
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from etude.tasks.task import Candidate, Task
+    from etude.tasks.task import Candidate, Edit, Task
 
 MOST = 400  # characters of a prompt, `full` excepted
 MOST_TRACE, MOST_LINE, MOST_VALUE = 300, 110, 60
@@ -38,6 +35,9 @@ TRIES = 40
 NO_NEWS = re.compile(r"[_=\-~][_=\-~ ]{2,}.*|\s*[\^~]+\s*|[.FEsxX]+(\s+\[.*\])?")  # rulers, carets, dots
 RAISED = re.compile(r"\s*((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Warning|Exit|Interrupt|Invalid\w*|Failed))(?:: (.*))?$")
 GRAM = 4  # tokens of code in a row that a prompt must not share with the solution
+MOST_DICTATED, MOST_PIECES = 1_200, 4  # characters, in how many places
+AND_ALSO = "\nand also\n```\n{old}\n```\nby\n```\n{new}\n```"
+MOST_SHOWN = 40  # lines of a function; of a longer one, those around the change
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,17 @@ class Failure:
         """What a person would say of it, a clause."""
         if self.got and self.expected:
             return f"{self.call or 'I'} {'gives' if self.call else 'get'} {self.got}, should be {self.expected}"
-        told = f"{self.error}: {self.message}" if self.message and self.error != "AssertionError" else self.error
-        return f"I get {told[:160]}" if told != "AssertionError" else ""
+        if self.error == "AssertionError":
+            return ""
+        return f"I get {self.error}: {self.message}"[:166] if self.message else f"I get {self.error}"[:166]
 
 
 def failure_of(test: str, output: str) -> Failure:
     """Read what pytest printed of a failure, in any of its traceback styles."""
     lines = [line for line in map(str.rstrip, output.splitlines()) if line and not NO_NEWS.fullmatch(line)]
     said = [line[1:] for line in lines if line.startswith("E ")] or lines
-    raised = [found for line in said if (found := RAISED.match(line))]
-    error, message = (
-        (raised[-1].group(1).split(".")[-1], raised[-1].group(2) or "") if raised else ("AssertionError", "")
-    )
+    raised = [match for line in said if (match := RAISED.match(line))]
+    error, message = (raised[-1][1].split(".")[-1], raised[-1][2] or "") if raised else ("AssertionError", "")
     text = "\n".join(said)
     pair = re.search(r"^\s*(?:AssertionError: )?assert (.+?) == (.+)$", text, re.MULTILINE)
     pair = pair or re.search(r"^\s*AssertionError: (.+?) != (.+?)(?: : .*)?$", text, re.MULTILINE)
@@ -94,97 +93,54 @@ def _tail(said: Sequence[str]) -> str:
     return "\n".join(line[indent:] for line in kept)
 
 
-@lru_cache(maxsize=1)
-def templates() -> dict[Split, dict[str, list[str]]]:
-    """Return all templates by split and kind."""
-    return tomllib.loads(resources.files("etude.tasks").joinpath("prompts.toml").read_text(encoding="utf-8"))  # type: ignore[return-value]
-
-
-def suspects(candidate: Candidate) -> list[str]:
-    """Return definitions of the edited files that the solution does not touch: plausible, and not at fault."""
-    touched = {span.name for span in candidate.spans} | {
-        *candidate.about.get("names", []),
-        candidate.about.get("name", ""),
-    }
+def not_at_fault(candidate: Candidate) -> list[str]:
+    """Return definitions of the edited files that the solution does not touch: plausible to blame, and innocent."""
+    about = candidate.about
+    touched = {*(span.name for span in candidate.spans), *about.get("names", []), about.get("name", "")} - {""}
     files = [Parsed(e.path, e.broken) for e in candidate.edits if e.broken and e.fixed and e.path.endswith(".py")]
     names = {name for file in files for name, _ in file.definitions if not name.rpartition(".")[2].startswith("__")}
-    return sorted(
-        name
-        for name in names
-        if not any(f"{t}.".startswith(f"{name}.") or f"{name}.".startswith(f"{t}.") for t in touched if t)
-    )
+    near = {n for n in names for t in touched if f"{t}.".startswith(f"{n}.") or f"{n}.".startswith(f"{t}.")}
+    return sorted(names - near)
 
 
 def _facts(candidate: Candidate, package: str, failures: Sequence[Failure]) -> dict[str, str]:
+    """Return what templates may name, as far as it is known; `facts` is all of it, a line each."""
     about = candidate.about
     failure = failures[0] if failures else Failure("")
     entry = next(iter([*about.get("changelog", []), about.get("subject", "")]), "")
-    name = about.get("name") or next(iter(about.get("names", [])), "")
-    facts = {
-        "name": name.removesuffix(".__init__"),
-        "path": about.get("path", ""),
-        "doc": about.get("docstring", "")[:150],
-        "entry": entry[:280],
-        "seen": failure.seen,
-        "trace": failure.trace,
-        "package": package,
-    }
-    return {key: value for key, value in facts.items() if value}
-
-
-def _all_facts(candidate: Candidate, facts: dict[str, str], failures: Sequence[Failure]) -> str:
-    about = candidate.about
-    said = {
-        "Where": facts.get("path"),
-        "What": about.get("signature") or facts.get("name"),
-        "It should": facts.get("doc"),
-    }
-    said |= {"Wanted": facts.get("entry"), "Observed": facts.get("seen"), "Output": facts.get("trace")}
-    said["Failing tests"] = ", ".join(failure.test for failure in failures[:8])
-    return "\n".join(f"{key}: {value}" for key, value in said.items() if value)
-
-
-def _kinds(candidate: Candidate, style: StoredStyle) -> tuple[str, ...]:
-    if style != "terse":
-        return (style,)
-    if candidate.generator == "deletion":
-        return ("missing",)
-    return ("change", "wrong") if candidate.generator in {"version", "history"} else ("wrong",)
+    name = (about.get("name") or next(iter(about.get("names", [])), "")).removesuffix(".__init__")
+    doc, path = about.get("docstring", "")[:150], about.get("path", "")
+    lines = {"Where": path, "What": about.get("signature") or name, "It should": doc, "Wanted": entry[:280],
+             "Observed": failure.seen, "Output": failure.trace,
+             "Failing tests": ", ".join(failure.test for failure in failures[:8])}  # fmt: skip
+    facts = {"name": name, "path": path, "doc": doc, "entry": entry[:280], "seen": failure.seen, "trace": failure.trace,
+             "package": package, "facts": "\n".join(f"{key}: {value}" for key, value in lines.items() if value)}  # fmt: skip
+    return {key: value for key, value in facts.items() if value or key == "facts"}
 
 
 def _drawn(
-    candidate: Candidate, facts: dict[str, str], style: StoredStyle, rng: random.Random, split: Split
+    candidate: Candidate, facts: dict[str, str], style: StoredStyle, rng: random.Random, kinds: dict[str, list[str]]
 ) -> str | None:
-    kinds = templates()[split]
     if style == "full":
         return f"{rng.choice(kinds['full_open'])}\n{{facts}}\n{rng.choice(kinds['full_close'])}".format(**facts)
-    for kind in _kinds(candidate, style):
-        usable = [
-            text
-            for text in kinds[kind]
-            if {field for _, field, _, _ in string.Formatter().parse(text) if field} <= facts.keys()
-        ]
-        if usable:
+    terse = {"deletion": ["missing"], "mutation": ["wrong"]}.get(candidate.generator, ["change", "wrong"])
+    for kind in terse if style == "terse" else [style]:
+        fields = {text: {field for _, field, _, _ in string.Formatter().parse(text) if field} for text in kinds[kind]}
+        if usable := [text for text in kinds[kind] if fields[text] <= facts.keys()]:
             return rng.choice(usable).format(**facts)
     return None
 
 
 def prompts(
-    candidate: Candidate,
-    package: str,
-    failures: Sequence[Failure],
-    rng: random.Random,
-    split: Split,
-    others: Sequence[str] = (),
+    candidate: Candidate, package: str, failures: Sequence[Failure], rng: random.Random, split: Split
 ) -> dict[StoredStyle, str]:
-    """Return a prompt of each style that there are facts for and that does not leak; `others` are suspects from elsewhere."""
-    facts = _facts(candidate, package, failures)
-    blamed = suspects(candidate) or sorted(others)
+    """Return a prompt of each style that there are facts for and that does not leak."""
+    facts, blamed = _facts(candidate, package, failures), not_at_fault(candidate)
     made: dict[StoredStyle, str] = {}
     for style in get_args(StoredStyle):
         for _ in range(TRIES):
-            drawn = facts | ({"other": rng.choice(blamed).rpartition(".")[2]} if blamed else {})
-            text = _drawn(candidate, drawn | {"facts": _all_facts(candidate, facts, failures)}, style, rng, split)
+            other = {"other": rng.choice(blamed).rpartition(".")[2]} if blamed else {}
+            text = _drawn(candidate, facts | other, style, rng, phrases("prompts.toml")[split])
             if text is None:
                 break
             if (len(text) <= MOST or style == "full") and not leaks(text, candidate):
@@ -211,84 +167,69 @@ def _code(path: str, text: str | None) -> list[str]:
 
 
 @lru_cache(maxsize=64)
-def _secrets(
-    edits: tuple[tuple[str, str | None, str | None], ...],
-) -> tuple[frozenset[tuple[str, ...]], frozenset[str]]:
+def _secrets(edits: tuple[Edit, ...]) -> tuple[set[tuple[str, ...]], set[str]]:
     """Return the runs of code and the private names that only the solved files have."""
-    solved = [piece for path, _, fixed in edits for piece in _code(path, fixed)]
-    broken = "\n".join(text or "" for _, text, _ in edits)
+    solved = [piece for edit in edits for piece in _code(edit.path, edit.fixed)]
+    broken = "\n".join(edit.broken or "" for edit in edits)
     grams = {gram for piece in solved for gram in _grams(piece)} - _grams(broken)
     names = {word for piece in solved for word in _tokens(piece) if re.match(r"_[a-z]\w*", word)} - set(_tokens(broken))
-    return frozenset(grams), frozenset(names)
+    return grams, names
 
 
 def leaks(prompt: str, candidate: Candidate) -> list[str]:
     """Return what in a prompt gives the solution away: runs of its code, its private names, its commit."""
     about = candidate.about
-    grams, private = _secrets(tuple((edit.path, edit.broken, edit.fixed) for edit in candidate.edits))
-    said = prompt.replace(about.get("signature") or "\0", "")
-    found = [" ".join(gram) for gram in sorted(_grams(said) & grams)]
+    grams, private = _secrets(candidate.edits)
+    rest = prompt.replace(about.get("signature") or "\0", "")
     known = {part for name in [about.get("name", ""), *about.get("names", [])] for part in name.split(".")}
-    found += sorted((private & set(_tokens(said))) - known)
-    if about.get("commit") and re.search(rf"\b{about['commit'][:7]}", prompt):
-        found.append("the commit")
-    return found
-
-
-MOST_TOLD, MOST_PIECES = 1_200, 4  # characters that are dictated, in how many places
-AND_ALSO = "\nand also\n```\n{old}\n```\nby\n```\n{new}\n```"
-MOST_SHOWN = 40  # lines of a function; of a longer one, those around the change
+    shared = [" ".join(gram) for gram in sorted(_grams(rest) & grams)]
+    commit = ["the commit"] if about.get("commit") and re.search(rf"\b{about['commit'][:7]}", prompt) else []
+    return [*shared, *sorted((private & set(_tokens(rest))) - known), *commit]
 
 
 def asked(task: Task, style: Style) -> tuple[Style, str]:
     """Return a task's request in a style, or in the first it has."""
     if style in get_args(PointedStyle):
-        if text := pointed(task, cast("PointedStyle", style)):
+        if text := pointed_request(task, cast("PointedStyle", style)):
             return style, text
         style = "terse"
     return min(task.prompts.items(), key=lambda pair: pair[0] != style)
 
 
-def pointed(task: Task, style: PointedStyle) -> str | None:
+def pointed_request(task: Task, style: PointedStyle) -> str | None:
     """Return the request that points at the code; None where the solution is in several files, or too long."""
-    if len(task.candidate.edits) != 1:
-        return None
-    facts = _told(task.candidate.edits[0]) if style == "told" else _shown(task.candidate.edits[0])
+    edit, *others = task.candidate.edits
+    facts = None if others else _dictation(edit) if style == "told" else _broken_code(edit)
     if facts is None:
         return None
     observed = re.search(r"(?m)^Observed: (.+)$", task.prompts.get("full", ""))
-    said = {"seen": f" {observed[1].rstrip('.')}." if observed else "", **facts}
+    seen = f" {observed[1].rstrip('.')}." if observed else ""
     rng = random.Random(f"{task.id} {style}")  # noqa: S311 - draws words
-    return rng.choice(templates()[task.split][style]).format(**said) + facts.get("more", "")
+    return rng.choice(phrases("prompts.toml")[task.split][style]).format(seen=seen, **facts) + facts.get("more", "")
 
 
 @lru_cache(maxsize=4096)
-def _told(edit: Edit) -> dict[str, str] | None:
+def _dictation(edit: Edit) -> dict[str, str] | None:
     """Return what gives way to what, in pieces that the file has once."""
     if edit.broken is None or edit.fixed is None:
         return None
-    made = [(each.old or "", each.new or "") for each in changes(edit.path, edit.broken, edit.fixed)]
-    if len(made) > MOST_PIECES or not all(old and new for old, new in made) or len(str(made)) > MOST_TOLD:
+    pieces = [(each.old or "", each.new or "") for each in changes(edit.path, edit.broken, edit.fixed)]
+    if len(pieces) > MOST_PIECES or not all(old and new for old, new in pieces) or len(str(pieces)) > MOST_DICTATED:
         return None
-    more = "".join(AND_ALSO.format(old=old, new=new) for old, new in made[1:])
-    return {"path": edit.path, "old": made[0][0], "new": made[0][1], "more": more}
+    more = "".join(AND_ALSO.format(old=old, new=new) for old, new in pieces[1:])
+    return {"path": edit.path, "old": pieces[0][0], "new": pieces[0][1], "more": more}
 
 
 @lru_cache(maxsize=4096)
-def _shown(edit: Edit) -> dict[str, str] | None:
+def _broken_code(edit: Edit) -> dict[str, str] | None:
     """Return the function that is wrong, or the lines around what is."""
     if edit.broken is None or edit.fixed is None or not edit.path.endswith(".py"):
         return None
-    file = Parsed(edit.path, edit.broken)
-    spans = changed_lines(edit.fixed, edit.broken)
+    file, spans = Parsed(edit.path, edit.broken), changed_lines(edit.fixed, edit.broken)
     lines = edit.broken.splitlines(keepends=True)
     first, last = max(1, min(span[0] for span in spans)), max(span[1] for span in spans)
-    around = [
-        (file.first_line(node), node.end_lineno or 0, name)
-        for name, node in file.definitions
-        if file.first_line(node) <= first and last <= (node.end_lineno or 0)
-    ]
-    begin, end, name = min(around, key=lambda each: each[1] - each[0], default=(1, len(lines), edit.path))
+    whole = (edit.path, 1, len(lines))
+    name, begin, end = min(file.around(first, last), key=lambda each: each[2] - each[1], default=whole)
     if end - begin >= MOST_SHOWN:
         begin, end = max(begin, first - MOST_SHOWN // 2), min(end, first + MOST_SHOWN // 2)
     if last > end:

@@ -103,14 +103,14 @@ class Reporter:
 def _covered(cover: Any) -> dict[str, dict[str, list[int]]]:
     """Return the lines of each file that each test ran; those run on import are under no name."""
     cover.stop()
-    data, found = cover.get_data(), {}
+    data = cover.get_data()
+    covered: dict[str, dict[str, list[int]]] = {}
     for file in data.measured_files():
-        lines: dict[str, list[int]] = {}
+        tests = covered.setdefault(os.path.relpath(file, ROOT), {})
         for line, contexts in data.contexts_by_lineno(file).items():
             for context in contexts:
-                lines.setdefault(context, []).append(line)
-        found[os.path.relpath(file, ROOT)] = lines
-    return found
+                tests.setdefault(context, []).append(line)
+    return covered
 
 
 def main() -> None:

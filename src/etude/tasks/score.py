@@ -1,25 +1,21 @@
 """What an agent's work is worth: its changes to the code, nothing else of it, under the pristine tests, in a fresh sandbox.
 
 Tests, their configuration and whatever Python or pytest would pick up by itself are not taken from the agent, so they
-are as they were. What is left out of the agent's changes is told, not punished: real users leave scratch files behind.
-
-A look at changed code for what has no business in it: what reaches for the tests, for what runs them, or around both.
+are as they were. What is left out of the agent's changes is said, not punished: real users leave scratch files behind.
 
 Code under test shares an interpreter with what judges it, and an adversary who knows this program can tell a spoilt run from a plain
-one. So it is read before it is run: imports of test tools, frames and traces, the interpreter's own tables, code made from text,
-ways to end or double the process, replaced functions of the standard library, texts that name any of these. What the file
-had before, or what the reference solution uses, is allowed.
+one. So changed code is read before it is run, for what has no business in it: imports of test tools, frames and traces, the
+interpreter's own tables, code made from text, ways to end or double the process, replaced functions of the standard library, texts
+that name any of these. What the file had before, or what the reference solution uses, is allowed.
 
 What remains possible: names put together at run time (`getattr(x, "f_" + "back")`), a watched module handed on under another name by
 another file, a file that may use such a thing already, tests read as plain files by a path that names nothing. Spoilt runs
 are there for these; code that does both, hides from a reader and tells spoilt tests from plain ones, is not found out.
 
-Scores that need no test run: of code that is as it was, and of changes that were scored before.
-
-In groups of attempts at one task, as training and benchmarks make them, many leave the same code behind. Tests of the same code end
-alike, but for flaky ones, which validation sought to keep out of tasks; and the luck of a cheat (`score.tried`) is drawn once for
-all who left it, not worse than for each. So it is scored once: those who come while that is being done wait for it. What the
-machinery did wrong is never remembered.
+Some scores need no test run: of code that is as it was, and of changes that were scored before (`Scores`). In groups of attempts at
+one task, as training and benchmarks make them, many leave the same code behind. Tests of the same code end alike, but for flaky
+ones, which validation sought to keep out of tasks; and the luck of a cheat is drawn once for all who left it, not worse than for
+each. So it is scored once: those who come while that is being done wait for it. Failures of the infrastructure are never remembered.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ import secrets
 import sys
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
 from typing import TYPE_CHECKING, Literal
@@ -43,15 +39,13 @@ from etude.sandbox.box import Entry, SandboxError
 from etude.syntax import parse_python
 from etude.tasks.generators.parsed import is_test_path
 from etude.tasks.seal import hide
-from etude.tasks.suite import FORMS, Ready, entries_of, layers_of, longest_run, place_of, run_tests, spoilt
-from etude.tasks.task import Task
+from etude.tasks.suite import FORMS, entries_of, file_entry, layers_of, longest_run, run_tests, spoilt
+from etude.tasks.task import Codebase, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from pathlib import Path
 
-    from etude.sandbox.box import Place
-    from etude.tasks.suite import Form
+    from etude.tasks.task import Form
 
 NAMES = {"exec", "eval", "compile", "breakpoint", "__import__", "__builtins__", "__file__", "__loader__", "__spec__"}
 ATTRIBUTES = {
@@ -76,16 +70,14 @@ PARTS = {  # of modules of which the rest is harmless
 TEXTS = re.compile(
     rf"pytest|unittest|/workspace|/proc\b|etude|conftest|\btest_|\b(?:{'|'.join(sorted(ATTRIBUTES))})\b", re.IGNORECASE
 )
-
-
-def suspicious(path: str, content: bytes, known: Iterable[bytes]) -> str:
-    """Say what is new and suspicious in a Python file, and where; nothing if nothing is. `known`: where the same is allowed."""
-    found = findings(content)
-    for text in known if found else ():
-        for what in findings(text):
-            found.pop(what, None)
-    what = next(iter(found), "")
-    return f"touches what runs the tests: {what} in {path}, line {found[what]}" if what else ""
+# Files that Python or pytest would pick up by themselves, or that are no source.
+NOT_TAKEN = re.compile(
+    r"(?s)(site|user)customize\.py|\.?pytest\.ini|tox\.ini|setup\.cfg|pyproject\.toml|.*\.(pth|pyc|pyo|so|pyd)"
+)
+How = Literal["run", "known", "idle"]
+OPENING = 30.0  # seconds for the sandboxes of one scoring, on a busy machine
+MOST_BYTES = 4 << 20  # of a file that is taken: it is written anew for every run of the tests, into memory
+MOST_REMEMBERED = 20_000  # changes: a few megabytes
 
 
 def findings(content: bytes) -> dict[str, int]:
@@ -94,12 +86,12 @@ def findings(content: bytes) -> dict[str, int]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd escapes
             tree = parse_python(content)  # bytes: in the encoding that Python would take
-        found = sorted((line, what) for what, line in _Reader(tree).read())
+        uses = sorted((line, what) for what, line in _Reader(tree).read())
     except (SyntaxError, ValueError):
         return {}
     except (RecursionError, MemoryError):
         return {"what is nested too deeply to be read": 1}
-    first = {what: line for line, what in reversed(found)}
+    first = {what: line for line, what in reversed(uses)}
     return dict(sorted(first.items(), key=lambda each: each[1]))
 
 
@@ -112,30 +104,28 @@ class _Reader:
         for node in self.nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 for alias in node.names:
-                    name = alias.asname or (
-                        alias.name if isinstance(node, ast.ImportFrom) else alias.name.partition(".")[0]
-                    )
-                    self.stands_for.setdefault(name, set()).add(_full(node, alias))
+                    own = alias.name if isinstance(node, ast.ImportFrom) else alias.name.partition(".")[0]
+                    self.stands_for.setdefault(alias.asname or own, set()).add(_full(node, alias))
 
     def read(self) -> Iterator[tuple[str, int]]:
         """Yield what is suspicious, and its line."""
         inner = {id(node.value) for node in self.nodes if isinstance(node, ast.Attribute)}
         loose = {id(node.value) for node in self.nodes if isinstance(node, ast.Expr)}  # docstrings
         for node in self.nodes:
+            uses: Iterable[str] = ()
             if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes) and id(node) not in loose:
                 text = node.value if isinstance(node.value, str) else node.value.decode(errors="replace")
-                yield from ((f"the text {each.lower()!r}", node.lineno) for each in TEXTS.findall(text))
+                uses = [f"the text {each.lower()!r}" for each in TEXTS.findall(text)]
             elif isinstance(node, ast.Import | ast.ImportFrom):
-                for name in (_full(node, alias) for alias in node.names):
-                    if name.partition(".")[0] in MODULES or (
-                        isinstance(node, ast.ImportFrom) and _watched(name, whole=False)
-                    ):
-                        yield f"import of {name}", node.lineno
+                names = [_full(node, alias) for alias in node.names]
+                parts = isinstance(node, ast.ImportFrom)
+                watched = [n for n in names if n.partition(".")[0] in MODULES or (parts and _watched(n, whole=False))]
+                uses = [f"import of {name}" for name in watched]
             elif isinstance(node, ast.Name | ast.Attribute):
-                yield from ((what, node.lineno) for what in self._used(node, whole=id(node) not in inner))
+                uses = self._used(node, whole=id(node) not in inner)
             elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"setattr", "delattr", "vars"}:
-                names = {name for each in node.args[:1] for name in self._names(each) if _standard(name)}
-                yield from ((f"a change of {name}", node.lineno) for name in names)
+                uses = [f"a change of {n}" for each in node.args[:1] for n in self._names(each) if _standard(n)]
+            yield from ((what, getattr(node, "lineno", 1)) for what in uses)
 
     def _used(self, node: ast.Name | ast.Attribute, *, whole: bool) -> Iterator[str]:
         if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
@@ -169,26 +159,10 @@ def _standard(name: str) -> bool:
 
 def _watched(name: str, *, whole: bool) -> bool:
     """Whether a part of a module is suspicious. `whole`: so is the module itself, for it is passed on and not looked into."""
-    module, _, part = name.partition(".")
-    part = part.partition(".")[0]
+    module, part = (*name.split("."), "")[:2]
     if module not in PARTS or not part:
         return module in PARTS and whole
     return part == "*" or PARTS[module].fullmatch(part) is not None
-
-
-STARTS_BY_ITSELF = {
-    "sitecustomize.py",
-    "usercustomize.py",
-    "pytest.ini",
-    ".pytest.ini",
-    "tox.ini",
-    "setup.cfg",
-    "pyproject.toml",
-}
-NOT_SOURCE = (".pth", ".pyc", ".pyo", ".so", ".pyd")
-How = Literal["run", "known", "idle"]
-OPENING = 30.0  # seconds for the sandboxes of one scoring, on a busy machine
-MOST_BYTES = 4 << 20  # of a file that is taken: it is written anew for every run of the tests, into memory
 
 
 @dataclass(frozen=True)
@@ -201,81 +175,70 @@ class Score:
     reason: str = ""
     ignored: tuple[str, ...] = ()  # paths the agent changed that were not taken
     seconds: float = 0.0
-    how: How = "run"  # it was found: by tests, by those of the same change before, or as nothing was changed (known.py)
+    how: How = "run"  # by tests, by those of the same change before, or as nothing was changed
 
 
-def visible(task: Task, codebase: Ready) -> list[Entry]:
+def visible(task: Task, codebase: Codebase) -> list[Entry]:
     """Return how the tree that the agent sees differs from the pristine one: broken, and without the hidden tests."""
-    by_file: dict[str, list[str]] = {}
-    for function in task.hidden:
-        by_file.setdefault(function.partition("::")[0], []).append(function)
     entries = entries_of(task.candidate.edits, "broken")
-    for path, functions in sorted(by_file.items()):
-        content = _without((codebase.tree / path).read_bytes(), tuple(functions))
-        entries.append(Entry(path, "file", len(content), 0o644, content))
+    for path in sorted({function.partition("::")[0] for function in task.hidden}):
+        functions = tuple(function for function in task.hidden if function.partition("::")[0] == path)
+        entries.append(file_entry(path, _without((codebase.tree / path).read_bytes(), functions)))
     return entries
 
 
 @lru_cache(maxsize=512)  # every attempt at a task asks for it, and it takes as long as opening a sandbox
-def _without(tests: bytes, functions: tuple[str, ...]) -> bytes:
-    return hide(tests.decode(), functions).encode()
+def _without(tests: bytes, functions: tuple[str, ...]) -> str:
+    return hide(tests.decode(), functions)
 
 
-def workspace(codebase: Ready, layer: Path) -> Place:
-    """Return the sandbox of an agent, given its tree as a layer: `write_layer(folder, visible(task, codebase), (codebase.tree,))`."""
-    return place_of(codebase, (layer,))
-
-
-def taken(task: Task, codebase: Ready, entries: Sequence[Entry]) -> tuple[list[Entry], tuple[str, ...]]:
+def taken(task: Task, codebase: Codebase, entries: Sequence[Entry]) -> tuple[list[Entry], tuple[str, ...]]:
     """Return the agent's changes to the code, and the paths of its other changes."""
-    solution = {edit.path for edit in task.candidate.edits}
-    kept, ignored = [], []
+    places = {*codebase.sources, *(edit.path for edit in task.candidate.edits)}
+    inside = tuple(f"{place}/" for place in codebase.sources)
+    changes, ignored = [], []
     for entry in entries:
+        path, size = entry.path, MOST_BYTES + 1 if entry.content is None else len(entry.content)
         if entry.kind == "folder":
             continue  # comes with what is in it
-        name = entry.path.rpartition("/")[2]
-        code = entry.path in solution or any(
-            entry.path == place or entry.path.startswith(f"{place}/") for place in codebase.sources
-        )
-        holds_tests = any(f"{place}/".startswith(f"{entry.path}/") for place in codebase.tests)
-        own = (
-            is_test_path(entry.path)
-            or "/__pycache__/" in entry.path
-            or name in STARTS_BY_ITSELF
-            or name.endswith(NOT_SOURCE)
-        )
-        plain = entry.kind == "gone" or (
-            entry.kind == "file" and entry.content is not None and len(entry.content) <= MOST_BYTES
-        )
-        if code and plain and not own and not holds_tests:
-            kept.append(entry)
+        code = path in places or path.startswith(inside)
+        plain = entry.kind == "gone" or (entry.kind == "file" and size <= MOST_BYTES)
+        test = is_test_path(path) or any(f"{place}/".startswith(f"{path}/") for place in codebase.tests)
+        if code and plain and not (test or "/__pycache__/" in path or NOT_TAKEN.fullmatch(path.rpartition("/")[2])):
+            changes.append(entry)
         else:
-            ignored.append(entry.path)
-    return kept, tuple(ignored)
+            ignored.append(path)
+    return changes, tuple(ignored)
 
 
-async def score(task: Task, codebase: Ready, entries: Sequence[Entry]) -> Score:
+async def score(task: Task, codebase: Codebase, entries: Sequence[Entry]) -> Score:
     """Judge an agent's changes (differences from the tree it saw): read them, then run the tests of the task on them."""
     changes, ignored = taken(task, codebase, entries)
     reason = await asyncio.to_thread(forbidden, task, codebase, changes)
     return Score("fail", reason=reason, ignored=ignored) if reason else await tried(task, codebase, changes, ignored)
 
 
-def forbidden(task: Task, codebase: Ready, changes: Iterable[Entry]) -> str:
+def forbidden(task: Task, codebase: Codebase, changes: Iterable[Entry]) -> str:
     """Say what in an agent's changes reaches for the tests, if anything does that neither the file nor the solution had."""
-    solution = [
-        text.encode() for edit in task.candidate.edits for text in (edit.broken, edit.fixed) if text is not None
-    ]
+    texts = [text for edit in task.candidate.edits for text in (edit.broken, edit.fixed) if text is not None]
     for entry in changes:
         if entry.content is not None and entry.path.endswith(".py"):
             before = codebase.tree / entry.path
-            known = [*solution, *([before.read_bytes()] if before.is_file() else [])]
+            known = [*map(str.encode, texts), *([before.read_bytes()] if before.is_file() else [])]
             if reason := suspicious(entry.path, entry.content, known):
                 return reason
     return ""
 
 
-async def tried(task: Task, codebase: Ready, changes: Sequence[Entry], ignored: tuple[str, ...] = ()) -> Score:
+def suspicious(path: str, content: bytes, known: Iterable[bytes]) -> str:
+    """Say what is new and suspicious in a Python file, and where; nothing if nothing is. `known`: where the same is allowed."""
+    uses = findings(content)
+    allowed = {what for text in known for what in findings(text)} if uses else set()
+    what = next((each for each in uses if each not in allowed), "")
+    return f"touches what runs the tests: {what} in {path}, line {uses[what]}" if what else ""
+
+
+async def tried(task: Task, codebase: Codebase, changes: Sequence[Entry], ignored: tuple[str, ...] = ()) -> Score:
     """Run the tests of a task on the broken tree with changes, plain and spoilt. Which comes first is drawn: nothing tells it.
 
     What fails plain has failed, so no more is run: nobody can cheat by failing, and that a plain run was the last is known only
@@ -298,24 +261,27 @@ async def tried(task: Task, codebase: Ready, changes: Sequence[Entry], ignored: 
         return Score("invalid", reason=str(error), ignored=ignored)
 
 
-def longest_scoring(task: Task, codebase: Ready) -> float:
+def longest_scoring(task: Task, codebase: Codebase) -> float:
     """Return after how many seconds scoring has ended, unless the machine hangs: every run at its limit, and time to open them."""
-    ids = [*task.fail_to_pass, *task.pass_to_pass]
-    return longest_run(codebase, ids) + len(FORMS) * longest_run(codebase, task.fail_to_pass) + OPENING
+    return longest_run(codebase, task.tests) + len(FORMS) * longest_run(codebase, task.fail_to_pass) + OPENING
 
 
-async def _plain(task: Task, codebase: Ready, changes: Sequence[Entry], ignored: tuple[str, ...]) -> Score:
-    tests = [*task.fail_to_pass, *task.pass_to_pass]
+async def _plain(task: Task, codebase: Codebase, changes: Sequence[Entry], ignored: tuple[str, ...]) -> Score:
     async with layers_of(codebase.tree, entries_of(task.candidate.edits, "broken"), changes) as layers:
-        run = await run_tests(codebase, layers, tests)
+        run = await run_tests(codebase, layers, task.tests)
     failing, kept = (len(run.passed(some)) / max(len(some), 1) for some in (task.fail_to_pass, task.pass_to_pass))
-    missed = len(tests) - len(run.passed(tests))
-    why = run.state if run.state != "complete" else f"{missed} of {len(tests)} tests did not pass" if missed else ""
+    missed = len(task.tests) - len(run.passed(task.tests))
+    why = f"{missed} of {len(task.tests)} tests did not pass" if missed else ""
+    why = why if run.state == "complete" else run.state
     return Score("fail" if why else "pass", failing, kept, why, ignored, run.wall)
 
 
 async def _forged(
-    task: Task, codebase: Ready, changes: Sequence[Entry], spoilings: Iterable[tuple[Form, bool]], drawn: random.Random
+    task: Task,
+    codebase: Codebase,
+    changes: Sequence[Entry],
+    spoilings: Iterable[tuple[Form, bool]],
+    drawn: random.Random,
 ) -> str:
     """Run spoilt tests, all that fail or only those hidden from the agent, and say which is reported as passed all the same."""
     broken = entries_of(task.candidate.edits, "broken")
@@ -330,7 +296,7 @@ async def _forged(
     return ""
 
 
-async def check(task: Task, codebase: Ready) -> str:
+async def check(task: Task, codebase: Codebase) -> str:
     """Say what is wrong with a task, if anything: the reference must pass, and nothing done must fail every test it should."""
     solved = await score(task, codebase, entries_of(task.candidate.edits, "fixed"))
     if solved.outcome != "pass":
@@ -341,8 +307,7 @@ async def check(task: Task, codebase: Ready) -> str:
     return "" if idle.pass_to_pass == 1 else f"doing nothing breaks {1 - idle.pass_to_pass:.0%} of the other tests"
 
 
-Scorer = Callable[[Task, Ready, Sequence[Entry]], Awaitable[Score]]
-MOST = 20_000  # changes remembered: a few megabytes
+Scorer = Callable[[Task, Codebase, Sequence[Entry]], Awaitable[Score]]
 
 
 def one_a_core(scorer: Scorer = score) -> Scorer:
@@ -352,52 +317,38 @@ def one_a_core(scorer: Scorer = score) -> Scorer:
     """
     free = asyncio.Semaphore(cores())
 
-    async def scored(task: Task, codebase: Ready, entries: Sequence[Entry]) -> Score:
+    async def scored(task: Task, codebase: Codebase, entries: Sequence[Entry]) -> Score:
         async with free:
             return await scorer(task, codebase, entries)
 
     return scored
 
 
-@dataclass
-class _Slot:
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    score: Score | None = None
-
-
 class Scores:
     """The scores of one set of tasks, in which an id means one task."""
 
-    def __init__(self, scorer: Scorer, *, most: int = MOST) -> None:
+    def __init__(self, scorer: Scorer, *, most: int = MOST_REMEMBERED) -> None:
         self._scorer, self._most = scorer, most
-        self._slots: dict[str, _Slot] = {}
+        self._known: dict[str, tuple[asyncio.Lock, list[Score]]] = {}  # what was asked for longest ago comes first
 
-    async def of(self, task: Task, codebase: Ready, entries: Sequence[Entry]) -> Score:
+    async def of(self, task: Task, codebase: Codebase, entries: Sequence[Entry]) -> Score:
         """Score an agent's changes (differences from the tree it saw), by tests only if that cannot be known."""
         changes, ignored = taken(task, codebase, entries)
         if not changes:  # as validation found
             return Score("fail", 0.0, 1.0, "the code is as it was", ignored, how="idle")
-        slot = self._slot(change_digest(task, changes))
-        async with slot.lock:
-            if slot.score:
-                return replace(slot.score, ignored=ignored, how="known")
-            found = await self._scorer(task, codebase, entries)
-            if found.outcome != "invalid":
-                slot.score = found
-            return found
-
-    def _slot(self, key: str) -> _Slot:
-        """Return the place for a change, and forget the one that was left unasked for longest if there are too many."""
-        self._slots[key] = slot = self._slots.pop(key, None) or _Slot()
-        if len(self._slots) > self._most:
-            del self._slots[next(iter(self._slots))]
-        return slot
+        key = change_digest(task, changes)
+        lock, known = self._known[key] = self._known.pop(key, (asyncio.Lock(), []))
+        if len(self._known) > self._most:
+            del self._known[next(iter(self._known))]
+        async with lock:
+            if known:
+                return replace(known[0], ignored=ignored, how="known")
+            score = await self._scorer(task, codebase, entries)
+            known += [score] if score.outcome != "invalid" else []
+            return score
 
 
 def change_digest(task: Task, changes: Iterable[Entry]) -> str:
     """Return a digest of a task and all that is taken over of an agent's work on it."""
-    told = sorted(
-        (each.path, each.kind, each.mode, None if each.content is None else sha256(each.content).hexdigest())
-        for each in changes
-    )
-    return digest_of([task.id, told])
+    contents = [(each, None if each.content is None else sha256(each.content).hexdigest()) for each in changes]
+    return digest_of([task.id, sorted((each.path, each.kind, each.mode, digest) for each, digest in contents)])

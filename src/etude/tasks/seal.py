@@ -1,10 +1,10 @@
-"""The gate: nothing an agent can read holds the solution.
+"""The gate: nothing an agent can read holds the solution, and the hidden tests are not in its tree.
 
 By name: histories, caches, bytecode, build folders, metadata and copies of the package. By content: runs of eight words of code
 that the solved files have and the broken package has nowhere. In the tree one such run is a leak. In an environment, where
 idioms recur by chance, a leak is a file that holds a good share of them: the standard library alone has millions of runs.
 
-Test functions cut out of a test file, the rest untouched: what the agent does not see.
+Hidden test functions are cut out of their file, and the rest of it is untouched (`hide`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import numpy as np
 
 from etude.data.filters.contamination import ngram_runs
 from etude.errors import UserError
-from etude.lineage.environment import git_says
 from etude.syntax import parse_python
 from etude.tasks.generators.parsed import Cut, Definition, Parsed, paths_below
 
@@ -72,42 +71,20 @@ def _below(folder: Path, root: Path) -> Iterator[tuple[Path, str]]:
             yield from _below(path, root)
 
 
-def clean(tree: Path) -> dict[str, int]:
+def clean(tree: Path) -> Counter[str]:
     """Remove what must never be in a tree; return how many of what."""
-    removed: Counter[str] = Counter()
-    for path, reason in list(_below(tree, tree)):
-        removed[reason] += 1
+    unwanted = list(_below(tree, tree))
+    for path, _ in unwanted:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
-    return dict(removed)
-
-
-def _history(root: Path) -> Iterator[str]:
-    """Yield what a repository holds beyond one commit."""
-    if (root / ".git" / "objects" / "info" / "alternates").exists():
-        yield ".git: borrows objects from another repository"
-    here = ("--git-dir", str(root / ".git"))  # never that of a folder above
-    everything = git_says(root, *here, "cat-file", "--batch-all-objects", "--batch-check=%(objectname) %(objecttype)")
-    reachable = git_says(root, *here, "rev-list", "--objects", "HEAD")
-    if everything is None or reachable is None:
-        yield ".git: cannot be read"
-        return
-    kinds = dict(line.split() for line in everything.splitlines())
-    commits = sum(kind == "commit" for kind in kinds.values())
-    if commits != 1:
-        yield f".git: {commits} commits"
-    if stray := kinds.keys() - {line.split()[0] for line in reachable.splitlines()}:
-        yield f".git: {len(stray)} objects outside the commit"
+    return Counter(reason for _, reason in unwanted)
 
 
 def _runs(text: str) -> Hashes:
-    content = text.encode()
-    runs = ngram_runs(content, RUN, signs=True)
-    return (
-        np.unique(runs.hashes) if len(runs.hashes) > 1 else runs.hashes[:0]
-    )  # a shorter text has one run of all its words
+    hashes = ngram_runs(text.encode(), RUN, signs=True).hashes
+    return np.unique(hashes) if len(hashes) > 1 else hashes[:0]  # a shorter text has one run of all its words
 
 
 def code_pieces(path: str, text: str) -> Iterator[str]:
@@ -142,9 +119,8 @@ def solution_runs(candidate: Candidate, codebase: Codebase) -> Hashes:
     """Return the runs of code that only the solved tree has."""
     pristine = _pristine(codebase)
     edited = {edit.path for edit in candidate.edits}
-    seen = [pristine[path] for path in pristine.keys() - edited] + [
-        _runs(e.broken) for e in candidate.edits if e.broken
-    ]
+    seen = [pristine[path] for path in pristine.keys() - edited]
+    seen += [_runs(e.broken) for e in candidate.edits if e.broken]
     solved = [_runs(piece) for e in candidate.edits if e.fixed for piece in code_pieces(e.path, e.fixed)]
     empty = np.zeros(0, np.uint64)
     return np.setdiff1d(np.concatenate([empty, *solved]), np.concatenate([empty, *seen]))
@@ -157,9 +133,8 @@ class Index:
         texts = ((path, _read(path)) for path in sorted(root.rglob("*")))
         read = [(path, _runs(text)) for path, text in texts if text is not None]
         self.root, self.files = root, [path for path, _ in read]
-        self.entries = [
-            path for path in root.rglob("*") if path.parent == root or path.parent.name in {*VENDORS, "__pycache__"}
-        ]
+        holders = {*VENDORS, "__pycache__"}
+        self.entries = [path for path in root.rglob("*") if path.parent == root or path.parent.name in holders]
         hashes = np.concatenate([np.zeros(0, np.uint64), *(runs for _, runs in read)])
         owners = np.repeat(np.arange(len(read), dtype=np.int32), [len(runs) for _, runs in read])
         order = np.argsort(hashes)
@@ -179,11 +154,9 @@ _environment = lru_cache(maxsize=8)(Index)
 
 def _copies(index: Index, codebase: Codebase) -> Iterator[str]:
     """Yield what in an environment bears the package's name: an installed or vendored copy, its metadata, an archive of it."""
-    plain = re.sub(r"[-_.]+", "_", codebase.name).lower()
+    plain = re.escape(re.sub(r"[-_.]+", "_", codebase.name).lower())
     names = {Path(source).name.removesuffix(".py").lower() for source in codebase.sources}
-    archive = re.compile(
-        rf"{re.escape(plain)}_\d.*(_whl|_tar_gz|_zip|_dist_info|_egg_info|_egg)|{re.escape(plain)}_egg_(info|link)"
-    )
+    archive = re.compile(rf"{plain}_(\d.*_(whl|tar_gz|zip|dist_info|egg_info|egg)|egg_(info|link))")
     for path in index.entries:
         if path.name.split(".")[0].lower() in names or archive.fullmatch(re.sub(r"[-_.+]+", "_", path.name).lower()):
             yield f"{path.relative_to(index.root)}: bears the name of the package under repair"
@@ -195,25 +168,14 @@ def gate(root: Path, candidate: Candidate, codebase: Codebase, *, environment: b
     if environment:
         index = _environment(root)
         enough = min(max(FEWEST, SHARE * len(wanted)), MANY, len(wanted))
-        copied = [
-            f"{path.relative_to(root)}: holds {n} runs of the solution"
-            for path, n in index.hits(wanted).items()
-            if n >= enough
-        ]
-        return sorted([*_copies(index, codebase), *copied])
-    leaks = [f"{path.relative_to(root)}: {why}" for path, why in _below(root, root) if path != root / ".git"]
-    leaks += _history(root) if (root / ".git").exists() else []
+        hits = [(path.relative_to(root), n) for path, n in index.hits(wanted).items() if n >= enough]
+        return sorted([*_copies(index, codebase), *(f"{path}: holds {n} runs of the solution" for path, n in hits)])
+    leaks = [f"{path.relative_to(root)}: {why}" for path, why in _below(root, root)]
     for path in paths_below(root, ["."]):
-        text = None if path.startswith(".git/") else _read(root / path)
+        text = _read(root / path)
         if text is not None and (n := np.isin(_runs(text), wanted).sum()):
             leaks.append(f"{path}: holds {n} runs of the solution")
     return leaks
-
-
-def function_of(test_id: str) -> str:
-    """Return the test function of a test id: its path and names, without the parameters."""
-    path, separator, names = test_id.partition("::")
-    return path + separator + names.partition("[")[0]
 
 
 def hide(text: str, functions: Iterable[str]) -> str:
@@ -223,11 +185,8 @@ def hide(text: str, functions: Iterable[str]) -> str:
     """
     file = _parsed(text)
     wanted = {name.rpartition(".py::")[2].replace("::", ".") for name in functions}
-    unknown = wanted - {name for name, _ in file.definitions}
-    if unknown:
-        raise UserError(
-            f"test file has no {sorted(unknown)[0]}; hide functions that are written in it, not inherited ones"
-        )
+    if unknown := sorted(wanted - {name for name, _ in file.definitions}):
+        raise UserError(f"test file has no {unknown[0]}; hide functions that are written in it, not inherited ones")
     hidden = file.cut(_cuts(file, file.tree.body, "", wanted))
     parse_python(hidden)
     return hidden
@@ -239,27 +198,23 @@ def _parsed(text: str) -> Parsed:
     return Parsed("", text)
 
 
-def _cuts(file: Parsed, block: Sequence[ast.stmt], prefix: str, wanted: set[str]) -> list[Cut]:
+def _cuts(file: Parsed, block: Sequence[ast.stmt], prefix: str, wanted: set[str]) -> Iterator[Cut]:
+    """Yield the cuts of what goes from a block and from those inside it. A block of which nothing stays is a `pass`."""
     going = [node for node in block if isinstance(node, Definition) and _goes(node, prefix, wanted)]
-    cuts = []
     for node in going:
-        cut = file.without(node, block if len(going) < len(block) else [node] if node is going[0] else block)
+        cut = file.without(node, [node] if len(going) == len(block) and node is going[0] else block)
         assert cut is not None, "a definition shares its lines with no other statement"
-        cuts.append(cut)
+        yield cut
     for other in block:
-        if other in going:
-            continue
-        inside = f"{prefix}{other.name}." if isinstance(other, ast.ClassDef) else prefix
-        for name in ("body", "orelse") if isinstance(other, (ast.ClassDef, ast.If, ast.Try)) else ():
-            cuts += _cuts(file, getattr(other, name, []), inside, wanted)
-    return cuts
+        if other not in going and isinstance(other, (ast.ClassDef, ast.If, ast.Try)):
+            inside = f"{prefix}{other.name}." if isinstance(other, ast.ClassDef) else prefix
+            for inner in (other.body, getattr(other, "orelse", [])):
+                yield from _cuts(file, inner, inside, wanted)
 
 
 def _goes(node: Definition, prefix: str, wanted: set[str]) -> bool:
     """Whether a definition is wanted out, or is a class whose tests all are."""
-    if prefix + node.name in wanted:
-        return True
-    if not isinstance(node, ast.ClassDef):
-        return False
+    if prefix + node.name in wanted or not isinstance(node, ast.ClassDef):
+        return prefix + node.name in wanted
     tests = [each for each in node.body if isinstance(each, Definition) and each.name.lower().startswith("test")]
     return bool(tests) and all(_goes(each, f"{prefix}{node.name}.", wanted) for each in tests)

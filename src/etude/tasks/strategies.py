@@ -4,27 +4,26 @@ A script is a generator. It yields turns and is sent what the tools answered, so
 search or a failing test must have pointed at the code before it is read, a test run must have shown a wrong first change to be wrong
 before it is mended, and the last turn counts only tests that were run. Where that cannot be had, there is no demonstration.
 
-From one text to another by replacements that the tool `edit` accepts: each old piece is in the file exactly once.
-
-Calls of a demonstration said as commands, for agents whose only tool is `bash`.
+Changes are replacements that the tool `edit` accepts: each old piece is in the file exactly once. For agents whose only tool is
+`bash`, calls are written as commands.
 """
 
 from __future__ import annotations
 
 import ast
-import difflib
 import re
 import shlex
 import tomllib
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import resources
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from etude.agent.calls import Call
 from etude.agent.tools import BASH_ONLY
 from etude.tasks.generators.mutation import OPERATORS
-from etude.tasks.generators.parsed import Parsed, changed_lines, parse
+from etude.tasks.generators.parsed import Parsed, changed_line_numbers, changed_lines, differing, parse
 
 if TYPE_CHECKING:
     import random
@@ -60,19 +59,17 @@ class Change:
         """The one line that gives way to one other, where that is so and both are short enough to be spoken of."""
         old, new = (self.old or "").splitlines(), (self.new or "").splitlines()
         pairs = [(a.strip(), b.strip()) for a, b in zip(old, new, strict=False) if a != b]
-        short = (
-            len(old) == len(new)
-            and len(pairs) == 1
-            and all(0 < len(text) <= SHOWN and "`" not in text for text in pairs[0])
-        )
+        if len(old) != len(new) or len(pairs) != 1:
+            return {}
+        short = all(0 < len(text) <= SHOWN and "`" not in text for text in pairs[0])
         return dict(zip(("was", "now"), pairs[0], strict=True)) if short else {}
 
 
 def changes(path: str, before: str, after: str) -> list[Change]:
     """Return the replacements that turn one text into another, front to back, with as many lines around each as make it unique."""
     old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
-    found = []
-    for i, j, k, m in _differing(old, new):
+    made = []
+    for i, j, k, m in differing(old, new):
         present = "".join([*new[:k], *old[i:]])
         for around in range(len(old) + len(new)):
             head, tail = "".join(new[max(0, k - around) : k]), "".join(old[j : j + around])
@@ -81,19 +78,15 @@ def changes(path: str, before: str, after: str) -> list[Change]:
                 break
         if was.endswith("\n") and now.endswith("\n") and now.strip() and _times(was[:-1], present) == 1:
             was, now = was[:-1], now[:-1]
-        found.append(Change(path, _name(path, before, after, range(k + 1, m + 1)) or path, was, now))
-    return found
+        made.append(Change(path, _name(path, before, after, range(k + 1, m + 1)) or path, was, now))
+    return made
 
 
-def _differing(old: list[str], new: list[str]) -> list[tuple[int, int, int, int]]:
-    """Return the runs of lines that differ; equal lines at both ends are passed over first, which is most of a long file."""
-    least, head, tail = min(len(old), len(new)), 0, 0
-    while head < least and old[head] == new[head]:
-        head += 1
-    while tail < least - head and old[-1 - tail] == new[-1 - tail]:
-        tail += 1
-    matcher = difflib.SequenceMatcher(None, old[head : len(old) - tail], new[head : len(new) - tail], autojunk=False)
-    return [(head + i, head + j, head + k, head + m) for tag, i, j, k, m in matcher.get_opcodes() if tag != "equal"]
+def changes_of(edit: Edit) -> list[Change]:
+    """Return the replacements of one file of a solution, or the whole file; `edit` chooses ends of lines itself."""
+    plain = (edit.broken or "").strip() and edit.fixed is not None and "\r" not in f"{edit.broken}{edit.fixed}"
+    parts = changes(edit.path, str(edit.broken), str(edit.fixed)) if plain else []
+    return parts or [Change(edit.path, edit.path, None, edit.fixed)]
 
 
 def _times(part: str, text: str) -> int:
@@ -135,15 +128,14 @@ PYTHON"""
 def in_terminal(call: Call) -> Call:
     """Return the call of `bash` that does what a call of `grep`, `read`, `edit`, `write` or `shell` does."""
     given = call.arguments
+    quoted = {name: shlex.quote(str(value)) for name, value in given.items()}
     if call.name == "grep":
-        where = shlex.quote(str(given["path"])) if "path" in given else f"--include={shlex.quote(str(given['glob']))} ."
-        command = f"grep -rnE {shlex.quote(str(given['pattern']))} {where}"
+        where = quoted["path"] if "path" in given else f"--include={quoted['glob']} ."
+        command = f"grep -rnE {quoted['pattern']} {where}"
     elif call.name == "read":
-        command = f"sed -n {given['start']},{given['end']}p {shlex.quote(str(given['path']))}"
-    elif call.name == "edit":
-        command = REPLACE.format(**given)
-    elif call.name == "write":
-        command = WRITE.format(**given)
+        command = f"sed -n {given['start']},{given['end']}p {quoted['path']}"
+    elif call.name in {"edit", "write"}:
+        command = (REPLACE if call.name == "edit" else WRITE).format(**given)
     else:
         assert call.name == "shell", call.name
         command = str(given["command"])
@@ -160,8 +152,7 @@ class Unfit(Exception):  # noqa: N818 - a reason
     """No demonstration can be made this way; the text is why."""
 
 
-@dataclass(frozen=True)
-class Say:
+class Say(NamedTuple):
     """One turn."""
 
     calls: tuple[Call, ...] = ()
@@ -173,22 +164,20 @@ def wrong_versions(edit: Edit) -> list[str]:
     """Return texts that change what the solution changes, but not rightly."""
     if not (edit.broken and edit.fixed and edit.path.endswith(".py")):
         return []
-    file, made = Parsed(edit.path, edit.fixed), []
-    lines = {line for first, last in changed_lines(edit.broken, edit.fixed) for line in range(first, last + 1)}
+    file, versions = Parsed(edit.path, edit.fixed), []
+    lines = changed_line_numbers(edit.broken, edit.fixed)
     nodes = [node for node in ast.walk(file.tree) if getattr(node, "lineno", 0) in lines and type(node) in OPERATORS]
     for text in (file.cut(cuts) for node in nodes for _, cuts in OPERATORS[type(node)](file, node)):
-        try:
+        with suppress(SyntaxError):
             parse(text)
-        except SyntaxError:
-            continue
-        made += [text] if text not in {edit.broken, edit.fixed} else []
-    return made
+            versions += [text] if text not in {edit.broken, edit.fixed} else []
+    return versions
 
 
-@lru_cache(maxsize=1)
-def phrases() -> dict[str, dict[str, list[str]]]:
-    """Return all phrases by what they are for."""
-    return tomllib.loads(resources.files("etude.tasks").joinpath("strategies.toml").read_text(encoding="utf-8"))
+@lru_cache(maxsize=2)
+def phrases(file: str = "strategies.toml") -> dict[str, dict[str, list[str]]]:
+    """Return the texts of a file beside this one, of a kind each, by what they are for."""
+    return tomllib.loads(Path(__file__).with_name(file).read_text(encoding="utf-8"))
 
 
 class Script:
@@ -202,34 +191,24 @@ class Script:
         self, task: Task, prompt: str, failing: tuple[str, ...], suites: tuple[str, ...], options: tuple[str, ...], rng: random.Random,
         *, tools: Sequence[str] = ("shell",), direct: Style | None = None,
     ) -> None:  # fmt: skip
-        self.edits, self.spans, self.deleted = (
-            task.candidate.edits,
-            task.candidate.spans,
-            task.candidate.generator == "deletion",
-        )
+        self.edits, self.spans = task.candidate.edits, task.candidate.spans
+        self.deleted = task.candidate.generator == "deletion"
         self.prompt, self.failing, self.suites, self.options, self.rng = prompt, failing, suites, options, rng
         self.seen, self.terminal, self.direct = prompt, list(tools) == BASH_ONLY, direct
-        self.checks = (
-            bool({"shell", "bash"} & {*tools}) and bool(suites) and (direct is None or rng.random() < DIRECT_CHECKS)
-        )
+        can_check = bool({"shell", "bash"} & {*tools}) and bool(suites)
+        self.checks = can_check and (direct is None or rng.random() < DIRECT_CHECKS)
         self.tested = False  # and so seen to fail
         self.command = self.blamed = ""
-        self.plan = [rng.choice(each) for each in phrases()["plan"].values()] if rng.random() < 0.35 else []
-        self.plan = [] if self.terminal or direct else self.plan
-        self.whole: list[Change] = []
-        for edit in self.edits:
-            plain = (edit.broken or "").strip() and edit.fixed is not None and "\r" not in f"{edit.broken}{edit.fixed}"
-            parts = changes(edit.path, str(edit.broken), str(edit.fixed)) if plain else []
-            self.whole += parts or [Change(edit.path, edit.path, None, edit.fixed)]
+        plan = [rng.choice(each) for each in phrases()["plan"].values()] if rng.random() < 0.35 else []
+        self.plan = [] if self.terminal or direct else plan
+        self.whole = [change for edit in self.edits for change in changes_of(edit)]
         if len(self.whole) > MOST_EDITS:
             raise Unfit("the solution has too many parts")
         self.versions = wrong_versions(self.edits[0]) if len(self.edits) == 1 and failing else []
-        can = {"none": True, "slip": self.whole[0].old is not None and not self.terminal, "wrong": bool(self.versions),
+        can = {"slip": self.whole[0].old is not None and not self.terminal, "wrong": bool(self.versions),
                "partial": bool(failing) and 1 < len(self.whole) < 5}  # fmt: skip
-        can = {"none": True} if direct else can
-        self.wrong_turn = rng.choices(
-            [*WRONG_TURNS], [WRONG_TURNS[turn] * can.get(turn, False) for turn in WRONG_TURNS]
-        )[0]
+        weights = [weight * (turn == "none" or (can[turn] and not direct)) for turn, weight in WRONG_TURNS.items()]
+        self.wrong_turn = rng.choices([*WRONG_TURNS], weights)[0]
 
     def play(self) -> Turns:
         """Yield all turns."""
@@ -268,21 +247,16 @@ class Script:
             raise Unfit("nothing that was seen leads to the code")
 
     def _grep(self) -> Turns:
-        """Look for a name that the request or an answer gives, if one does."""
+        """Look for a name that the request or an answer gives, if one does; a class of errors is no place to look, but for one."""
         code = "\n".join(edit.broken or "" for edit in self.edits)
-        names = dict.fromkeys(re.findall(r"\w+", self.seen))  # a class of errors is no place to look, but for one
-        words = [
-            name for name in names if re.search(r"_|[a-z][A-Z]", name) or re.search(rf"(def|class) {name}\b", code)
-        ]
-        words = [
-            word
-            for word in words
-            if word == "NotImplementedError" or not word.endswith(("Error", "Exception", "Warning"))
-        ]
-        if known := [word for word in words if re.search(rf"\b{word}\b", code)]:
+        defined = re.compile(r"\b(?:def|class) (\w+)").findall(code)
+        seen = dict.fromkeys(re.findall(r"\w+", self.seen))
+        words = [word for word in seen if word in defined or re.search(r"_|[a-z][A-Z]", word)]
+        errors = [w for w in words if w.endswith(("Error", "Exception", "Warning")) and w != "NotImplementedError"]
+        if known := [w for w in words if w not in errors and re.search(rf"\b{w}\b", code)]:
             word = self.rng.choice(known[:3])
             forms = [rf"\b{word}\b", word, f"(def|class) {word}"]
-            pattern = self.rng.choice(forms if re.search(rf"(def|class) {word}\b", code) else forms[:1])
+            pattern = self.rng.choice(forms if word in defined else forms[:1])
             yield from self._do(self._words("grep", word=word), Call("grep", {"pattern": pattern, "glob": "*.py"}))
 
     def _search(self) -> Turns:
@@ -311,17 +285,7 @@ class Script:
 
     def _read(self) -> Turns:
         """Read what the request blames, if that is wrong, and what is to be changed."""
-        guilty = {part for span in self.spans for part in span.name.split(".")}
-        for file in (
-            Parsed(edit.path, edit.broken) for edit in self.edits if edit.broken and edit.path.endswith(".py")
-        ):
-            for name, node in file.definitions:
-                other = name.rpartition(".")[2]
-                named = len(other) > 3 and re.search(rf"\b{other}\b", self.prompt.partition("\n")[0])
-                if named and other not in guilty and not self.blamed:
-                    self.blamed = other
-                    window = {"path": file.path, "start": file.first_line(node), "end": node.end_lineno or 0}
-                    yield from self._do(self._words("blamed", other=other), Call("read", window))
+        yield from self._read_blamed()
         reads = self._windows()
         thinking = self._words("read", path=self.whole[0].path, name=self.whole[0].name)
         if self.blamed:
@@ -333,6 +297,18 @@ class Script:
             yield from self._do(thinking, *reads[:6])
         if self.failing and not self.tested and (self.wrong_turn in {"wrong", "partial"} or self.rng.random() < 0.4):
             yield from self._reproduce()
+
+    def _read_blamed(self) -> Turns:
+        guilty = {part for span in self.spans for part in span.name.split(".")}
+        request = self.prompt.partition("\n")[0]
+        files = [Parsed(edit.path, edit.broken) for edit in self.edits if edit.broken and edit.path.endswith(".py")]
+        names = [(name.rpartition(".")[2], file, node) for file in files for name, node in file.definitions]
+        for name, file, node in names:
+            if len(name) > 3 and name not in guilty and re.search(rf"\b{name}\b", request):
+                self.blamed = name
+                window = {"path": file.path, "start": file.first_line(node), "end": node.end_lineno or 0}
+                yield from self._do(self._words("blamed", other=name), Call("read", window))
+                return
 
     def _windows(self) -> list[Call]:
         reads, around = [], self.rng.randrange(8, 40)
@@ -382,16 +358,16 @@ class Script:
         """Run the tests, and say what was changed and what they said."""
         targets = self._targets()
         code, count = yield from self._run(targets, "check", *self._todo(2))
-        told = self._words("checked", "said", command=self.command, count=count)
+        result = self._words("checked", "said", command=self.command, count=count)
         if code == 0 and targets == self.failing and len(self.suites) == 1 and self.rng.random() < 0.7:
             code, count = yield from self._run(self.suites, "wider")
-            told = self._words("both", "said", file=self.suites[0], count=count)
+            result = self._words("both", "said", file=self.suites[0], count=count)
         if code != 0 or not count:
             raise Unfit("tests that can be seen do not pass at the end")
         if self.plan:
             yield from self._do("", *self._todo(3))
         cleared = [self._words("cleared", "said", other=self.blamed)] if self.blamed else []
-        yield Say(said=" ".join([*map(self._described, self.edits), *cleared, told]))
+        yield Say(said=" ".join([*map(self._described, self.edits), *cleared, result]))
 
     def _described(self, edit: Edit) -> str:
         own = [each for each in self.whole if each.path == edit.path]

@@ -10,19 +10,22 @@ functions are not in the tree the agent sees, so that writing code for the tests
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from etude.sandbox.box import WORKSPACE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 Generator = Literal["mutation", "deletion", "version", "history"]
-StoredStyle = Literal[
-    "terse", "trace", "premise", "full"
-]  # a short report; a stack trace and "fix"; a wrong premise; everything
-PointedStyle = Literal["shown", "told"]  # with the code to mend; with the change itself (pointed.py)
+# How a task is asked. Stored in a manifest: a short report; a stack trace and "fix"; a wrong premise; everything.
+StoredStyle = Literal["terse", "trace", "premise", "full"]
+# Made when asked for, easier: the request shows the code that is wrong (`shown`) or dictates the change (`told`).
+PointedStyle = Literal["shown", "told"]
 Style = Literal[StoredStyle, PointedStyle]
 Split = Literal["train", "bench"]
+Form = Literal["end", "equal"]  # of an error put into tests
 
 
 @dataclass(frozen=True)
@@ -52,14 +55,12 @@ class Candidate:
     kinds: tuple[str, ...]  # which operators or removals
     edits: tuple[Edit, ...]
     spans: tuple[Span, ...]
-    about: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # for prompts and reports: names, signature, docstring, changelog lines
+    about: Mapping[str, Any] = field(default_factory=dict)  # for prompts: names, signature, docstring, changelog lines
 
 
 @dataclass(frozen=True)
 class Codebase:
-    """A package at a version, unpacked and cleaned, with a Python that has its dependencies and never the package itself."""
+    """A package at a version: first unpacked and cleaned, then with a Python for its tests, then with its tests known."""
 
     name: str
     version: str
@@ -67,9 +68,26 @@ class Codebase:
     tree: Path
     sources: tuple[str, ...]  # folders and files with the code, relative to the tree
     tests: tuple[str, ...]  # folders and files with the tests
-    python: Path
+    python: Path = Path()  # has its dependencies and never the package itself
     paths: tuple[str, ...] = (".",)  # on PYTHONPATH, relative to the tree: "src" or "."
     licence: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict, compare=False)  # PKG-INFO and its like, not in the tree
+    installed: tuple[str, ...] = ()  # beside its Python: name==version
+    options: tuple[str, ...] = ()  # for pytest
+    hidden: tuple[str, ...] = ()  # folders of the system that must not be seen
+    ids: tuple[str, ...] = ()  # tests that pass whenever they run
+    # Tests that pass even when spoilt in a form (`suite.py`).
+    unspoilable: Mapping[Form, frozenset[str]] = field(default_factory=dict, compare=False)
+    seconds: Mapping[str, float] = field(default_factory=dict, compare=False)  # of each test
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}=={self.version}"
+
+    @property
+    def python_path(self) -> list[str]:
+        """What belongs on PYTHONPATH in a sandbox."""
+        return [f"{WORKSPACE}/{path}".removesuffix("/.") for path in self.paths]
 
 
 @dataclass(frozen=True)
@@ -88,3 +106,14 @@ class Task:
     difficulty: Mapping[str, float] = field(default_factory=dict)  # signals: lines, files, failing tests, sites
     seconds: float = 0.0  # of its tests
     split: Split = "train"  # which templates its requests are made from
+
+    @property
+    def tests(self) -> list[str]:
+        """All tests that decide its score."""
+        return [*self.fail_to_pass, *self.pass_to_pass]
+
+
+def function_of(test: str) -> str:
+    """Return the test function of a test id: its path and names, without the parameters."""
+    path, separator, names = test.partition("::")
+    return path + separator + names.partition("[")[0]

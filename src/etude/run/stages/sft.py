@@ -148,7 +148,7 @@ class SftStage(TrainingStage):
             assert job.parent is not None
             tokeniser, work = load_tokeniser(job.parent.folder), job.work
             choose_template(tokeniser, settings.template)
-            made = make_demos(settings.demos, tokeniser, work.folder / DEMOS, work.cache, work.reporter, job.seed)
+            made, _ = make_demos(settings.demos, tokeniser, work.folder / DEMOS, work.cache, work.reporter, job.seed)
             settings = settings.model_copy(update={"traces": [*settings.traces, str(made.absolute())]})
         return super().run(settings, job)
 

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
     from etude.tasks.generators.parsed import Parsed
 
-LEVELS = ("body", "function", "class_bodies", "helpers", "class", "module")  # from the easiest to the hardest
-WEIGHTS = {"body": 1.0, "function": 1.0, "class_bodies": 3.0, "helpers": 3.0, "class": 3.0, "module": 4.0}
+LEVELS = {  # from the easiest to the hardest: how often it is drawn, and the most lines it may take
+    "body": (1.0, 120), "function": (1.0, 120), "class_bodies": (3.0, 300), "helpers": (3.0, 200), "class": (3.0, 300),
+    "module": (4.0, 500),
+}  # fmt: skip
 SHORTEST = 4  # lines of a function
-LONGEST = {"body": 120, "function": 120, "helpers": 200, "class_bodies": 300, "class": 300, "module": 500}
 
 
 class Target(NamedTuple):
@@ -52,13 +53,11 @@ def import_time(tree: ast.AST) -> Iterator[ast.AST]:
 def fewer(file: Parsed, parts: Sequence[Any], gone: set[int]) -> list[Cut]:
     """Return the cuts that take some parts out of a comma-separated list; the layout of the others stays."""
     spans = [file.span(part) for part in parts]
-    kept = [i for i in range(len(parts)) if i not in gone]
-    if not kept:
+    last_left = max((i for i in range(len(parts)) if i not in gone), default=None)
+    if last_left is None:
         return [Cut(spans[0][0], spans[-1][1])]
-    cuts = [Cut(spans[i][0], spans[i + 1][0]) for i in sorted(gone) if i < kept[-1]]
-    if kept[-1] < len(parts) - 1:
-        cuts.append(Cut(spans[kept[-1]][1], spans[-1][1]))
-    return cuts
+    cuts = [Cut(spans[i][0], spans[i + 1][0]) for i in sorted(gone) if i < last_left]
+    return [*cuts, Cut(spans[last_left][1], spans[-1][1])] if last_left < len(parts) - 1 else cuts
 
 
 class Package:
@@ -68,7 +67,11 @@ class Package:
         self.files = read_sources(tree, sources, left_out)
         roots = [source.rpartition("/")[0] for source in sources]
         self.modules = {file.path: self._dotted(file.path, roots) for file in self.files}
-        self.users = self._users()
+        self.users: dict[str, set[tuple[str, str]]] = defaultdict(set)  # of a name: path and top definition, no imports
+        for file in self.files:
+            for statement in file.tree.body:
+                for name in _names(ast.walk(statement)):
+                    self.users[name].add((file.path, getattr(statement, "name", "")))
         self.running: set[str] = set()  # functions that importing the package may call
         self.importers = self._importers()
 
@@ -76,18 +79,6 @@ class Package:
     def _dotted(path: str, roots: Sequence[str]) -> str:
         root = max((root for root in roots if not root or path.startswith(f"{root}/")), key=len, default="")
         return path[len(root) :].strip("/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-    def _users(self) -> dict[str, set[tuple[str, str]]]:
-        """Return where each name is used: path and top definition, imports left out."""
-        users: dict[str, set[tuple[str, str]]] = defaultdict(set)
-        for file in self.files:
-            for statement in file.tree.body:
-                within = getattr(statement, "name", "")
-                for node in ast.walk(statement):
-                    name = getattr(node, "id", None) or getattr(node, "attr", None)
-                    if isinstance(node, (ast.Name, ast.Attribute)) and name:
-                        users[name].add((file.path, within))
-        return users
 
     def _importers(self) -> dict[str, set[tuple[str, str]]]:
         """Return the names that importing the package looks up, and where: also in functions that are called by then."""
@@ -105,8 +96,7 @@ class Package:
         names: dict[str, set[tuple[str, str]]] = defaultdict(set)
         while waiting:
             file, within, used = waiting.pop()
-            if isinstance(used, (ast.Name, ast.Attribute)):
-                name = used.id if isinstance(used, ast.Name) else used.attr
+            for name in _names([used]):
                 names[name].add((file.path, within))
                 # `text.split()` calls no function of ours.
                 bodies = called.pop(name, []) if isinstance(used, ast.Name) else []
@@ -124,38 +114,28 @@ class Package:
 
     def with_helpers(self, target: Target) -> list[Target]:
         """Return a top definition and the private ones that only it, or what goes with it, uses."""
-        private = {
-            (file.path, name): Target(file, name, node)
-            for file in self.files
-            for name, node in file.definitions
-            if name.startswith("_") and "." not in name and not name.startswith("__")
-        }
-        going = {(target.file.path, target.name): target}
-        while more := {
-            place: helper
-            for place, helper in private.items()
-            if place not in going and self.users[helper.name] and self.users[helper.name] <= {*going, place}
-        }:
-            going |= more
+        tops = [Target(file, name, node) for file in self.files for name, node in file.definitions if "." not in name]
+        private = [each for each in tops if each.name.startswith("_") and not each.name.startswith("__")]
+        places = {(each.file.path, each.name): each for each in private if self.users[each.name]}
+        going, before = {(target.file.path, target.name): target}, 0
+        while len(going) > before:
+            before = len(going)
+            going |= {p: each for p, each in places.items() if self.users[each.name] <= {*going, p}}
         return list(going.values())
 
     def without(self, targets: Sequence[Target]) -> tuple[Edit, ...]:
         """Return the edits that take definitions and modules out; `Refused` if the package would not import."""
         cuts: dict[str, list[Cut]] = defaultdict(list)
-        modules = {self.modules[target.file.path] for target in targets if target.node is None}
-        gone = {
-            (self.modules[target.file.path], name)
-            for target in targets
-            for name in ([target.name] if target.node else [name for name, _ in target.file.definitions])
-            if "." not in name
-        }
+        whole = {target.file.path for target in targets if target.node is None}
+        modules = {self.modules[path] for path in whole}
+        going = {(target.file.path, target.name) for target in targets}
+        going |= {(t.file.path, name) for t in targets if not t.node for name, _ in t.file.definitions}
+        gone = {(self.modules[path], name) for path, name in going if name and "." not in name}
         while sum(self._imports(file, gone, modules, cuts) for file in self.files):
             cuts.clear()
         for target in targets:
             if target.node:
                 cuts[target.file.path].append(_removal(target.file, target.node))
-        whole = {target.file.path for target in targets if target.node is None}
-        going = {(target.file.path, target.name) for target in targets}
         for _, name in gone:
             if any(place not in going and place[0] not in whole for place in self.importers[name]):
                 raise Refused("used while the package is imported")
@@ -169,25 +149,27 @@ class Package:
             if isinstance(node, ast.Import) and any(alias.name in modules for alias in node.names):
                 raise Refused("module is imported whole")
             if isinstance(node, ast.ImportFrom):
-                source = self.imported_from(file, node)
-                lost = source in modules
-                dead = {
-                    i
-                    for i, a in enumerate(node.names)
-                    if lost or (source, a.name) in gone or f"{source}.{a.name}" in modules
-                }
-                if node.names[0].name == "*":
+                source, names = self.imported_from(file, node), [alias.name for alias in node.names]
+                lost = [source in modules or (source, n) in gone or f"{source}.{n}" in modules for n in names]
+                if names[0] == "*":
                     gone |= {(here, name) for module, name in gone if module == source}
-                gone |= {(here, node.names[i].asname or node.names[i].name) for i in dead}
-                if dead:
-                    cuts[file.path] += (
-                        fewer(file, node.names, dead) if len(dead) < len(node.names) else [_removal(file, node)]
-                    )
+                gone |= {(here, a.asname or a.name) for a, dead in zip(node.names, lost, strict=True) if dead}
+                if all(lost):
+                    cuts[file.path].append(_removal(file, node))
+                elif any(lost):
+                    cuts[file.path] += fewer(file, node.names, {i for i, dead in enumerate(lost) if dead})
             elif isinstance(node, (ast.Assign, ast.AugAssign)) and file.source(node).startswith("__all__"):
                 elements = getattr(node.value, "elts", [])
                 dead = {i for i, e in enumerate(elements) if (here, getattr(e, "value", None)) in gone}
                 cuts[file.path] += fewer(file, elements, dead) if dead else []
         return len(gone) > before
+
+
+def _names(nodes: Iterator[ast.AST] | list[ast.AST]) -> Iterator[str]:
+    """Yield the names and attributes among some nodes."""
+    for node in nodes:
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            yield node.id if isinstance(node, ast.Name) else node.attr
 
 
 def _cut(file: Parsed, cuts: Sequence[Cut]) -> str:
@@ -208,14 +190,14 @@ def _removal(file: Parsed, node: ast.stmt) -> Cut:
     return cut
 
 
-def stub(file: Parsed, node: Function) -> Cut | None:
+def _stub(file: Parsed, node: Function) -> Cut | None:
     """Return the cut that leaves a function's signature and docstring; None if there is nothing else or it shares a line."""
     documented = ast.get_docstring(node, clean=False) is not None
     rest = node.body[1:] if documented else node.body
     if not rest or not file.whole_lines(rest[0]) or file.source(rest[0]).startswith("raise NotImplementedError"):
         return None
     first = (node.body[0].end_lineno or 0) + 1 if documented else file.first_line(rest[0])
-    line = file.indent(rest[0].lineno).decode() + "raise NotImplementedError" + file.line_end(rest[-1].end_lineno or 0)
+    line = file.indent(rest[0].lineno) + "raise NotImplementedError" + file.line_end(rest[-1].end_lineno or 0)
     return Cut(file.starts[first - 1], file.starts[node.end_lineno or 0], line)
 
 
@@ -224,16 +206,10 @@ def _edits(package: Package, level: str, target: Target) -> tuple[list[Target], 
     if level in {"body", "class_bodies"}:
         if target.name.removesuffix(".__init__") in package.running:
             raise Refused("called while the package is imported")
-        functions = (
-            [each for each in getattr(node, "body", []) if isinstance(each, Function)]
-            if level == "class_bodies"
-            else [node]
-        )
-        cuts = [cut for each in functions if isinstance(each, Function) and (cut := stub(file, each))]
-        if not cuts:
-            raise Refused("there is no body to take out")
+        inside = getattr(node, "body", []) if level == "class_bodies" else [node]
+        cuts = [cut for each in inside if isinstance(each, Function) and (cut := _stub(file, each))]
         text = _cut(file, cuts)
-        if shape(parse(text)) == file.shape:
+        if not cuts or shape(parse(text)) == file.shape:
             raise Refused("there is no body to take out")
         return [target], (Edit(file.path, text, file.text),)
     targets = package.with_helpers(target) if level == "helpers" else [target]
@@ -242,22 +218,19 @@ def _edits(package: Package, level: str, target: Target) -> tuple[list[Target], 
     return targets, package.without(targets)
 
 
-def _targets(
-    package: Package, covered: Mapping[str, set[int]] | None, left_out: Counter[str]
-) -> Iterator[tuple[str, Target]]:
+def _targets(package: Package, covered: Mapping[str, set[int]], left_out: Counter[str]) -> Iterator[tuple[str, Target]]:
     for file in package.files:
-        run = None if covered is None else covered.get(file.path, set())
         everything: list[tuple[str, Definition | None]] = [*file.definitions]
         if not file.path.endswith(("__init__.py", "__main__.py", "setup.py")) and len(package.files) > 1:
             everything.append(("", None))
         for name, node in everything:
             lines = (node.end_lineno or 0) - node.lineno + 1 if node else len(file.lines)
             first = node.body[0].lineno if node else 1
-            if run is not None and run.isdisjoint(range(first, first + lines)):
+            if covered.get(file.path, set()).isdisjoint(range(first, first + lines)):
                 left_out["definition is run by no test"] += 1
                 continue
             for level in _levels(node, name):
-                if SHORTEST <= lines <= LONGEST[level]:
+                if SHORTEST <= lines <= LEVELS[level][1]:
                     yield level, Target(file, name, node)
 
 
@@ -269,26 +242,19 @@ def _levels(node: Definition | None, name: str) -> tuple[str, ...]:
 
 
 def candidates(
-    tree: Path, sources: Sequence[str], rng: random.Random, covered: Mapping[str, set[int]] | None = None,
-    left_out: Counter[str] | None = None,
-) -> Iterator[Candidate]:  # fmt: skip
+    tree: Path, sources: Sequence[str], rng: random.Random, covered: Mapping[str, set[int]], left_out: Counter[str]
+) -> Iterator[Candidate]:
     """Yield deletions of what tests run, all levels mixed; what is left out is counted by reason."""
-    left_out = Counter() if left_out is None else left_out
     package = Package(tree, sources, left_out)
-    drawn = [
-        (rng.random() ** (1 / WEIGHTS[level]), level, target) for level, target in _targets(package, covered, left_out)
-    ]
+    drawn = [(rng.random() ** (1 / LEVELS[level][0]), level, t) for level, t in _targets(package, covered, left_out)]
     for _, level, target in sorted(drawn, key=lambda each: -each[0]):
         try:
             gone, edits = _edits(package, level, target)
         except Refused as reason:
             left_out[f"{level}: {reason}"] += 1
             continue
-        yield Candidate("deletion", (level,), edits, solution_spans(edits), _about(gone, level))
-
-
-def _about(gone: Sequence[Target], level: str) -> dict[str, Any]:
-    target = gone[0]
-    about = target.file.about(target.name, target.node) if target.node else {"name": "", "path": target.file.path}
-    public = [name for name, _ in target.file.definitions if not name.startswith("_") and "." not in name]
-    return {**about, "level": LEVELS.index(level) + 1, "names": [each.name for each in gone] if target.node else public}
+        file, name, node = gone[0]
+        about = file.about(name, node) if node else {"name": "", "path": file.path}
+        public = [name for name, _ in file.definitions if not name.startswith("_") and "." not in name]
+        about |= {"level": [*LEVELS].index(level) + 1, "names": [each.name for each in gone] if node else public}
+        yield Candidate("deletion", (level,), edits, solution_spans(edits), about)

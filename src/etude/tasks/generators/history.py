@@ -1,10 +1,9 @@
-"""A repository's own fixes: commits that change source and tests together, undone. The commit's tree is the pristine one.
+"""What people changed: the difference between two releases, or a commit of a repository, undone under its own tests.
 
-What people changed between two releases: the newer one's tests, the older one's source.
-
-The pristine tree is the newer release; broken is its source as it was. A file that differs in layout, comments, docstrings or the
-version only stays as it is in the newer release: such a difference is no task. A large release is offered in pieces, each file
-and each run of changed lines alone; which of them any test notices is for validation to find out.
+The pristine tree is the newer release, or the tree of the commit; broken is its source as it was before. A file that differs in
+layout, comments, docstrings or the version only stays as it is: such a difference is no task. A large release is offered in
+pieces, each file and each run of changed lines alone; which of them any test notices is for validation to find out. A commit
+must change source and tests together.
 """
 
 from __future__ import annotations
@@ -13,21 +12,12 @@ import ast
 import difflib
 import re
 from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from etude.errors import UserError
 from etude.lineage.environment import git, git_says
-from etude.tasks.generators.parsed import (
-    LARGEST_FILE,
-    Parsed,
-    is_test_path,
-    parse,
-    paths_below,
-    read_text,
-    shape,
-    solution_spans,
-)
+from etude.tasks.generators import parsed
+from etude.tasks.generators.parsed import Parsed, is_test_path, solution_spans
 from etude.tasks.task import Candidate, Edit
 
 if TYPE_CHECKING:
@@ -48,44 +38,41 @@ REFERENCE = re.compile(
 )
 MARKS = re.compile(r":\w+:`|`+|\*\*|\(\)")
 VERSION_NAME = re.compile(r"^(__)?version(_info|_tuple|__)*$", re.IGNORECASE)
-
-
-def _texts(tree: Path, places: Sequence[str], left_out: Counter[str]) -> dict[str, str]:
-    texts = {path: read_text(tree / path) for path in paths_below(tree, places)}
-    left_out["file is long or not plain UTF-8"] += sum(text is None for text in texts.values())
-    return {path: text for path, text in texts.items() if text is not None}
+MOST_COMMITS = 2000  # looked at, from HEAD backwards
+MOST_FILES = 40  # changed by one commit
+DEAD_WORDS = re.compile(
+    r"\b[0-9a-f]{7,40}\b|\(?(?:(?:fix(?:es|ed)?|close[sd]?|resolve[sd]?|refs?|see) )?#\d+\)?|https?://\S+", re.I
+)
+TRAILER = re.compile(r"^(?:[A-Z][\w-]+-by|Change-Id|Signed-off|Co-authored).*:.*$", re.MULTILINE)
+NOT_PYTHON = (SyntaxError, RecursionError)
 
 
 class _Meaning(ast.NodeTransformer):
     """Drops docstrings and values of version names."""
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
-        return (
-            None
-            if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-            else self.generic_visit(node)
-        )
+        literal = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        return None if literal else self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
-        names = [
-            target.id for target in ast.walk(node) if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store)
-        ]
-        return None if any(map(VERSION_NAME.match, names)) else self.generic_visit(node)
+        names = [each for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
+        return None if any(VERSION_NAME.match(each.id) for each in names) else self.generic_visit(node)
 
 
 def same_meaning(path: str, one: str, other: str) -> bool:
     """Whether two texts of a file do the same but for docstrings and the version."""
     if one == other or not path.endswith(".py"):
         return one == other
-    return shape(_Meaning().visit(parse(one))) == shape(_Meaning().visit(parse(other)))
+    meanings = [parsed.shape(_Meaning().visit(parsed.parse(text))) for text in (one, other)]
+    return meanings[0] == meanings[1]
 
 
 def _with_version_of(text: str, newer: str) -> str:
     """Return the older text with the newer version written in it, so that tests of the version do not count."""
     line = re.compile(r"""^[ \t]*(?:__)?version\w*[^=\n]*=[ \t]*(["'(].*)$""", re.IGNORECASE | re.MULTILINE)
-    found = [match.group(1) for match in line.finditer(newer)]
-    values = iter(found if len(line.findall(text)) == len(found) else [])
-    return line.sub(lambda match: match.group(0).replace(match.group(1), next(values, match.group(1))), text)
+    values = line.findall(newer)
+    later = iter(values if len(line.findall(text)) == len(values) else [])
+    return line.sub(lambda match: match[0].replace(match[1], next(later, match[1])), text)
 
 
 def edits_between(older: Mapping[str, str], newer: Mapping[str, str]) -> tuple[Edit, ...]:
@@ -103,38 +90,34 @@ def edits_between(older: Mapping[str, str], newer: Mapping[str, str]) -> tuple[E
     return tuple(edits)
 
 
-def changed_line_count(edits: Sequence[Edit]) -> int:
+def _line_count(edits: Sequence[Edit]) -> int:
     """Return how many lines of the solved tree the solution holds, or of the broken one where it only removes."""
-    pairs = [((edit.broken or "").splitlines(), (edit.fixed or "").splitlines()) for edit in edits]
-    return sum(max((Counter(new) - Counter(old)).total(), (Counter(old) - Counter(new)).total()) for old, new in pairs)
+    pairs = [(Counter((e.broken or "").splitlines()), Counter((e.fixed or "").splitlines())) for e in edits]
+    return sum(max((new - old).total(), (old - new).total()) for old, new in pairs)
 
 
-def public_names(texts: Mapping[str, str]) -> set[str]:
+def _public_names(texts: Mapping[str, str]) -> set[str]:
     """Return the names that a package offers."""
     files = [Parsed(path, text) for path, text in texts.items() if path.endswith(".py") and not is_test_path(path)]
-    return {
-        name
-        for file in files
-        for name, _ in file.definitions
-        if not any(part.startswith("_") for part in name.split("."))
-    }
+    return {name for file in files for name, _ in file.definitions if not re.search(r"(^|\.)_", name)}
 
 
-def changelog_lines(older: Path, newer: Path) -> list[str]:
+def _changelog_lines(older: Path, newer: Path) -> list[str]:
     """Return the entries that the newer release's change log has and the older one's has not, as plain sentences."""
     lines: dict[str, None] = {}
     for path in sorted(
-        p for p in newer.rglob("*") if p.is_file() and CHANGELOG.fullmatch(p.name) and p.suffix != ".py"
+        p for p in newer.rglob("*") if CHANGELOG.fullmatch(p.name) and p.suffix != ".py" and p.is_file()
     ):
         before = older / path.relative_to(newer)
-        old = set(_entries(read_text(before) or "")) if before.is_file() else set()
-        lines |= dict.fromkeys(entry for entry in _entries(read_text(path) or "") if entry not in old)
+        old = set(_entries(parsed.plain_text(before.read_bytes()) or "")) if before.is_file() else set()
+        entries = _entries(parsed.plain_text(path.read_bytes()) or "")
+        lines |= dict.fromkeys(entry for entry in entries if entry not in old)
     return list(lines)
 
 
 def _entries(text: str) -> Iterator[str]:
-    for found in re.finditer(r"^[ \t]*[-*+•][ \t]+(.+(?:\n(?![ \t]*[-*+•][ \t])[ \t]+\S.*)*)", text, re.MULTILINE):
-        entry = LINK.sub(r"\1\2", " ".join(found.group(1).split()))
+    for match in re.finditer(r"^[ \t]*[-*+•][ \t]+(.+(?:\n(?![ \t]*[-*+•][ \t])[ \t]+\S.*)*)", text, re.MULTILINE):
+        entry = LINK.sub(r"\1\2", " ".join(match[1].split()))
         entry = " ".join(MARKS.sub("", REFERENCE.sub("", entry)).split()).strip(" .;:,-")
         if 12 <= len(entry) <= 300 and " " in entry:
             yield entry
@@ -142,29 +125,28 @@ def _entries(text: str) -> Iterator[str]:
 
 def candidate_between(older: Path, newer: Path, sources: Sequence[str], left_out: Counter[str]) -> Candidate | None:
     """Return all of a release's changes as one candidate, of any size; None, and a counted reason, if they make no task."""
-    before, after = _texts(older, sources, left_out), _texts(newer, sources, left_out)
+    before, after = (parsed.read_texts(tree, parsed.paths_below(tree, sources), left_out) for tree in (older, newer))
     try:
         edits = edits_between(before, after)
-        lost = public_names(before) - public_names(after)
+        lost = _public_names(before) - _public_names(after)
         spans = solution_spans(edits)
-    except (SyntaxError, RecursionError):
+    except NOT_PYTHON:
         left_out["release is not Python of this version"] += 1
         return None
     if not edits or len(lost) > MOST_LOST:
         left_out["release changes no meaning" if not edits else "release drops public names"] += 1
         return None
-    return Candidate(
-        "version", ("release",), edits, spans, {"changelog": changelog_lines(older, newer), **_about(edits)}
-    )
+    about = {"changelog": _changelog_lines(older, newer), **_about(edits)}
+    return Candidate("version", ("release",), edits, spans, about)
 
 
 def _about(edits: Sequence[Edit]) -> dict[str, Any]:
-    names = [span.name for span in solution_spans(edits) if span.name]
-    return {"name": names[0] if names else "", "names": list(dict.fromkeys(names)), "path": edits[0].path}
+    names = list(dict.fromkeys(span.name for span in solution_spans(edits) if span.name))
+    return {"name": names[0] if names else "", "names": names, "path": edits[0].path}
 
 
 def pieces(candidate: Candidate) -> Iterator[Candidate]:
-    """Yield the parts of a release or commit that are small enough: the whole, each file, each run of changed lines."""
+    """Yield the parts of a release that are small enough: the whole, each file, each run of changed lines."""
     edits = [edit for edit in candidate.edits if edit.path.endswith(".py")]
     groups = [("release", candidate.edits)]
     groups += [("file", (edit,)) for edit in edits] if len(candidate.edits) > 1 else []
@@ -172,7 +154,7 @@ def pieces(candidate: Candidate) -> Iterator[Candidate]:
         hunks = list(_hunks(edit))
         groups += [("hunk", (hunk,)) for hunk in hunks] if len(hunks) > 1 else []
     for kind, group in groups:
-        if changed_line_count(group) <= MOST_LINES:
+        if _line_count(group) <= MOST_LINES:
             about = _about(group)
             if kind != "release":
                 about["changelog"] = _matching(candidate.about.get("changelog", []), about["names"])
@@ -191,7 +173,7 @@ def _hunks(edit: Edit) -> Iterator[Edit]:
         try:
             if not same_meaning(edit.path, broken, edit.fixed):
                 yield Edit(edit.path, broken, edit.fixed)
-        except (SyntaxError, RecursionError):
+        except NOT_PYTHON:
             continue
 
 
@@ -201,16 +183,7 @@ def _matching(entries: Sequence[str], names: Sequence[str]) -> list[str]:
     return [entry for entry in entries if any(word in entry.lower() for word in words)]
 
 
-MOST_COMMITS = 2000  # looked at, from HEAD backwards
-MOST_FILES = 40  # changed by one commit
-DEAD_WORDS = re.compile(
-    r"\b[0-9a-f]{7,40}\b|\(?(?:(?:fix(?:es|ed)?|close[sd]?|resolve[sd]?|refs?|see) )?#\d+\)?|https?://\S+", re.I
-)
-TRAILER = re.compile(r"^(?:[A-Z][\w-]+-by|Change-Id|Signed-off|Co-authored).*:.*$", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Commit:
+class Commit(NamedTuple):
     """A commit with one parent, and the paths it changed. A rename is a removal and an addition."""
 
     name: str
@@ -219,9 +192,9 @@ class Commit:
     paths: tuple[str, ...]
 
 
-def commits(repository: Path, left_out: Counter[str], most: int = MOST_COMMITS) -> Iterator[Commit]:
+def commits(repository: Path, left_out: Counter[str]) -> Iterator[Commit]:
     """Yield the commits from HEAD backwards that have one parent; the others are counted."""
-    log = git_says(repository, "log", "-z", f"--max-count={most}", "--format=%H%n%P%n%B", "HEAD")
+    log = git_says(repository, "log", "-z", f"--max-count={MOST_COMMITS}", "--format=%H%n%P%n%B", "HEAD")
     if log is None:
         raise UserError(f"{repository} is no git repository with a commit; give the folder of one, or install git")
     for entry in filter(None, log.split("\0")):
@@ -233,63 +206,47 @@ def commits(repository: Path, left_out: Counter[str], most: int = MOST_COMMITS) 
         yield Commit(name, parents, message, tuple(filter(None, listing.split("\0"))))
 
 
-def _text(repository: Path, commit: str, path: str) -> str | None:
-    """Return a file of a commit, None if it has none; ValueError if it is binary or long."""
-    done = git(repository, "cat-file", "blob", f"{commit}:{path}")
-    if done is None or done.returncode:
-        return None
-    if len(done.stdout) > LARGEST_FILE or b"\0" in done.stdout:
-        raise ValueError
-    return done.stdout.decode()
-
-
 def _commit_texts(repository: Path, commit: str, paths: Sequence[str]) -> dict[str, str]:
-    return {path: text for path in paths if (text := _text(repository, commit, path)) is not None}
+    """Return those files that a commit has; ValueError if one is binary or long."""
+    texts = {}
+    for path in paths:
+        done = git(repository, "cat-file", "blob", f"{commit}:{path}")
+        if done is None or done.returncode:
+            continue
+        text = parsed.plain_text(done.stdout)
+        if text is None:
+            raise ValueError
+        texts[path] = text
+    return texts
 
 
-def _below(path: str, places: Sequence[str]) -> bool:
-    return any(place in {".", path} or path.startswith(f"{place}/") for place in places)
+def _undone(repository: Path, commit: Commit, sources: Sequence[str]) -> tuple[Edit, ...] | str:
+    """Return the edits of a commit, or why it makes no task."""
+    paths = [path for path in commit.paths if parsed.is_below(path, sources) and not is_test_path(path)]
+    if not paths or not any(map(is_test_path, commit.paths)):
+        return "commit changes no tests" if paths else "commit changes no source"
+    if len(commit.paths) > MOST_FILES:
+        return "commit changes too many files"
+    try:
+        edits = edits_between(*(_commit_texts(repository, name, paths) for name in (commit.parent, commit.name)))
+        solution_spans(edits)
+    except ValueError:
+        return "commit has a long or binary file"
+    except NOT_PYTHON:
+        return "commit is not Python of this version"
+    if not edits or _line_count(edits) > MOST_LINES:
+        return "commit is too large" if edits else "commit changes no meaning"
+    return edits
 
 
-def _refusal(commit: Commit, source: Sequence[str]) -> str | None:
-    if not source:
-        return "commit changes no source"
-    if not any(is_test_path(path) for path in commit.paths):
-        return "commit changes no tests"
-    return "commit changes too many files" if len(commit.paths) > MOST_FILES else None
-
-
-def reversal(repository: Path, commit: Commit, sources: Sequence[str], left_out: Counter[str]) -> Candidate | None:
-    """Return a commit undone, its tests left in place; None, and a counted reason, if it makes no task."""
-    paths = [path for path in commit.paths if _below(path, sources) and not is_test_path(path)]
-    reason = _refusal(commit, paths)
-    if reason is None:
-        try:
-            edits = edits_between(
-                _commit_texts(repository, commit.parent, paths), _commit_texts(repository, commit.name, paths)
-            )
-            spans = solution_spans(edits)
-            reason = None if edits else "commit changes no meaning"
-        except ValueError:
-            reason = "commit has a long or binary file"
-        except (SyntaxError, RecursionError):
-            reason = "commit is not Python of this version"
-    if reason is None and changed_line_count(edits) > MOST_LINES:
-        reason = "commit is too large"
-    if reason is not None:
-        left_out[reason] += 1
-        return None
-    names = list(dict.fromkeys(span.name for span in spans if span.name))
-    subject, _, body = DEAD_WORDS.sub("", TRAILER.sub("", commit.message)).partition("\n")
-    about = {"commit": commit.name, "parent": commit.parent, "subject": " ".join(subject.split()).strip(" .:"), "body": body.strip(),
-             "name": names[0] if names else "", "names": names, "path": edits[0].path}  # fmt: skip
-    return Candidate("history", ("commit",), edits, spans, about)
-
-
-def candidates(
-    repository: Path, sources: Sequence[str], left_out: Counter[str], most: int = MOST_COMMITS
-) -> Iterator[Candidate]:
-    """Yield the commits of a repository that make tasks, the newest first; the others are counted by reason."""
-    for commit in commits(repository, left_out, most):
-        if candidate := reversal(repository, commit, sources, left_out):
-            yield candidate
+def candidates(repository: Path, sources: Sequence[str], left_out: Counter[str]) -> Iterator[Candidate]:
+    """Yield the commits of a repository that make tasks, the newest first, undone; the others are counted by reason."""
+    for commit in commits(repository, left_out):
+        edits = _undone(repository, commit, sources)
+        if isinstance(edits, str):
+            left_out[edits] += 1
+            continue
+        subject, _, body = DEAD_WORDS.sub("", TRAILER.sub("", commit.message)).partition("\n")
+        about = {"commit": commit.name, "parent": commit.parent, "subject": " ".join(subject.split()).strip(" .:"),
+                 "body": body.strip(), **_about(edits)}  # fmt: skip
+        yield Candidate("history", ("commit",), edits, solution_spans(edits), about)

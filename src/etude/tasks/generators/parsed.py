@@ -9,8 +9,8 @@ from __future__ import annotations
 import ast
 import difflib
 import warnings
-from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from etude.syntax import parse_python
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 LARGEST_FILE = 300_000  # bytes; longer ones are data or generated
+TEST_FOLDERS = frozenset({"test", "tests", "testing"})
 
 
 class Cut(NamedTuple):
@@ -39,15 +40,24 @@ def overlap(one: Cut, other: Cut) -> bool:
     return one.first <= other.last and other.first <= one.last
 
 
+def cut_text(text: str, cuts: Iterable[Cut]) -> str:
+    """Return a text with cuts made that do not overlap."""
+    content = text.encode()
+    for first, last, new in sorted(cuts, reverse=True):
+        content = content[:first] + new.encode() + content[last:]
+    return content.decode()
+
+
 def is_test_path(path: str) -> bool:
     """Whether a file holds tests or what tests need."""
     *folders, name = path.split("/")
-    return (
-        any(folder in {"test", "tests", "testing"} for folder in folders)
-        or name.startswith("test_")
-        or name.endswith(("_test.py", "_tests.py"))
-        or name in {"conftest.py", "tests.py", "test.py"}
-    )
+    named = name.startswith("test_") or name.endswith(("_test.py", "_tests.py"))
+    return named or name in {"conftest.py", "tests.py", "test.py"} or not TEST_FOLDERS.isdisjoint(folders)
+
+
+def is_below(path: str, places: Iterable[str]) -> bool:
+    """Whether a path is one of some files and folders, or in one of the folders."""
+    return any(place in {".", path} or path.startswith(f"{place}/") for place in places)
 
 
 def parse(text: str) -> ast.Module:
@@ -64,12 +74,13 @@ def shape(tree: ast.AST) -> str:
     return ast.dump(tree, annotate_fields=False)
 
 
-@dataclass(frozen=True)
 class Parsed:
-    """A file of a tree."""
+    """A file of a tree. `lines` keep their ends (a form feed is none); `starts`: the bytes they begin at, and the end of the text."""
 
-    path: str
-    text: str
+    def __init__(self, path: str, text: str) -> None:
+        self.path, self.text, self.content = path, text, text.encode()
+        self.lines = self.content.splitlines(keepends=True)
+        self.starts = [0, *accumulate(map(len, self.lines))]
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -78,53 +89,36 @@ class Parsed:
 
     @cached_property
     def shape(self) -> str:
-        """What the file means."""
         return shape(self.tree)
 
     @cached_property
-    def content(self) -> bytes:
-        """The UTF-8 text."""
-        return self.text.encode()
-
-    @cached_property
-    def lines(self) -> list[bytes]:
-        """Lines with their ends; form feeds do not end lines, as in Python's grammar."""
-        return self.content.splitlines(keepends=True)
-
-    @cached_property
-    def starts(self) -> list[int]:
-        """Where each line begins, and the end of the text."""
-        starts = [0]
-        for line in self.lines:
-            starts.append(starts[-1] + len(line))
-        return starts
+    def definitions(self) -> list[tuple[str, Definition]]:
+        """Functions and classes with their qualified names, those inside functions left out."""
+        return list(_definitions(self.tree, ""))
 
     def span(self, node: Any) -> tuple[int, int]:
         """Return where a node begins and ends; parentheses around an expression are outside."""
         return self.starts[node.lineno - 1] + node.col_offset, self.starts[node.end_lineno - 1] + node.end_col_offset
 
     def source(self, node: Any) -> str:
-        """Return the text of a node."""
         first, last = self.span(node)
         return self.content[first:last].decode()
 
     def replaced(self, node: Any, text: str) -> Cut:
-        """Return the cut that puts a text in a node's place."""
         return Cut(*self.span(node), text)
 
     def first_line(self, node: ast.stmt) -> int:
         """Return the first line of a statement, its decorators and the comments directly above it included."""
         line: int = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
-        while (
-            line > 1 and self.lines[line - 2].lstrip().startswith(b"#") and self.indent(line - 1) == self.indent(line)
-        ):
+        indent = self.indent(line)
+        while line > 1 and self.lines[line - 2].lstrip().startswith(b"#") and self.indent(line - 1) == indent:
             line -= 1
         return line
 
-    def indent(self, line: int) -> bytes:
+    def indent(self, line: int) -> str:
         """Return the white space a line begins with."""
         text = self.lines[line - 1]
-        return text[: len(text) - len(text.lstrip(b" \t\f"))]
+        return text[: len(text) - len(text.lstrip(b" \t\f"))].decode()
 
     def whole_lines(self, node: ast.stmt) -> bool:
         """Whether a statement shares its lines with no other: no semicolon, nothing before it."""
@@ -142,44 +136,34 @@ class Parsed:
             return None
         first, line = self.starts[self.first_line(node) - 1], node.end_lineno or 0
         if len(block) == 1:
-            return Cut(first, self.starts[line], self.indent(node.lineno).decode() + "pass" + self.line_end(line))
+            return Cut(first, self.starts[line], self.indent(node.lineno) + "pass" + self.line_end(line))
         while isinstance(node, Definition) and line < len(self.lines) and not self.lines[line].strip():
             line += 1
         return Cut(first, self.starts[line])
 
     def line_end(self, line: int) -> str:
-        """Return how a line ends."""
         text = self.lines[line - 1]
         return text[len(text.rstrip(b"\r\n")) :].decode()
 
     def cut(self, cuts: Iterable[Cut]) -> str:
-        """Return the text with cuts made that do not overlap."""
-        content = self.content
-        for first, last, text in sorted(cuts, reverse=True):
-            content = content[:first] + text.encode() + content[last:]
-        return content.decode()
+        return cut_text(self.text, cuts)
 
-    @cached_property
-    def definitions(self) -> list[tuple[str, Definition]]:
-        """Functions and classes with their qualified names, those inside functions left out."""
-        return list(_definitions(self.tree, ""))
+    def around(self, first: int, last: int) -> list[tuple[str, int, int]]:
+        """Return the definitions around some lines, the outermost first: name, first and last line."""
+        spans = [(name, self.first_line(node), node.end_lineno or 0) for name, node in self.definitions]
+        return [each for each in spans if each[1] <= first and last <= each[2]]
 
     def name_at(self, line: int) -> str:
         """Return the qualified name of the innermost definition around a line, or nothing."""
-        around = [name for name, node in self.definitions if self.first_line(node) <= line <= (node.end_lineno or 0)]
-        return around[-1] if around else ""
+        return next((name for name, *_ in reversed(self.around(line, line))), "")
 
     def about(self, name: str, node: Definition) -> dict[str, Any]:
         """Return what prompts may say of a definition."""
-        keyword = "class " if isinstance(node, ast.ClassDef) else "def "
-        inside = f"({ast.unparse(node.args)})" if not isinstance(node, ast.ClassDef) else ""
+        signature = f"class {node.name}"
+        if not isinstance(node, ast.ClassDef):
+            signature = f"def {node.name}({ast.unparse(node.args)})"
         doc = (ast.get_docstring(node) or "").strip().split("\n\n")[0]
-        return {
-            "name": name,
-            "path": self.path,
-            "signature": f"{keyword}{node.name}{inside}",
-            "docstring": " ".join(doc.split()),
-        }
+        return {"name": name, "path": self.path, "signature": signature, "docstring": " ".join(doc.split())}
 
 
 def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Definition]]:
@@ -192,9 +176,8 @@ def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Definition]]
             yield from _definitions(child, prefix)
 
 
-def read_text(path: Path) -> str | None:
+def plain_text(content: bytes) -> str | None:
     """Return a file's text with its line ends, or None if it is binary, too long, or begins with a byte-order mark."""
-    content = path.read_bytes()
     if len(content) > LARGEST_FILE or content.startswith(b"\xef\xbb\xbf") or b"\0" in content:
         return None
     try:
@@ -205,23 +188,24 @@ def read_text(path: Path) -> str | None:
 
 def paths_below(tree: Path, places: Sequence[str]) -> list[str]:
     """Return the files at or below some places of a tree, relative to it, in order."""
-    found = set()
-    for place in places:
-        at = tree / place
-        found |= {at} if at.is_file() else {path for path in at.rglob("*") if path.is_file() and not path.is_symlink()}
-    return sorted(path.relative_to(tree).as_posix() for path in found)
+    files: set[Path] = set()
+    for at in (tree / place for place in places):
+        files |= {at} if at.is_file() else {path for path in at.rglob("*") if path.is_file() and not path.is_symlink()}
+    return sorted(path.relative_to(tree).as_posix() for path in files)
+
+
+def read_texts(tree: Path, paths: Iterable[str], left_out: Counter[str]) -> dict[str, str]:
+    """Return the plain text files among some; the others are counted."""
+    texts = {path: plain_text((tree / path).read_bytes()) for path in paths}
+    left_out.update("file is long or not plain UTF-8" for text in texts.values() if text is None)
+    return {path: text for path, text in texts.items() if text is not None}
 
 
 def read_sources(tree: Path, sources: Sequence[str], left_out: Counter[str]) -> list[Parsed]:
     """Return the Python files of a package that are not tests; what cannot be used is counted by reason."""
+    paths = [path for path in paths_below(tree, sources) if path.endswith(".py") and not is_test_path(path)]
     files = []
-    for path in paths_below(tree, sources):
-        if not path.endswith(".py") or is_test_path(path):
-            continue
-        text = read_text(tree / path)
-        if text is None:
-            left_out["file is long or not plain UTF-8"] += 1
-            continue
+    for path, text in read_texts(tree, paths, left_out).items():
         file = Parsed(path, text)
         try:
             _ = file.tree
@@ -232,18 +216,29 @@ def read_sources(tree: Path, sources: Sequence[str], left_out: Counter[str]) -> 
     return files
 
 
-def changed_lines(before: str, after: str) -> list[tuple[int, int]]:
-    """Return the runs of lines of `after`, 1-based and inclusive, that differ; a removal is the line that follows it."""
-    old, new = before.split("\n"), after.split("\n")
-    head = 0
-    while head < min(len(old), len(new)) and old[head] == new[head]:
+def differing(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int, int, int]]:
+    """Return the runs of lines that differ: old[i:j] gave way to new[k:m].
+
+    Equal lines at both ends are skipped first, which is most of a long file.
+    """
+    least, head, tail = min(len(old), len(new)), 0, 0
+    while head < least and old[head] == new[head]:
         head += 1
-    tail = 0
-    while tail < min(len(old), len(new)) - head and old[-1 - tail] == new[-1 - tail]:
+    while tail < least - head and old[-1 - tail] == new[-1 - tail]:
         tail += 1
     matcher = difflib.SequenceMatcher(None, old[head : len(old) - tail], new[head : len(new) - tail], autojunk=False)
-    runs = [(head + first, head + last) for tag, _, _, first, last in matcher.get_opcodes() if tag != "equal"]
-    return [(min(first + 1, len(new)), max(first + 1, last)) for first, last in runs]
+    return [(head + i, head + j, head + k, head + m) for tag, i, j, k, m in matcher.get_opcodes() if tag != "equal"]
+
+
+def changed_lines(before: str, after: str) -> list[tuple[int, int]]:
+    """Return the runs of lines of `after`, 1-based and inclusive, that differ; a removal is the line that follows it."""
+    new = after.split("\n")
+    runs = differing(before.split("\n"), new)
+    return [(min(first + 1, len(new)), max(first + 1, last)) for _, _, first, last in runs]
+
+
+def changed_line_numbers(before: str, after: str) -> set[int]:
+    return {line for first, last in changed_lines(before, after) for line in range(first, last + 1)}
 
 
 def solution_spans(edits: Iterable[Edit]) -> tuple[Span, ...]:

@@ -12,12 +12,12 @@ import pytest
 from etude.parallel import cores
 from etude.sandbox.box import Entry
 from etude.tasks.score import Score, Scores, change_digest, one_a_core, score
-from etude.tasks.suite import FORMS, Ready
-from etude.tasks.task import Task
+from etude.tasks.suite import FORMS
+from etude.tasks.task import Codebase, Task
 from tests.tasks import small
 
 CODE = "calc/__init__.py"
-CALC = Ready("calc", "1", "0" * 64, Path("/nowhere"), ("calc",), ("test_calc.py",), Path("/nowhere"), unspoilable={form: frozenset() for form in FORMS})  # fmt: skip
+CALC = Codebase("calc", "1", "0" * 64, Path("/nowhere"), ("calc",), ("test_calc.py",), Path("/nowhere"), unspoilable={form: frozenset() for form in FORMS})  # fmt: skip
 
 
 def written(text: str, path: str = CODE, mode: int = 0o644) -> Entry:
@@ -31,7 +31,7 @@ class Counting:
         self.answers, self.during = list(answers), during
         self.count = self.at_once = self.most_at_once = 0
 
-    async def __call__(self, _task: Task, _codebase: Ready, _entries: Sequence[Entry]) -> Score:
+    async def __call__(self, _task: Task, _codebase: Codebase, _entries: Sequence[Entry]) -> Score:
         self.count += 1
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)

@@ -4,15 +4,19 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
+import tomllib
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from etude.errors import UserError
-from etude.tasks.harbor import read_harbor, write_harbor
+from etude.tasks.formats import diff, swebench_row, write_harbor, write_swebench
+from etude.tasks.manifest import TaskSet
 from tests.tasks import small
 
-OLD = 'version = "1.0"\n[metadata]\ncategory = "games"\n[verifier]\ntimeout_sec = 900\n[agent]\ntimeout_sec = 60\n[environment]\ndocker_image = "a/b:1"\nallow_internet = true\nmemory = "2G"\n'
 ASK = "import sys; from harbor.models.task.task import Task; task = Task(sys.argv[1]); print(task.name, task.config.verifier.environment_mode.value)"
 
 
@@ -23,13 +27,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_task_is_a_folder_that_gives_nothing_away(folder: Path) -> None:
-    found = read_harbor(folder)
-    assert (found.name, found.instruction, found.network, found.image) == (
-        "etude/calc-1",
-        "sums are wrong\n",
-        False,
-        None,
-    )
+    config = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
+    assert (config["task"]["name"], config["environment"]["network_mode"]) == ("etude/calc-1", "no-network")
+    assert (folder / "instruction.md").read_text(encoding="utf-8") == "sums are wrong\n"
     assert (folder / "environment/tree/calc/__init__.py").read_text(encoding="utf-8") == small.BROKEN
     assert "test_mean" not in (folder / "environment/tree/test_calc.py").read_text(encoding="utf-8")
     assert (folder / "tests/pristine/test_calc.py").read_text(encoding="utf-8") == small.TESTS
@@ -67,12 +67,28 @@ def test_harbor_itself_accepts_it(folder: Path) -> None:
     assert told == "etude/calc-1 separate\n"
 
 
-def test_a_task_of_terminal_bench_is_read(tmp_path: Path) -> None:
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "task.toml").write_text(OLD, encoding="utf-8")
-    with pytest.raises(UserError, match="is no Harbor task"):
-        read_harbor(tmp_path)
-    (tmp_path / "instruction.md").write_text("Play.", encoding="utf-8")
-    found = read_harbor(tmp_path)
-    assert (found.image, found.agent_seconds, found.verifier_seconds, found.network) == ("a/b:1", 60.0, 900.0, True)
-    assert (found.name, found.metadata) == (tmp_path.name, {"category": "games"})
+TEXT = st.lists(st.sampled_from(["a", "b", "--- c", "+++ d", "é\f", ""]), max_size=12).map("\n".join)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.tuples(TEXT, TEXT), min_size=10, max_size=10))
+def test_git_applies_diffs_and_undoes_them(pairs: list[tuple[str, str]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        sides = [{f"{i}.py": pair[side] for i, pair in enumerate(pairs)} for side in (0, 1)]
+        for name, text in sides[0].items():
+            Path(folder, name).write_bytes(text.encode())
+        patch = "".join(diff(name, sides[0][name], sides[1][name]) for name in sides[0])
+        for arguments, expected in ((["apply"], sides[1]), (["apply", "--reverse"], sides[0])):
+            if patch:
+                subprocess.run(["git", *arguments, "-"], cwd=folder, input=patch.encode(), check=True)
+            assert {name: Path(folder, name).read_bytes().decode() for name in expected} == expected
+
+
+def test_rows_hold_the_solution_and_the_hidden_tests(tmp_path: Path) -> None:
+    calc, task = small.codebase(tmp_path), small.task()
+    row = swebench_row(task, calc)
+    assert row["patch"] == diff("calc/__init__.py", small.BROKEN, small.SOLVED)
+    assert "+def test_mean" in row["test_patch"]
+    assert json.loads(row["FAIL_TO_PASS"]) == list(task.fail_to_pass)
+    write_swebench(TaskSet("set", "", (task,), {"calc==1": calc}), tmp_path / "rows.jsonl")
+    assert len((tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()) == 1

@@ -1,0 +1,295 @@
+"""A codebase: a package at a version, a folder or a git repository, unpacked once and cleaned, and the Python that its tests run with.
+
+The readers are those of the corpus (`data/sources`): no code of a package runs here, and members that lead out of an archive, links
+and devices are left out. What could give a solution away goes as well: caches, bytecode, build metadata, history.
+
+The Python has its dependencies and pytest, never the package itself, nor a copy of it. An environment is a folder named by what was
+asked for; what was installed is written down, and a manifest pins exactly that. No pip is left inside (pip carries copies of other
+packages), and the folders of the system that may hold packages are hidden.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections import Counter
+from configparser import ConfigParser
+from configparser import Error as ConfigError
+from contextlib import suppress
+from dataclasses import replace
+from email.parser import HeaderParser
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from etude.data.document import Raw
+from etude.data.filters.licence import PERMISSIVE, evaluate, stated_in
+from etude.data.settings import SourceSettings
+from etude.data.sources import open_source
+from etude.errors import UserError
+from etude.files import digest_of, read_json, sha256_file, write_json
+from etude.sandbox.layers import prepare
+from etude.tasks.generators.parsed import TEST_FOLDERS, is_test_path
+from etude.tasks.seal import clean
+from etude.tasks.task import Codebase
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from etude.data.document import Drop
+    from etude.progress import Reporter
+
+LARGEST = 16_000_000  # bytes of a file that is taken
+KEPT_APART = re.compile(r"PKG-INFO|pyproject\.toml|setup\.cfg|(src/)?[^/]+\.egg-info/requires\.txt")
+NO_PACKAGE = re.compile(r"(docs?|examples?|benchmarks?|tools?|scripts?|utils?|bin|ci|tasks?|perf|\..*)")
+NO_MODULE = re.compile(r"setup|conftest|noxfile|tasks|fabfile|versioneer|conf|manage|bench")
+ALWAYS = ("pytest", "coverage")
+TEST_EXTRAS = ("", "test", "tests", "testing")
+TOOLS = re.compile(  # what projects list among their test needs and no test needs
+    r"(pytest-(cov|xdist|black|flake8|mypy|ruff|checkdocs|enabler|perf|sugar|timeout|randomly|benchmark|codspeed|pep8|runner)"
+    r"|tox.*|nox|mypy|types-.*|ruff|flake8.*|black|isort|pylint|pre-commit|sphinx.*|furo|twine|build|wheel|codecov|coveralls"
+    r"|jaraco-test|pyroma|flit-core|check-manifest|pyright|pycodestyle|bandit|setuptools.*|pip|rst-linker|zest-releaser.*)"
+)
+RUNNER = "etude_report"  # the module in the environment that runs tests: report_plugin.py
+PLUGIN = Path(__file__).with_name("report_plugin.py")
+
+
+class PackageSettings(BaseModel):
+    """One codebase of a set: exactly one of pypi, folder and git."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    pypi: str | None = Field(None, description="a package at a version: name==version")
+    folder: str | None = Field(None, description="a folder with a package and its tests")
+    git: str | None = Field(None, description="a git repository: a folder, or anything git can clone")
+    revision: str = Field("HEAD", description="git: the commit, tag or branch")
+    sources: list[str] = Field([], description="folders and files with the code; none: they are looked for")
+    tests: list[str] = Field([], description="folders and files with the tests; none: they are looked for")
+    needs: list[str] = Field([], description="packages its tests need besides those its metadata name")
+    drop: list[str] = Field([], description="packages its metadata name that are not installed")
+    pytest: list[str] = Field([], description="options for pytest, such as -p asyncio or -o python_files=*.py")
+    older: list[str] = Field([], description="pypi: earlier versions, newest first, for `version` tasks")
+    licence: str = Field("", description="its licence (SPDX), where its metadata do not say")
+    share: float = Field(1.0, gt=0, le=1, description="of mutations and deletions: less where tests are slow")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> PackageSettings:
+        if sum(map(bool, (self.pypi, self.folder, self.git))) != 1:
+            raise ValueError("a package must have exactly one of pypi, folder and git")
+        if self.older and not self.pypi:
+            raise ValueError("`older` is for packages of the index")
+        return self
+
+    @property
+    def name(self) -> str:
+        """What the codebase is called."""
+        place = self.pypi or Path(self.folder or "").expanduser().resolve().name
+        place = re.split("[/:]", self.git)[-1] if self.git else place
+        return re.sub(r"[^a-z0-9]+", "-", place.partition("==")[0].removesuffix(".git").lower()).strip("-")
+
+
+def unpack(settings: PackageSettings, cache: Path, reporter: Reporter) -> Codebase:
+    """Fetch and unpack a codebase into the cache, or return what is there; it has no Python yet."""
+    place: dict[str, Any] = {"folder": settings.folder}
+    if settings.git:
+        place = {"git": settings.git, "revision": settings.revision}
+    elif settings.pypi:
+        place = {"pypi": [settings.pypi]}
+    source = open_source(SourceSettings(name=settings.name, **place), LARGEST, cache, reporter)
+    archive = source.parts[0].archive
+    documents = [] if archive else [each for part in source.parts for each in part.read()]
+    digest = sha256_file(Path(archive)) if archive else digest_of([[each.path, str(each)] for each in documents])
+    folder = cache / "codebases" / f"{settings.name}-{digest[:16]}"
+    if not (folder / "about.json").exists():
+        _write(folder, documents or [each for part in source.parts for each in part.read()])
+    metadata = read_json(folder / "about.json")["metadata"]
+    version = settings.pypi.partition("==")[2] if settings.pypi else (source.revision or digest)[:12]
+    sources, tests, paths = find_layout(folder / "tree", settings.sources, settings.tests, settings.name)
+    licence = settings.licence or stated_in(metadata.get("PKG-INFO", "").encode()) or ""
+    return Codebase(settings.name, version, digest, folder / "tree", sources, tests, paths=paths, licence=licence,
+                    metadata=metadata, options=tuple(settings.pytest))  # fmt: skip
+
+
+def _write(folder: Path, documents: Iterable[Raw | Drop]) -> None:
+    """Write the clean tree as a layer; the note beside it comes last and says that all is there."""
+    documents = list(documents)
+    left_out = Counter(each.reason for each in documents if not isinstance(each, Raw))
+    files = {each.path: each.content for each in documents if isinstance(each, Raw)}
+    contents = {path: text if isinstance(text, bytes) else text.encode() for path, text in files.items()}
+    apart = {path.rsplit("/", 1)[-1]: text for path, text in contents.items() if KEPT_APART.fullmatch(path)}
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        for path, content in contents.items():
+            target = Path(work, path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+        left_out.update(clean(Path(work)))
+        prepare(Path(work), folder / "tree")
+    metadata = {name: text.decode("utf-8", "replace") for name, text in apart.items()}
+    write_json(folder / "about.json", {"metadata": metadata, "left_out": dict(left_out)})
+
+
+def find_layout(tree: Path, sources: Iterable[str], tests: Iterable[str], name: str) -> tuple[tuple[str, ...], ...]:
+    """Return where code and tests of a tree lie, and what belongs on PYTHONPATH."""
+    root = next((top for top in ("src", "lib") if _code_in(tree / top)), ".")
+    code = _code_in(tree / root)
+    own = [each for each in code if each.stem.lower().replace("_", "-") in {name, name.removeprefix("python-")}]
+    chosen = own if root == "." and own else code
+    given = tuple(sources) or tuple(each.relative_to(tree).as_posix() for each in chosen)
+    checks = tuple(tests) or tuple(_tests_in(tree))
+    for what, places in {"code": given, "tests": checks}.items():
+        if not places or any(not (tree / place).exists() for place in places):
+            where = ", ".join(places) or "the usual places"
+            raise UserError(f"{name}: no {what} found at {where}; set `sources` and `tests`")
+    roots = tuple(dict.fromkeys(place.rpartition("/")[0] or "." for place in given)) if sources else (root,)
+    return given, checks, roots
+
+
+def _code_in(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.iterdir()) if _is_code(path)] if folder.is_dir() else []
+
+
+def _is_code(path: Path) -> bool:
+    if path.is_dir():
+        odd = is_test_path(f"{path.name}/x") or NO_PACKAGE.fullmatch(path.name)
+        return (path / "__init__.py").exists() and not odd
+    return path.suffix == ".py" and not NO_MODULE.fullmatch(path.stem) and not is_test_path(path.name)
+
+
+def _tests_in(tree: Path) -> list[str]:
+    """Return the outermost folders of tests, and test files that lie elsewhere."""
+    places: dict[str, None] = {}
+    for path in sorted(tree.rglob("*.py")):
+        place = path.relative_to(tree).as_posix()
+        if is_test_path(place) and path.name != "conftest.py":
+            folders = place.split("/")[:-1]
+            depth = next((i for i, each in enumerate(folders) if each in TEST_FOLDERS), None)
+            places["/".join(folders[: depth + 1]) if depth is not None else place] = None
+    return list(places)
+
+
+def permissive(licence: str) -> bool:
+    """Whether what is under a licence may go into a set that is handed on."""
+    return bool(licence) and evaluate(licence, lambda one: one.lower() in PERMISSIVE)
+
+
+def requirements(codebase: Codebase, settings: PackageSettings) -> list[str]:
+    """Return what the tests of a codebase need, as far as its metadata and the recipe say."""
+    stated = [line for name, read in READERS.items() for line in read(codebase.metadata.get(name, ""))]
+    dropped = {canonicalize_name(name) for name in [*settings.drop, codebase.name]}
+    wanted: dict[str, str] = {}
+    for line in [*settings.needs, *ALWAYS, *stated]:
+        try:
+            each = Requirement(line)
+        except InvalidRequirement:
+            continue  # a reference to a file or to another section
+        name = canonicalize_name(each.name)
+        named = line in settings.needs or not (name in dropped or TOOLS.fullmatch(name))
+        if named and (each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in TEST_EXTRAS)):
+            each.marker = None
+            wanted.setdefault(name, str(each))
+    return sorted(wanted.values())
+
+
+def _in_headers(text: str) -> list[str]:
+    return [str(line) for line in HeaderParser().parsestr(text).get_all("Requires-Dist", [])]
+
+
+def _in_egg_info(text: str) -> Iterator[str]:
+    """Yield the lines of requires.txt; a section is `[extra]`, `[:marker]` or `[extra:marker]`."""
+    extra, marker = "", ""
+    for line in filter(None, map(str.strip, text.splitlines())):
+        if line.startswith("["):
+            extra, _, marker = line.strip("[]").partition(":")
+        elif extra in TEST_EXTRAS:
+            yield f"{line}; {marker}" if marker and ";" not in line else line
+
+
+def _in_project(text: str) -> Iterator[str]:
+    with suppress(tomllib.TOMLDecodeError):
+        file = tomllib.loads(text)
+        project = file.get("project", {})
+        extras = {**project.get("optional-dependencies", {}), **file.get("dependency-groups", {})}
+        tests = [line for name in TEST_EXTRAS for line in extras.get(name, [])]
+        yield from (line for line in [*project.get("dependencies", []), *tests] if isinstance(line, str))
+
+
+def _in_setup(text: str) -> Iterator[str]:
+    file = ConfigParser(interpolation=None)
+    with suppress(ConfigError):
+        file.read_string(text)
+        yield from file.get("options", "install_requires", fallback="").splitlines()
+        for name in filter(None, TEST_EXTRAS):
+            yield from file.get("options.extras_require", name, fallback="").splitlines()
+
+
+READERS = {"PKG-INFO": _in_headers, "requires.txt": _in_egg_info, "pyproject.toml": _in_project, "setup.cfg": _in_setup}
+
+
+def with_environment(codebase: Codebase, settings: PackageSettings, cache: Path, pins: Sequence[str] = ()) -> Codebase:
+    """Give a codebase its Python, built now or there already. `pins`: exactly these packages, from a manifest."""
+    wanted = list(pins) or requirements(codebase, settings)
+    key = digest_of([f"{sys.version_info.major}.{sys.version_info.minor}", bool(pins), wanted])
+    folder = cache / "environments" / key[:16]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "etude.json").exists():
+            _build(folder, wanted, exact=bool(pins), what=codebase.name)
+        note = read_json(folder / "etude.json")
+        runner = Path(note["site"], f"{RUNNER}.py")
+        _refuse_copies(codebase.name, runner.parent)
+        if not runner.exists() or runner.read_bytes() != PLUGIN.read_bytes():
+            shutil.copyfile(PLUGIN, runner)
+    hidden, installed = tuple(note["hidden"]), tuple(note["installed"])
+    return replace(codebase, python=folder / "bin" / "python", installed=installed, hidden=hidden)
+
+
+def _build(folder: Path, wanted: Sequence[str], *, exact: bool, what: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    _run([sys.executable, "-m", "venv", "--without-pip", str(folder)], what)
+    python = str(folder / "bin" / "python")
+    exactly = ["--no-deps"] if exact else []
+    _run([sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check", "--no-input",
+          "--prefer-binary", *exactly, *wanted], what)  # fmt: skip
+    asked = "import json, site, sys, sysconfig; print(json.dumps([sysconfig.get_path('purelib'), sys.base_prefix]))"
+    site, base = json.loads(_run([python, "-I", "-c", asked], what))
+    found = importlib.metadata.distributions(path=[site])
+    installed = sorted(f"{canonicalize_name(each.name)}=={each.version}" for each in found)
+    library = Path(base, "lib", f"python{sys.version_info.major}.{sys.version_info.minor}")
+    local = Path("/usr/local/lib", library.name)
+    hidden = [library / "site-packages", library / "ensurepip", local / "dist-packages", local / "site-packages",
+              Path("/usr/lib/python3/dist-packages"), Path("/usr/share/python-wheels")]  # fmt: skip
+    there = [str(each) for each in hidden if each.is_dir()]
+    write_json(folder / "etude.json", {"site": site, "installed": installed, "hidden": there})
+
+
+def _run(command: Sequence[str], what: str) -> str:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, env=environ)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()] or ["it said nothing"]
+        raise UserError(f"{what}: no environment for its tests: {said[-1].strip()[:300]}; set `needs` or `drop`")
+    return done.stdout
+
+
+def _refuse_copies(name: str, site: Path) -> None:
+    """Refuse an environment that holds the package; copies under other names are for the gate (`seal.py`) to find."""
+    installed = {canonicalize_name(each.name): each for each in importlib.metadata.distributions(path=[str(site)])}
+    if (own := canonicalize_name(name)) in installed:
+        needs = {user: [Requirement(line).name for line in each.requires or []] for user, each in installed.items()}
+        users = [user for user, names in needs.items() if own in map(canonicalize_name, names)]
+        who = f"{name}: its tests would need {', '.join(users)}, which needs it"
+        raise UserError(f"{who}; put what brings it into `drop`")
