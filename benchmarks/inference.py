@@ -70,7 +70,7 @@ class Load:
         began = clock()
         for prompt in prompts:
             self.add(prompt, new, temperature)
-        while engine.waiting or engine.filling:
+        while engine.waiting or engine.prefilling:
             engine.step()
         read, written, steps, finished = clock(), counts.written_tokens, counts.steps, counts.finished
         lengths = lengths_then = int(engine.rows.computed.sum())
@@ -193,7 +193,7 @@ def gpu_transformers() -> dict[str, Any]:
 
 
 def with_heads(folder: Path, rows: int) -> Engine:
-    """Return an engine for a model with heads that guess."""
+    """Return an engine for a model with heads that draft."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
     model = load_model(folder, device, torch.bfloat16 if gpu else torch.float32)
@@ -208,14 +208,14 @@ def guessing(
     for size in sizes:
         row: dict[str, Any] = {"requests": size}
         for name, wish in (("plain", False), ("guessing", True)):
-            engine.pace.wish = wish
+            engine.speculation.wish = wish
             chosen = [prompts[index % len(prompts)][index // len(prompts) :] for index in range(size)]
             load.decode_rate(chosen, new, temperature)
-            before = (engine.counts.kept, engine.counts.guesses)
+            before = (engine.counts.accepted, engine.counts.drafts)
             row[name] = load.decode_rate(chosen, new, temperature)
             if wish:
-                kept, guessed = engine.counts.kept - before[0], engine.counts.guesses - before[1]
-                row["kept_of_guessed"], row["tokens_a_round"] = kept / guessed, 1 + kept / guessed * engine.guesses
+                kept, drafted = engine.counts.accepted - before[0], engine.counts.drafts - before[1]
+                row["kept_of_guessed"], row["tokens_a_round"] = kept / drafted, 1 + kept / drafted * engine.drafts
         row["ratio"] = row["guessing"]["tokens_per_second"] / row["plain"]["tokens_per_second"]
         rows.append(row)
         print(row, flush=True)

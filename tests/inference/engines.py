@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, 
 
 from etude.inference.local import build
 from etude.inference.policy import Completion, Sampling, Token
-from etude.inference.prefix_cache import Pages
+from etude.inference.prefix_cache import PrefixCache
 from tests import tiny
 
 if TYPE_CHECKING:
@@ -69,16 +69,16 @@ def model_of(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
 
 def engine_of(  # noqa: PLR0913 - what one may want to vary
     model: Any, heads: Any = None, *, rows: int = 8, page: int | None = None, pages: int | None = None, chunk: int = 512,
-    context: int = 256, guess: bool | None = None, late: int = 0, decode: Any = str, say: Any = print,
+    context: int = 256, speculate: bool | None = None, late: int = 0, decode: Any = str, say: Any = print,
 ) -> Engine:  # fmt: skip
     """Return an engine over a copy of a model and its heads. `late` = 1: a step is read after the next is launched, as on a GPU."""
     model, heads = copy.deepcopy((model, heads))  # together: they have one config
     engine = build(model, heads, decode, context=context, rows=rows, page=page, say=say)
     if page or pages:
         pages = pages or 2 * rows * engine.decoder.table.shape[1]
-        engine.pages = Pages(pages, engine.pages.size)
-        engine.runner.allot(pages, engine.pages.size)
-    engine.chunk, engine.pace.wish, engine._late = chunk, guess, late
+        engine.prefix_cache = PrefixCache(pages, engine.prefix_cache.size)
+        engine.runner.allot(pages, engine.prefix_cache.size)
+    engine.chunk, engine.speculation.wish, engine._late = chunk, speculate, late
     return engine
 
 
@@ -161,6 +161,6 @@ def assert_all_returned(engine: Engine) -> None:
     """See that nothing is held: every row is free, and every page once the tree of texts is left behind."""
     assert not engine.busy()
     assert sorted(engine.rows._free) == list(range(engine.rows.count))
-    engine.pages.renew(engine.pages.version + 1)
-    assert engine.pages.free() == engine.pages.count
-    assert sorted(engine.pages._free) == list(range(1, engine.pages.count + 1))
+    engine.prefix_cache.renew(engine.prefix_cache.version + 1)
+    assert engine.prefix_cache.free() == engine.prefix_cache.count
+    assert sorted(engine.prefix_cache._free) == list(range(1, engine.prefix_cache.count + 1))

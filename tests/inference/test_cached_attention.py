@@ -104,7 +104,7 @@ def test_a_pass_writes_its_own_places_and_nothing_else(case: Case) -> None:
 
 
 def test_layers_come_in_order_and_threads_do_not_meet() -> None:
-    case = CASES["guesses of each"]
+    case = CASES["drafts of each"]
     cache, where, query, key, value = filled(case, CPU, torch.float32)
     other_cache, *_ = filled(case, CPU, torch.float32)
     inside, ready = threading.Event(), threading.Event()
@@ -128,8 +128,8 @@ def test_layers_come_in_order_and_threads_do_not_meet() -> None:
 
 
 def test_what_one_request_leaves_does_not_reach_another() -> None:
-    """Pages beyond a text, and places beyond its end, may hold anything a request before has left there."""
-    case = CASES["guesses of each"]
+    """PrefixCache beyond a text, and places beyond its end, may hold anything a request before has left there."""
+    case = CASES["drafts of each"]
     cache, where, query, key, value = filled(case, CPU, torch.float32)
     cache.write(1, where, key, value)
     before = _together(query, 1, Pass(cache, where, 1), 0.3, 0)

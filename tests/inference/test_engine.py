@@ -174,7 +174,7 @@ def test_under_pressure_the_oldest_goes_on_and_all_finish() -> None:
     while engine.busy():
         engine.step()
     assert order == [0, 1, 2, 3, 4]
-    assert engine.counts.set_back > 0
+    assert engine.counts.preempted > 0
     assert engine.counts.prompt_tokens == sum(map(len, prompts))  # once each, however often they were read
 
 
@@ -214,7 +214,7 @@ def test_the_cached_part_of_a_request_that_was_set_back_is_what_it_found_first()
     engine = engine_of(the_model(), page=8, pages=9, chunk=8)
     asks = [Ask(prompts_of(20)[0], Sampling(40, temperature=0)), Ask(prompts_of(40, seed=2)[0], GREEDY)]
     done = [each.completion for each in run(engine, asks)]
-    assert engine.counts.set_back > 0
+    assert engine.counts.preempted > 0
     assert [each.cached for each in done] == [0, 0]
 
 
@@ -303,7 +303,7 @@ def test_a_request_whose_output_is_no_number_fails_and_others_do_not(page: int |
     got = run(engine, [Ask(short, GREEDY), Ask([9] * 40, GREEDY)])
     assert got[0].completion.token_ids == expected[0]
     assert "not a number" in str(got[1].ends[0])
-    # Pages it wrote to are used again, beside longer ones.
+    # PrefixCache it wrote to are used again, beside longer ones.
     again = complete(engine, [short, [7, *short], long], GREEDY)
     assert [again[0].token_ids, again[2].token_ids] == [expected[0], expected[1]]
 

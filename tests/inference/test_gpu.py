@@ -52,7 +52,7 @@ def test_experts_in_graphs_choose_as_without() -> None:
 def test_guessing_changes_no_greedy_text(*, compiled: bool) -> None:
     model = model_of()
     engine = on_gpu(model, MtpHeads.for_model(model, depth=3), compiled=compiled)
-    engine.pace.wish = True
+    engine.speculation.wish = True
     prompts = prompts_of(*LENGTHS)
     got = complete(engine, prompts, Sampling(24, temperature=0))
     assert engine.counts.rounds > 0

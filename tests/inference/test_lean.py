@@ -68,9 +68,9 @@ def test_heads_say_what_they_say_by_themselves(*, shared: bool) -> None:
     tokens, hidden = torch.arange(20) % 97, torch.randn(20, 32)
     where = plan([([1, 2], 0, 20)], 16, runner.device)
     lean = runner.lean
-    found = [runner.guess(depth, hidden, tokens, where) for depth in range(2)]
+    found = [runner.draft(depth, hidden, tokens, where) for depth in range(2)]
     runner.lean = None
-    expected = [runner.guess(depth, hidden, tokens, where) for depth in range(2)]
+    expected = [runner.draft(depth, hidden, tokens, where) for depth in range(2)]
     assert lean is not None
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(found[0], found[1]) or shared

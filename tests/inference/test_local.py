@@ -271,7 +271,7 @@ def test_a_model_that_gets_a_new_engine_does_not_keep_the_old_ones_cache() -> No
 
 def test_a_folder_is_opened_and_what_it_lacks_is_said(tiny_base: Path) -> None:
     with pytest.raises(UserError, match="has no MTP heads"):
-        LocalPolicy.open(tiny_base, device="cpu", guess=True)
+        LocalPolicy.open(tiny_base, device="cpu", speculate=True)
     with pytest.raises(UserError, match="context = 2000: this model can be run with 1 to 1024 tokens"):
         LocalPolicy.open(tiny_base, device="cpu", context=2000)
 

@@ -83,4 +83,4 @@ def test_a_request_that_was_set_back_names_each_position_once() -> None:
     engine = engine_of(model, page=8, pages=8)
     for prompt, done in zip(prompts, complete(engine, prompts, WATCHED), strict=True):
         assert torch.equal(done.experts.sort().values.long(), chosen(model, prompt + done.token_ids[:-1]))
-    assert engine.counts.set_back > 0
+    assert engine.counts.preempted > 0

@@ -77,7 +77,7 @@ def test_after_thousands_of_requests_nothing_is_left_behind() -> None:
             assert texts == {tuple(longest[which][:most])}
         await policy.close()
         assert (
-            len(policy.engine.pages._loose) < 10 * policy.engine.pages.count
+            len(policy.engine.prefix_cache._loose) < 10 * policy.engine.prefix_cache.count
         )  # what may be evicted, without old notes
 
     longest = [greedy(model, prompt, 6) for prompt in PROMPTS]

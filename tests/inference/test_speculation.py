@@ -1,4 +1,4 @@
-"""Guessing ahead must not change what is written: not the greedy tokens, not the distribution of the sampled ones."""
+"""SpeculationSpeed ahead must not change what is written: not the greedy tokens, not the distribution of the sampled ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.inference.sampler import Choice, distribution, sample, truncated
-from etude.inference.speculation import guess, judge
+from etude.inference.speculation import draft, judge
 from tests.inference.chances import SURE, surprise
 
 MANY = 1 << 15
@@ -43,16 +43,16 @@ PAIRS = {  # what the model says, what the head says
 def test_a_token_is_distributed_as_the_models_own(model: torch.Tensor, head: torch.Tensor) -> None:
     after = logs(0.1, 0.2, 0.3, 0.4)
     choice, position = same(MANY), torch.full((MANY,), 12)
-    guesses = guess(head.expand(MANY, -1), choice, position)
-    assert surprise(guesses, head.exp()) > SURE
+    drafts = draft(head.expand(MANY, -1), choice, position)
+    assert surprise(drafts, head.exp()) > SURE
     done = judge(
-        torch.stack([model, after]).expand(MANY, -1, -1), head.expand(MANY, 1, -1), guesses[:, None], choice, position
+        torch.stack([model, after]).expand(MANY, -1, -1), head.expand(MANY, 1, -1), drafts[:, None], choice, position
     )
     assert surprise(done.tokens_Rk1[:, 0], model.exp()) > SURE
-    kept = done.kept_R == 1
+    kept = done.accepted_R == 1
     overlap = round(float(torch.minimum(model.softmax(-1), head.softmax(-1)).sum()), 6)
     assert surprise(kept.long(), torch.tensor([1 - overlap, overlap])) > SURE
-    assert torch.equal(done.tokens_Rk1[kept, 0], guesses[kept])
+    assert torch.equal(done.tokens_Rk1[kept, 0], drafts[kept])
     assert surprise(done.tokens_Rk1[kept, 1], after.exp()) > SURE
     drawn_from = torch.stack([model, after]).log_softmax(-1)
     expected = drawn_from[torch.arange(2), done.tokens_Rk1]
@@ -79,10 +79,10 @@ class Chain:
             found.append(chance)
         return torch.tensor(found)
 
-    def write(self, choice: Choice, guesses: int, length: int) -> torch.Tensor:
+    def write(self, choice: Choice, drafts: int, length: int) -> torch.Tensor:
         """Return texts written in rounds, as the engine does it: [R, length]."""
         count = len(choice.seed)
-        text = torch.zeros(count, length + 2 * guesses + 4, dtype=torch.int64)
+        text = torch.zeros(count, length + 2 * drafts + 4, dtype=torch.int64)
         rows, position = torch.arange(count), torch.full((count,), 2)  # where the next token goes
 
         def scaled(table: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
@@ -91,14 +91,14 @@ class Chain:
         while int(position.min()) < length + 2:
             position = position.clamp(max=length + 2)
             heads = []
-            for ahead in range(guesses):
+            for ahead in range(drafts):
                 heads.append(scaled(self.head, position + ahead))
-                text[rows, position + ahead] = guess(heads[-1], choice, position + ahead)
-            models = [scaled(self.model, position + ahead) for ahead in range(guesses + 1)]
-            guessed = text[rows[:, None], position[:, None] + torch.arange(guesses)]
-            done = judge(torch.stack(models, 1), torch.stack(heads, 1), guessed, choice, position)
-            text[rows[:, None], position[:, None] + torch.arange(guesses + 1)] = done.tokens_Rk1
-            position = position + done.kept_R + 1
+                text[rows, position + ahead] = draft(heads[-1], choice, position + ahead)
+            models = [scaled(self.model, position + ahead) for ahead in range(drafts + 1)]
+            drafted = text[rows[:, None], position[:, None] + torch.arange(drafts)]
+            done = judge(torch.stack(models, 1), torch.stack(heads, 1), drafted, choice, position)
+            text[rows[:, None], position[:, None] + torch.arange(drafts + 1)] = done.tokens_Rk1
+            position = position + done.accepted_R + 1
         return text[:, 2 : length + 2]
 
 
@@ -107,29 +107,29 @@ SETTINGS: list[tuple[int, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("guesses", "settings"), SETTINGS, ids=str)
-def test_whole_texts_are_distributed_as_the_models_own(guesses: int, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("drafts", "settings"), SETTINGS, ids=str)
+def test_whole_texts_are_distributed_as_the_models_own(drafts: int, settings: dict[str, Any]) -> None:
     chain, choice = Chain(5, apart=1.5), same(8_000, **settings)
-    text = chain.write(choice, guesses, length=3)
+    text = chain.write(choice, drafts, length=3)
     number = (text * torch.tensor([9, 3, 1])).sum(1)
     assert surprise(number, chain.chances(3, choice)) > SURE
 
 
 @given(st.integers(0, 1 << 30), st.integers(1, 4), st.integers(2, 40))
-def test_greedy_text_is_the_models_own(seed: int, guesses: int, vocabulary: int) -> None:
+def test_greedy_text_is_the_models_own(seed: int, drafts: int, vocabulary: int) -> None:
     torch.manual_seed(seed)
     rows = 6
-    raw = (torch.randn(rows, guesses + 1, vocabulary) * 3).round() / 2  # with ties
+    raw = (torch.randn(rows, drafts + 1, vocabulary) * 3).round() / 2  # with ties
     choice = same(rows, temperature=0.0)
-    repeated = Choice(*(each.repeat_interleave(guesses + 1) for each in vars(choice).values()))
+    repeated = Choice(*(each.repeat_interleave(drafts + 1) for each in vars(choice).values()))
     model = distribution(raw.flatten(0, 1), repeated, cut=False).unflatten(0, (rows, -1))
-    plain = sample(raw.flatten(0, 1), repeated, torch.arange(rows * (guesses + 1)), cut=False).token.view(rows, -1)
-    guessed = torch.where(torch.rand(rows, guesses) < 0.7, plain[:, :-1], torch.randint(0, vocabulary, (rows, guesses)))
-    done = judge(model, torch.randn(rows, guesses, vocabulary), guessed, choice, torch.arange(rows))
+    plain = sample(raw.flatten(0, 1), repeated, torch.arange(rows * (drafts + 1)), cut=False).token.view(rows, -1)
+    drafted = torch.where(torch.rand(rows, drafts) < 0.7, plain[:, :-1], torch.randint(0, vocabulary, (rows, drafts)))
+    done = judge(model, torch.randn(rows, drafts, vocabulary), drafted, choice, torch.arange(rows))
     for row in range(rows):
-        right = (guessed[row] == plain[row, :-1]).tolist()
-        kept = right.index(False) if False in right else guesses
-        assert done.kept_R[row] == kept
+        right = (drafted[row] == plain[row, :-1]).tolist()
+        kept = right.index(False) if False in right else drafts
+        assert done.accepted_R[row] == kept
         assert done.tokens_Rk1[row, : kept + 1].tolist() == plain[row, : kept + 1].tolist()
     assert (done.logprobs_Rk1 == 0).all()
 
@@ -147,21 +147,21 @@ def test_greedy_is_the_models_own_where_two_logits_are_next_to_each_other() -> N
         choice,
         torch.zeros(4000, dtype=torch.int64),
     )
-    assert (done.kept_R == 1).all()
+    assert (done.accepted_R == 1).all()
     assert (done.tokens_Rk1 == 1).all()
 
 
 def test_a_greedy_guess_is_the_heads_likeliest() -> None:
     logits = torch.randn(50, 30)
-    assert torch.equal(guess(logits, same(50, temperature=0.0), torch.arange(50)), logits.argmax(-1))
+    assert torch.equal(draft(logits, same(50, temperature=0.0), torch.arange(50)), logits.argmax(-1))
 
 
 def test_a_guess_is_the_same_in_any_batch() -> None:
     logits, choice, position = torch.randn(20, 300), same(20), torch.arange(20)
-    whole = guess(logits, choice, position)
+    whole = draft(logits, choice, position)
     for row in range(20):
         here = slice(row, row + 1)
-        assert guess(logits[here], choice.rows(here), position[here]) == whole[row]
+        assert draft(logits[here], choice.rows(here), position[here]) == whole[row]
     judged = judge(logits[:, None].repeat(1, 2, 1), logits.flip(0)[:, None], whole[:, None], choice, position)
     for row in range(20):
         here = slice(row, row + 1)

@@ -108,7 +108,7 @@ def test_a_stop_text_ends_the_text_however_it_is_cut(pieces: list[str], stops: l
     for place in range(len(shown)):  # nothing that is shown is ever taken back
         assert first_stop("".join(pieces), stops).startswith("".join(shown[: place + 1]))
     assert "".join(shown) + cut.flush() == first_stop("".join(pieces), stops)
-    assert cut.found == any(stop in "".join(pieces) for stop in stops)
+    assert cut.met == any(stop in "".join(pieces) for stop in stops)
 
 
 def test_only_what_may_be_a_stop_text_is_held_back() -> None:

@@ -69,17 +69,17 @@ class Talk:
 
     def after(self, messages: Sequence[tuple[str, str]]) -> list[int]:
         """Return the tokens between the end token of a turn and the next turn."""
-        told = list(messages)
+        turns = list(messages)
         if self.answers_as != "tool":
-            answers = sum(role == "tool" for role, _ in told)
+            answers = sum(role == "tool" for role, _ in turns)
             count = itertools.count(1)
-            heads = [f"[{next(count)} of {answers}]\n" if role == "tool" and answers > 1 else "" for role, _ in told]
-            told = [(self.answers_as, head + text) for head, (_, text) in zip(heads, told, strict=True)]
+            heads = [f"[{next(count)} of {answers}]\n" if role == "tool" and answers > 1 else "" for role, _ in turns]
+            turns = [(self.answers_as, head + text) for head, (_, text) in zip(heads, turns, strict=True)]
         if (
-            all(role == "user" for role, _ in told) and len(told) > 1
+            all(role == "user" for role, _ in turns) and len(turns) > 1
         ):  # many templates want users and assistants to alternate
-            told = [("user", "\n\n".join(text for _, text in told))]
-        return self._tokens(self._shape_after(tuple(role for role, _ in told)), [text for _, text in told])
+            turns = [("user", "\n\n".join(text for _, text in turns))]
+        return self._tokens(self._shape_after(tuple(role for role, _ in turns)), [text for _, text in turns])
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of an untrusted text that follows others."""
@@ -161,5 +161,5 @@ def _called(calls: int, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if not made:
         return [{"role": "assistant", "content": SAID}, *answers]
     ids = [{"tool_call_id": call["id"], "name": PROBE.name} for call in made]
-    told = [answer | more for answer, more in zip(answers, [*ids, *[{}] * (len(answers) - calls)], strict=True)]
-    return [{"role": "assistant", "content": "", "tool_calls": made}, *told]
+    turns = [answer | more for answer, more in zip(answers, [*ids, *[{}] * (len(answers) - calls)], strict=True)]
+    return [{"role": "assistant", "content": "", "tool_calls": made}, *turns]

@@ -66,7 +66,7 @@ def message_format() -> ChatFormat:
 
 def messages_of(prompt: Sequence[int]) -> list[dict[str, str]]:
     """Return the messages of a context; the one that is begun and empty is left to the endpoint."""
-    found: list[dict[str, str]] = []
+    messages: list[dict[str, str]] = []
     held: list[int] = []
     role = ""
     for token in [*prompt, END]:
@@ -74,11 +74,11 @@ def messages_of(prompt: Sequence[int]) -> list[dict[str, str]]:
             role, held = ROLES[token], []
         elif token == END:
             if role and (held or role != "assistant"):
-                found.append({"role": role, "content": bytes(held).decode("utf-8", errors="replace")})
+                messages.append({"role": role, "content": bytes(held).decode("utf-8", errors="replace")})
             role = ""
         else:
             held.append(token)
-    return found
+    return messages
 
 
 class EndpointPolicy:

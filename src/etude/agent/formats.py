@@ -50,7 +50,7 @@ THINK, THOUGHT = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
-class Found:
+class CallMatch:
     """A call in a text, or what is wrong with it in one line."""
 
     start: int
@@ -63,7 +63,7 @@ class Style(Protocol):
 
     name: str
 
-    def find(self, text: str, start: int) -> Found | None:
+    def find(self, text: str, start: int) -> CallMatch | None:
         """Return the first call at `start` or behind it."""
         ...
 
@@ -89,21 +89,21 @@ def read_turn(text: str, style: Style, tokens_up_to: Callable[[int], int], *, in
     return Turn("\n".join(thoughts), "".join(parts["said"]).strip(), tuple(calls), tuple(malformed), tokens)
 
 
-def sections(text: str, style: Style, *, in_thinking: bool) -> Iterator[tuple[int, int, str | Found]]:
+def sections(text: str, style: Style, *, in_thinking: bool) -> Iterator[tuple[int, int, str | CallMatch]]:
     """Yield where each section begins and ends, and what it is; together they are the text."""
-    at, found = 0, style.find(text, 0)
+    at, match = 0, style.find(text, 0)
     while at < len(text):
-        if found and found.start < at:
-            found = style.find(text, at)
+        if match and match.start < at:
+            match = style.find(text, at)
         think = at if in_thinking else text.find(THINK, at)
-        what: str | Found = "said"
+        what: str | CallMatch = "said"
         start = end = len(text)
-        if think >= 0 and (found is None or think <= found.start):
+        if think >= 0 and (match is None or think <= match.start):
             closed = text.find(THOUGHT, think)
             start, what = think, "thinking"
             end = closed + len(THOUGHT) if closed >= 0 else len(text)
-        elif found:
-            start, end, what = found.start, found.end, found
+        elif match:
+            start, end, what = match.start, match.end, match
         if start > at:
             yield at, start, "said"
         if end > start:
@@ -127,7 +127,7 @@ class JsonCalls:
 
     name = "json"
 
-    def find(self, text: str, start: int) -> Found | None:
+    def find(self, text: str, start: int) -> CallMatch | None:
         """Return the first call."""
         begin = text.find(OPEN, start)
         if begin < 0:
@@ -136,13 +136,13 @@ class JsonCalls:
             value, end = _DECODER.raw_decode(text, _SPACE.match(text, begin + len(OPEN)).end())  # type: ignore[union-attr]
             closing = _CLOSING.match(text, end)
             if closing is None:
-                return Found(begin, behind_fault(text, begin), f"a call has no {CLOSE} behind its JSON")
-            return Found(begin, closing.end(), _call(value))
+                return CallMatch(begin, behind_fault(text, begin), f"a call has no {CLOSE} behind its JSON")
+            return CallMatch(begin, closing.end(), _call(value))
         except RecursionError:
             fault = "a call is nested too deeply"
         except ValueError as error:
             fault = f"a call is not JSON: {str(error)[:80]}"
-        return Found(begin, behind_fault(text, begin), fault)
+        return CallMatch(begin, behind_fault(text, begin), fault)
 
     def render(self, call: Call) -> str:
         """Return a call as JSON."""
@@ -179,21 +179,21 @@ class TagCalls:
 
     name = "tags"
 
-    def find(self, text: str, start: int) -> Found | None:
+    def find(self, text: str, start: int) -> CallMatch | None:
         """Return the first call."""
         begin = text.find(OPEN, start)
         if begin < 0:
             return None
         call = _CALL.match(text, begin)
         if call is None:
-            return Found(begin, behind_fault(text, begin), f"a call is not <function=…>…</function> up to {CLOSE}")
+            return CallMatch(begin, behind_fault(text, begin), f"a call is not <function=…>…</function> up to {CLOSE}")
         name, body = call.groups()
         arguments, at = {}, 0
         while parameter := _PARAMETER.match(body, at):
             arguments[parameter[1]], at = parameter[2], parameter.end()
         if body[at:].strip():
-            return Found(begin, call.end(), f"a call of {name[:40]!r} holds more than <parameter=…>…</parameter>")
-        return Found(begin, call.end(), Call(name, arguments))
+            return CallMatch(begin, call.end(), f"a call of {name[:40]!r} holds more than <parameter=…>…</parameter>")
+        return CallMatch(begin, call.end(), Call(name, arguments))
 
     def render(self, call: Call) -> str:
         """Return a call as tags."""
@@ -247,13 +247,13 @@ class TurnReader:
                 parts[False] += self._text[call.start : call.end]
                 self._bare = False
 
-    def _call(self, at: int, *, final: bool) -> Found | None:
+    def _call(self, at: int, *, final: bool) -> CallMatch | None:
         """Return the call that begins at a place, if all of it came."""
         self._text = self.held
         if self.style is None or not (final or CLOSE in self.held[at:]):
             return None
-        found = self.style.find(self.held, at)
-        return found if found and (final or isinstance(found.made, Call)) else None
+        match = self.style.find(self.held, at)
+        return match if match and (final or isinstance(match.made, Call)) else None
 
     def _certain(self, at: int, marks: list[str], *, final: bool) -> str:
         """Take out the text that belongs to no mark: not what one may begin with, nor the white space before that."""
@@ -289,11 +289,11 @@ class PlainCalls:
 
     name = "plain"
 
-    def find(self, text: str, start: int) -> Found | None:
+    def find(self, text: str, start: int) -> CallMatch | None:
         """Return the first call."""
         for head in _HEAD.finditer(text, start):
-            if head[1] != "end" and (found := _read(text, head)):
-                return found
+            if head[1] != "end" and (match := _read(text, head)):
+                return match
         return None
 
     def render(self, call: Call) -> str:
@@ -321,14 +321,14 @@ def _written(name: str, value: str) -> str:
     return f"{name}<<{mark}\n{value}\n{mark}"
 
 
-def _read(text: str, head: re.Match[str]) -> Found | None:
+def _read(text: str, head: re.Match[str]) -> CallMatch | None:
     """Return the call that a line `@name` begins, if it does begin one."""
     arguments: dict[str, str] = {}
     begun = at = head.end() + 1
     fault = ""
     while not fault:
         if end := _END.match(text, at):
-            return Found(head.start(), end.end(), Call(head[1], arguments))
+            return CallMatch(head.start(), end.end(), Call(head[1], arguments))
         if not (argument := _ARGUMENT.match(text, at)):
             line = text[at:].partition("\n")[0]
             fault = f"a call of {head[1][:40]!r} has no " + (f"argument {line[:60]!r}" if line else "@end")
@@ -348,7 +348,7 @@ def _read(text: str, head: re.Match[str]) -> Found | None:
     ends = after is not None and after[1] == "end"
     if at == begun < len(text) and not ends:
         return None
-    return Found(head.start(), len(text) if after is None else after.end() if ends else after.start(), fault)
+    return CallMatch(head.start(), len(text) if after is None else after.end() if ends else after.start(), fault)
 
 
 WINDOW = 16
@@ -467,7 +467,7 @@ def _native(tokeniser: Any) -> ChatFormat:
     talk = Talk(tokeniser, answers_as="tool")
     shown = talk.probe()
     for style in (JsonCalls(), TagCalls()):
-        if (found := style.find(shown, 0)) and found.made == PROBE:
+        if (match := style.find(shown, 0)) and match.made == PROBE:
             return ChatFormat(talk, style)
     raise UserError("the chat template shows calls neither as JSON nor as tags between <tool_call> and </tool_call>")
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Found:
+class ModelSource:
     """A model that is there, not yet loaded."""
 
     name: str
@@ -38,7 +38,7 @@ class Found:
 async def find(
     word: str, device: str, cache: Path, reporter: Reporter, *, name: str = "", token: str = "", context: int | None = None,
     tokeniser: str = "",
-) -> Found:  # fmt: skip
+) -> ModelSource:  # fmt: skip
     """Find a model; `name`, or what follows # in an address, says which of a server's models.
 
     `tokeniser`: the folder or base whose tokeniser a server's model has; without it, the server's own word for its model is tried.
@@ -61,7 +61,7 @@ async def find(
     async def opened() -> tuple[Policy, Format]:
         return policy, message_format()
 
-    return Found(policy.info.name, opened, text=True)
+    return ModelSource(policy.info.name, opened, text=True)
 
 
 def _tokeniser_of(url: str, card: dict[str, Any], given: str, cache: Path, reporter: Reporter) -> Path:
@@ -76,19 +76,19 @@ def _tokeniser_of(url: str, card: dict[str, Any], given: str, cache: Path, repor
     )
 
 
-def _at_address(url: str, card: dict[str, Any], token: str, folder: Path) -> Found:
+def _at_address(url: str, card: dict[str, Any], token: str, folder: Path) -> ModelSource:
     async def connected() -> tuple[Policy, Format]:
         from etude.models.load import load_tokeniser
 
         tokeniser = load_tokeniser(folder)
         return await RemotePolicy.open(url, len(tokeniser), card["id"], token), choose_format(tokeniser)
 
-    return Found(card["id"], connected)
+    return ModelSource(card["id"], connected)
 
 
 def in_folder(
     name: str, folder: Path, device: str, reporter: Reporter, context: int | None = None, memory: int | None = None
-) -> Found:  # fmt: skip
+) -> ModelSource:  # fmt: skip
     """Return the model of a folder; `memory`: bytes for the engine's cache, where others work on the same GPU."""
 
     async def load() -> tuple[Policy, Format]:
@@ -98,7 +98,7 @@ def in_folder(
         made = LocalPolicy.open(folder, name=name, device=device, context=context, memory=memory, say=reporter.say)
         return made, choose_format(load_tokeniser(folder))
 
-    return Found(name, load, folder)
+    return ModelSource(name, load, folder)
 
 
 class ScriptedPolicy:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from etude.agent.policies import Found
+    from etude.agent.policies import ModelSource
     from etude.agent.search import Searcher
     from etude.agent.tools import Toolset
     from etude.progress import Reporter
@@ -256,7 +256,7 @@ BUILT_IN = {
 }
 
 
-def model_agent(source: Found, name: str = "") -> Agent:
+def model_agent(source: ModelSource, name: str = "") -> Agent:
     """Return a model as an agent; without a name given, one from a folder is called NAME@DIGEST."""
     marked = f"{source.name}@{weights_mark(source.folder)}" if source.folder and not name else source.name
 

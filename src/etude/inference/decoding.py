@@ -4,11 +4,11 @@ A row is a place in the batch. The token a row wrote is its next input, so the h
 that begin or end, and to give rows more pages. On a GPU a step is a CUDA graph for each size of batch; the host reads what was
 written while the next step runs.
 
-With heads (MTP) a step may be a round: guess k tokens, read them all, keep what the model would have written. A head's layer has
-keys and values of its own; those of the last positions depend on guesses that may have been refused, so each round computes the
+With heads (MTP) a step may be a round: draft k tokens, read them all, keep what the model would have written. A head's layer has
+keys and values of its own; those of the last positions depend on drafts that may have been refused, so each round computes the
 last k + 1 positions of every depth again, from the hidden states of the model there (`trail`) and the tokens after them (`known`).
 
-Shapes: R rows, P pages a row, k guesses, W = k + 1, D width of the model, V vocabulary.
+Shapes: R rows, P pages a row, k drafts, W = k + 1, D width of the model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from etude.inference.kv_cache import Plan, place
 from etude.inference.sampler import Choice, distribution, raw_logprobs, sample_packed
-from etude.inference.speculation import guess, judge
+from etude.inference.speculation import draft, judge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,8 +65,8 @@ class Decoder:
             torch.zeros(rows, dtype=torch.int64, device=device), torch.zeros(rows, dtype=torch.int64, device=device),
         )  # fmt: skip
         self._pages: list[list[int]] = [[0] for _ in range(rows)]  # as `table`, for a CPU
-        self.guesses = runner.heads.depth if runner.heads else 0
-        self.window = self.guesses + 1 if self.guesses else 0
+        self.drafts = runner.heads.depth if runner.heads else 0
+        self.window = self.drafts + 1 if self.drafts else 0
         width = runner.model.get_input_embeddings().weight.shape[1]
         self.trail = torch.zeros(rows, self.window, width, device=device, dtype=runner.dtype)
         self.known = torch.zeros(rows, self.window, dtype=torch.int64, device=device)
@@ -90,7 +90,7 @@ class Decoder:
         for target, values in zip(self.choice.tensors(), choice.tensors(), strict=True):
             target[index] = values
         self.token[index], self.position[index], self.active[index] = token, position, 1
-        for number, each in enumerate(rows if self.guesses else ()):
+        for number, each in enumerate(rows if self.drafts else ()):
             assert each.trail is not None
             self.trail[each.row] = 0
             self.trail[each.row, self.window - len(each.trail) :] = each.trail
@@ -157,7 +157,7 @@ class Decoder:
         logits, hidden = self.runner.run(self.token[:rows], self._plan(rows, position, 1))
         packed = self._sample(logits, self.choice.rows(slice(rows)).tensors(), position + 1, cut=cut)
         token = packed[0].long()
-        if self.guesses:
+        if self.drafts:
             self.trail[:rows] = torch.cat([self.trail[:rows, 1:], hidden[:, None].to(self.trail.dtype)], 1)
             self.known[:rows] = torch.cat([self.known[:rows, 1:], token[:, None]], 1)
         self.token[:rows] = token
@@ -165,35 +165,35 @@ class Decoder:
         return Written(packed[..., None], logits)
 
     def _round(self, rows: int, *, cut: bool) -> Written:
-        choice, count, position = self.choice.rows(slice(rows)), self.guesses, self.position[:rows]
-        guesses_Rk, heads_RkV = self._guess(rows, choice, position, cut=cut)
-        read_Rk1 = torch.cat([self.token[:rows, None], guesses_Rk], 1)
+        choice, count, position = self.choice.rows(slice(rows)), self.drafts, self.position[:rows]
+        drafts_Rk, heads_RkV = self._draft(rows, choice, position, cut=cut)
+        read_Rk1 = torch.cat([self.token[:rows, None], drafts_Rk], 1)
         logits, hidden = self.runner.run(read_Rk1.flatten(), self._plan(rows, position, count + 1))
         each = Choice(*(value.repeat_interleave(count + 1) for value in choice.tensors()))
         model_Rk1V = distribution(logits, each, cut=cut).unflatten(0, (rows, -1))
-        done = self._judge(model_Rk1V, heads_RkV, guesses_Rk, choice, position + 1)
+        done = self._judge(model_Rk1V, heads_RkV, drafts_Rk, choice, position + 1)
         raw = raw_logprobs(logits, done.tokens_Rk1.flatten()).view(rows, -1)
-        written = torch.arange(count + 1, device=raw.device)[None] <= done.kept_R[:, None]
-        follow = done.kept_R[:, None] + 1 + torch.arange(self.window, device=raw.device)
+        written = torch.arange(count + 1, device=raw.device)[None] <= done.accepted_R[:, None]
+        follow = done.accepted_R[:, None] + 1 + torch.arange(self.window, device=raw.device)
         trail = torch.cat([self.trail[:rows], hidden.unflatten(0, (rows, -1)).to(self.trail.dtype)], 1)
         known = torch.cat([self.known[:rows], done.tokens_Rk1], 1)
         self.trail[:rows] = trail.gather(1, follow[..., None].expand(-1, -1, trail.shape[2]))
         self.known[:rows] = known.gather(1, follow)
-        self.token[:rows] = done.tokens_Rk1.gather(1, done.kept_R[:, None])[:, 0]
-        self.position[:rows] += (done.kept_R + 1) * self.active[:rows]
+        self.token[:rows] = done.tokens_Rk1.gather(1, done.accepted_R[:, None])[:, 0]
+        self.position[:rows] += (done.accepted_R + 1) * self.active[:rows]
         token = torch.where(written, done.tokens_Rk1, -1)
         return Written(torch.stack([token.double(), done.logprobs_Rk1.double(), raw.double()]), logits)
 
-    def _guess(
+    def _draft(
         self, rows: int, choice: Choice, position: torch.Tensor, *, cut: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return k guesses for each row and what they were drawn from, as logits."""
+        """Return k drafts for each row and what they were drawn from, as logits."""
         where = self._plan(rows, position - self.window, self.window)
         hidden = self.trail[:rows].flatten(0, 1)
         tokens = self.known[:rows]
         drawn_from = []
-        for depth in range(self.guesses):
-            hidden = self.runner.guess(depth, hidden, tokens[:, depth : depth + self.window].flatten(), where)
+        for depth in range(self.drafts):
+            hidden = self.runner.draft(depth, hidden, tokens[:, depth : depth + self.window].flatten(), where)
             last = hidden.unflatten(0, (rows, -1))[:, -1]
             token, scaled = self._draw(self.runner.head(last), choice, position + 1 + depth, cut=cut)
             drawn_from.append(scaled)
@@ -208,9 +208,9 @@ def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
 def _drawn(
     logits_RV: torch.Tensor, choice: Choice, position: torch.Tensor, *, cut: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a guess, and what it was drawn from."""
+    """Return a draft, and what it was drawn from."""
     scaled_RV = distribution(logits_RV, choice, cut=cut)
-    return guess(scaled_RV, choice, position), scaled_RV
+    return draft(scaled_RV, choice, position), scaled_RV
 
 
 def bucket(rows: int, most: int) -> int:

@@ -1,6 +1,6 @@
 """Continuous batching: requests come and go between two steps, and each gets what it would have got alone.
 
-    submit → waiting → filling (its prompt is read, a chunk a step) → a row of the batch → done
+    submit → waiting → prefilling (its prompt is read, a chunk a step) → a row of the batch → done
 
 Whoever waits is admitted in order while there are rows and pages. When pages run out, what nobody uses is evicted; then the request
 that came last is set back to waiting, and reads its own text again later. A request that could not run alone is refused at once, so
@@ -23,16 +23,16 @@ import torch
 from etude.errors import UserError
 from etude.inference.decoding import Begin, Decoder, bucket
 from etude.inference.policy import Completion, Token
-from etude.inference.prefill import Filler
+from etude.inference.prefill import Prefill
 from etude.inference.request import Counts, Launched, Request, Rows, Stop
-from etude.inference.speculation import Pace
+from etude.inference.speculation import SpeculationSwitch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from etude.inference.model_runner import Runner
     from etude.inference.policy import FinishReason, Sampling
-    from etude.inference.prefix_cache import Pages
+    from etude.inference.prefix_cache import PrefixCache
 
 WORTH_WAITING = 64  # tokens of a prompt that another request is reading just now
 
@@ -41,20 +41,21 @@ class Engine:
     """Runs requests on one device. Not safe for several threads: see LocalPolicy."""
 
     def __init__(
-        self, runner: Runner, pages: Pages, decode: Callable[[list[int]], str], *,
+        self, runner: Runner, prefix_cache: PrefixCache, decode: Callable[[list[int]], str], *,
         context: int, rows: int, chunk: int, graphs: bool, say: Callable[[str], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        self.runner, self.pages, self.context, self.chunk, self.decode = runner, pages, context, chunk, decode
-        self.guesses = runner.heads.depth if runner.heads else 0
-        self.beyond = 2 * self.guesses  # a round may begin before it is known that the last one ended a text
-        most = -(-(context + self.beyond + 1) // pages.size)
+        self.runner, self.prefix_cache, self.context = runner, prefix_cache, context
+        self.chunk, self.decode = chunk, decode
+        self.drafts = runner.heads.depth if runner.heads else 0  # draft tokens a step
+        self.beyond = 2 * self.drafts  # a round may begin before it is known that the last one ended a text
+        most = -(-(context + self.beyond + 1) // prefix_cache.size)
         self.decoder = Decoder(runner, rows, most, graphs=graphs)
-        self.filler = Filler(runner, chunk, rows, most, graphs=graphs)
-        self.pace = Pace(say, able=self.guesses > 0)
-        self.version = pages.version
+        self.prefill = Prefill(runner, chunk, rows, most, graphs=graphs)
+        self.speculation = SpeculationSwitch(say, able=self.drafts > 0)
+        self.version = prefix_cache.version
         self.counts = Counts()
         self.waiting: deque[Request] = deque()
-        self.filling: list[Request] = []
+        self.prefilling: list[Request] = []
         self.rows = Rows(rows)
         self._flying: deque[Launched] = deque()
         self._numbers = itertools.count()
@@ -90,7 +91,7 @@ class Engine:
                 f"{len(prompt)} tokens of prompt and max_tokens = {sampling.max_tokens} are more than the context of"
                 f" {self.context}; shorten the prompt or ask for fewer"
             )
-        if needed + self.beyond > (room := self.pages.count * self.pages.size):
+        if needed + self.beyond > (room := self.prefix_cache.count * self.prefix_cache.size):
             raise UserError(
                 f"the cache holds {room} positions, this request needs {needed + self.beyond};"
                 " give the engine more memory or ask for fewer tokens"
@@ -106,7 +107,7 @@ class Engine:
 
     def busy(self) -> bool:
         """Return whether there is anything to do."""
-        return bool(self.waiting or self.filling or self._flying or len(self.rows))
+        return bool(self.waiting or self.prefilling or self._flying or len(self.rows))
 
     def update(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Copy new weights in place: all of them fit, or nothing is changed. What runs goes on with them."""
@@ -114,7 +115,7 @@ class Engine:
             raise UserError(f"new weights are version {version}, those in use {self.version}; versions must rise")
         self.runner.replace(weights)
         self.version = version
-        self.pages.renew(version)
+        self.prefix_cache.renew(version)
 
     def step(self) -> None:
         """Do the next thing: admit, read a chunk of prompts, write a token of every running request."""
@@ -126,12 +127,12 @@ class Engine:
     def fail(self, error: Exception) -> None:
         """End everything with an error. The device is in an unknown state, so nothing is asked of it."""
         flying = [request for done in self._flying for request in done.of if request]  # maybe without a row already
-        for request in dict.fromkeys([*self.waiting, *self.filling, *self.rows.requests(), *flying]):
+        for request in dict.fromkeys([*self.waiting, *self.prefilling, *self.rows.requests(), *flying]):
             if not request.over:
                 request.over = True
                 request.on_end(error)
 
-    # ---- waiting → filling
+    # ---- waiting → prefilling
 
     def _admit(self) -> None:
         passed: list[Request] = []
@@ -148,36 +149,38 @@ class Engine:
 
     def _read_by_another(self, request: Request) -> bool:
         """Return whether somebody is reading the beginning of this prompt just now: then it need not be read twice."""
-        more = max(WORTH_WAITING, self.pages.size)  # only full pages are shared with those that run
+        more = max(WORTH_WAITING, self.prefix_cache.size)  # only full pages are shared with those that run
         return len(request.tokens) > more and any(
-            request.tokens[: other.found + more] == other.tokens[: other.found + more]
-            for other in self.filling
-            if len(request.tokens) > other.found + more
+            request.tokens[: other.prefix + more] == other.tokens[: other.prefix + more]
+            for other in self.prefilling
+            if len(request.tokens) > other.prefix + more
         )
 
     def _begin(self, request: Request, row: int) -> bool:
         # Heads need the hidden states of the last positions, which are not in the cache; nor are the experts of any.
         sure = request.tokens[: max(1, len(request.tokens) + 1 - max(1, self.decoder.window))]
-        held, done, copy = self.pages.begin(request.tokens[:1] if request.sampling.experts else sure, request.session)
-        if not self.pages.grow(held, len(request.tokens) + self.guesses + 1):
-            self.pages.end(held, request.tokens, done - (copy.count if copy else 0))
+        held, done, copy = self.prefix_cache.begin(
+            request.tokens[:1] if request.sampling.experts else sure, request.session
+        )
+        if not self.prefix_cache.grow(held, len(request.tokens) + self.drafts + 1):
+            self.prefix_cache.end(held, request.tokens, done - (copy.count if copy else 0))
             return False
         if copy:
             self.runner.cache.copy(copy.source, copy.target, copy.count)
-        first, request.held, request.row = request.found < 0, held, row
-        request.computed = request.found = done
+        first, request.held, request.row = request.prefix < 0, held, row
+        request.computed = request.prefix = done
         if first:
             request.cached = done
             self.counts.prompt_tokens += len(request.tokens)
             self.counts.cached_tokens += done
-        self.filling.append(request)
+        self.prefilling.append(request)
         return True
 
-    # ---- filling → a row
+    # ---- prefilling → a row
 
     def _fill(self) -> None:
         parts, left = list[tuple[Request, int]](), self.chunk
-        for request in self.filling:
+        for request in self.prefilling:
             if left > 0:
                 parts.append((request, min(left, len(request.tokens) - request.computed)))
                 left -= parts[-1][1]
@@ -185,23 +188,23 @@ class Engine:
             return
         counts = [count for _, count in parts]
         places = [(_pages(request), request.computed, count) for request, count in parts]
-        tokens = [_following(parts, depth) for depth in range(self.guesses + 1)]
+        tokens = [_following(parts, depth) for depth in range(self.drafts + 1)]
         done = [request.computed + count == len(request.tokens) for request, count in parts]
         last = [end - 1 for end, finished in zip(itertools.accumulate(counts), done, strict=True) if finished]
         watched = any(request.sampling.experts for request, _ in parts)
         with self.runner.routers.recording(wanted=watched) as routes:
-            logits, hidden = self.filler.read(tokens, places, last or [0], watched=watched)
+            logits, hidden = self.prefill.read(tokens, places, last or [0], watched=watched)
         for (request, count), states, routed in zip(parts, hidden.split(counts), routes.split(counts), strict=True):
             request.computed += count
             if request.sampling.experts:
                 request.routed.append(routed)
-            if self.guesses:
+            if self.drafts:
                 before = [] if request.trail is None else [request.trail]
                 request.trail = torch.cat([*before, states])[-self.decoder.window :].clone()
             assert request.held is not None
-            self.pages.publish(request.held, request.tokens, request.computed)
+            self.prefix_cache.publish(request.held, request.tokens, request.computed)
         if ready := [request for (request, _), finished in zip(parts, done, strict=True) if finished]:
-            self.filling = [request for request in self.filling if request not in ready]
+            self.prefilling = [request for request in self.prefilling if request not in ready]
             self._start(ready, logits)
 
     def _start(self, ready: list[Request], logits: torch.Tensor) -> None:
@@ -213,7 +216,7 @@ class Engine:
         packed = self.decoder.begin(rows, logits, cut=any(request.cut for request in ready))
         for request in ready:
             request.trail = None
-            self.rows.start(_row(request), request, len(_pages(request)) * self.pages.size)
+            self.rows.start(_row(request), request, len(_pages(request)) * self.prefix_cache.size)
             self.rows.left[_row(request)] -= 1
         self._show_pages([_row(request) for request in ready])
         self._launch(list(ready), packed[..., None], logits)
@@ -224,18 +227,18 @@ class Engine:
         for row in self.rows.done():
             self._free_row(row)  # what it wrote may still be on its way
         # Rounds draw otherwise than steps do: with a seed, the clock must not decide which of them it is.
-        single = self.rows.alone or (self.rows.seeded and self.pace.wish is None)
-        ahead = not single and self.pace.ahead(len(self.rows))
+        single = self.rows.alone or (self.rows.seeded and self.speculation.wish is None)
+        ahead = not single and self.speculation.ahead(len(self.rows))
         if self.rows.alone:
             self._catch_up()
         # How far a round went is not known before it is read: each that is not may have gone as far as it could.
-        self._give_pages(self.guesses * (ahead + sum(done.result.shape[2] > 1 for done in self._flying)))
+        self._give_pages(self.drafts * (ahead + sum(done.result.shape[2] > 1 for done in self._flying)))
         if not len(self.rows):
             return
         most = self.rows.last() + 1
         size = most if self.runner.device.type == "cpu" else bucket(most, self.rows.count)
         watched = self.rows.watched > 0
-        with self.pace.timed(len(self.rows), ahead=ahead, written=lambda: self.counts.written_tokens):
+        with self.speculation.timed(len(self.rows), ahead=ahead, written=lambda: self.counts.written_tokens):
             with self.runner.routers.recording(wanted=watched) as routes:
                 written = self.decoder.step(size, cut=self.rows.cut > 0, ahead=ahead, watched=watched)
             for row, routed in enumerate(routes.split([1] * size)):
@@ -257,8 +260,8 @@ class Engine:
         for row in self.rows.short_of_pages(more):
             # It may end or be set back itself meanwhile.
             while (request := self.rows.of[row]) and request.held:
-                if self.pages.grow(request.held, int(self.rows.computed[row]) + 1 + more):
-                    self.rows.room[row] = len(_pages(request)) * self.pages.size
+                if self.prefix_cache.grow(request.held, int(self.rows.computed[row]) + 1 + more):
+                    self.rows.room[row] = len(_pages(request)) * self.prefix_cache.size
                     changed.append(row)
                     break
                 self._make_room()
@@ -273,11 +276,11 @@ class Engine:
         if self._flying:
             self._catch_up()
             return
-        last = max([*self.filling, *self.rows.requests()], key=lambda each: each.number)
+        last = max([*self.prefilling, *self.rows.requests()], key=lambda each: each.number)
         self._withdraw(last)
         last.row, last.trail, last.computed, last.launched, last.routed = None, None, 0, len(last.written), []
         self.waiting = deque(sorted([*self.waiting, last], key=lambda each: each.number))
-        self.counts.set_back += 1
+        self.counts.preempted += 1
 
     # ---- what the device wrote
 
@@ -322,20 +325,20 @@ class Engine:
     def _end_damaged(self, request: Request) -> None:
         """End a request whose output is no number. Keys and values it left go: nought times them is no number either."""
         pages = _pages(request)
-        self.pages.renew(self.version)
+        self.prefix_cache.renew(self.version)
         self._leave(request)
-        used = {page for other in [*self.filling, *self.rows.requests()] for page in _pages(other)}
+        used = {page for other in [*self.prefilling, *self.rows.requests()] for page in _pages(other)}
         self.runner.wipe([0, *(page for page in pages if page not in used)])
         request.on_end(RuntimeError("the model's output is not a number; its weights may be damaged"))
 
-    def _note_round(self, request: Request, kept: int) -> None:
-        self.counts.guesses += self.guesses
-        self.counts.kept += kept
+    def _note_round(self, request: Request, accepted: int) -> None:
+        self.counts.drafts += self.drafts
+        self.counts.accepted += accepted
         if self.rows.of[row := _row(request)] is not request:
-            request.computed += kept  # it was asked for all it may write before this was read
+            request.computed += accepted  # it was asked for all it may write before this was read
             return
-        self.rows.computed[row] += kept
-        self.rows.left[row] -= kept
+        self.rows.computed[row] += accepted
+        self.rows.left[row] -= accepted
 
     def _take(self, request: Request, new: list[Token]) -> None:
         ended: FinishReason | None = None
@@ -367,24 +370,24 @@ class Engine:
 
     def _withdraw(self, request: Request) -> None:
         """Take row and pages back; what was computed stays in the cache as long as there is room."""
-        if request in self.filling:
-            self.filling.remove(request)
+        if request in self.prefilling:
+            self.prefilling.remove(request)
             self.rows.give_back(_row(request))
         elif request.row is not None and self.rows.of[request.row] is request:
             self._free_row(request.row)
         if request.held is not None:
             # The last token was written but not read; of what was launched after the end nothing is kept.
-            self.pages.end(request.held, request.tokens, min(request.computed, len(request.tokens) - 1))
+            self.prefix_cache.end(request.held, request.tokens, min(request.computed, len(request.tokens) - 1))
             request.held = None
 
 
 def _following(parts: list[tuple[Request, int]], depth: int) -> list[int]:
     """Return the tokens to read, or those that follow them at a depth; the last one known stands for those that are not."""
-    found = list[int]()
+    tokens = list[int]()
     for request, count in parts:
         here = request.tokens[request.computed + depth :][:count]
-        found += here + request.tokens[-1:] * (count - len(here))
-    return found
+        tokens += here + request.tokens[-1:] * (count - len(here))
+    return tokens
 
 
 def _pages(request: Request) -> list[int]:

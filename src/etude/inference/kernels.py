@@ -1,4 +1,4 @@
-"""Attention over a paged cache on a GPU, in Triton: one kernel for reading a prompt, for one new token, and for several guessed ones.
+"""Attention over a paged cache on a GPU, in Triton: one kernel for reading a prompt, for one new token, and for several drafted ones.
 
 Ours because torch has none that reads pages, and transformers copies all keys and values of all requests together in every layer of
 every step. A program handles some new tokens of one request for one key/value head, with all query heads that share it, and goes
@@ -83,7 +83,7 @@ def _attend(  # noqa: PLR0913, PLR0917
         ).to(keys.dtype.element_ty)  # fmt: skip
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    found = tl.zeros([ROWS, WIDE_E], tl.float32)
+    attended = tl.zeros([ROWS, WIDE_E], tl.float32)
     last = tl.minimum(length, length - new + first + ROWS // GROUP)
     from_page = tl.maximum(0, length - new + first - WINDOW + 1) // SIZE if WINDOW > 0 else 0
     pages = (tl.cdiv(last, SIZE) - from_page) * (new > first).to(tl.int32)  # some blocks are there for nobody
@@ -105,16 +105,16 @@ def _attend(  # noqa: PLR0913, PLR0917
         v = tl.load(
             values + (base + n)[:, None] * E + e[None], mask=(there < length)[:, None] & (e < E)[None], other=0.0
         )
-        found = found * shrink[:, None] + tl.dot(shares.to(v.dtype), v, input_precision="ieee")
+        attended = attended * shrink[:, None] + tl.dot(shares.to(v.dtype), v, input_precision="ieee")
         total = total * shrink + tl.sum(shares, 1)
         top = higher
     to = ((begin + token) * HEADS * GROUP + head * GROUP + row % GROUP) * PARTS + part
     if PARTS == 1:
-        found = found / tl.where(total == 0, 1.0, total)[:, None]
+        attended = attended / tl.where(total == 0, 1.0, total)[:, None]
     else:
         tl.store(tops + to, top, mask=real)
         tl.store(sums + to, total, mask=real)
-    tl.store(out + to[:, None] * E + e[None], found.to(out.dtype.element_ty), mask=real[:, None] & (e < E)[None])
+    tl.store(out + to[:, None] * E + e[None], attended.to(out.dtype.element_ty), mask=real[:, None] & (e < E)[None])
 
 
 @triton.jit
@@ -129,8 +129,8 @@ def _join(out, parts, tops, sums, E: tl.constexpr, WIDE_E: tl.constexpr, PARTS: 
     total = tl.sum(shares * tl.load(sums + row * PARTS + c), 0)
     total = tl.where(total == 0, 1.0, total)
     each = tl.load(parts + (row * PARTS + c)[:, None] * E + e[None], mask=(e < E)[None], other=0.0)
-    found = tl.sum(each * shares[:, None], 0) / total
-    tl.store(out + row * E + e, found.to(out.dtype.element_ty), mask=e < E)
+    attended = tl.sum(each * shares[:, None], 0) / total
+    tl.store(out + row * E + e, attended.to(out.dtype.element_ty), mask=e < E)
 
 
 def write_pages(
@@ -163,19 +163,19 @@ def attend_pages(
     parts = _parts(plan, len(blocks[0]) * kv)
     out = (query.new_empty if plan.each else query.new_zeros)(tokens, heads, wide)
     if parts == 1:
-        found, tops, sums = out, out, out
+        attended, tops, sums = out, out, out
     else:
-        found = query.new_empty(tokens, heads, parts, wide, dtype=torch.float32)
+        attended = query.new_empty(tokens, heads, parts, wide, dtype=torch.float32)
         tops, sums = (query.new_empty(tokens, heads, parts, dtype=torch.float32) for _ in range(2))
     wide_d, wide_e = (max(16, triton.next_power_of_2(each)) for each in (width, wide))
     _attend[(len(blocks[0]), kv, parts)](
-        query, keys, values, found, tops, sums, plan.table_GP, plan.length_G, plan.begin_G, *blocks,
+        query, keys, values, attended, tops, sums, plan.table_GP, plan.length_G, plan.begin_G, *blocks,
         *(turn or (query, query)), *query.stride()[:2], plan.table_GP.stride(0), scaling * LOG2E,
         kv, group, cache.size, width, wide, wide_d, wide_e, rows, parts, window, plan.each == 1,
         turn is not None, num_warps=4 if parts == 1 else 2, num_stages=2 if plan.each else 3,
     )  # fmt: skip
     if parts > 1:
-        _join[(tokens * heads,)](out, found, tops, sums, wide, wide_e, parts, num_warps=1)
+        _join[(tokens * heads,)](out, attended, tops, sums, wide, wide_e, parts, num_warps=1)
     return out
 
 

@@ -94,8 +94,8 @@ def run_layer(
     query, key, value = (
         each.transpose(0, 1)[None] for each in (turned[:, : shape.heads], turned[:, shape.heads :], qkv_NHd[:, both:])
     )
-    found = attend(query, key, value, layer.scaling, layer.window, turn)
-    x_ND = x_ND + F.linear(found[0].flatten(1), layer.out, layer.out_bias)
+    attended = attend(query, key, value, layer.scaling, layer.window, turn)
+    x_ND = x_ND + F.linear(attended[0].flatten(1), layer.out, layer.out_bias)
     gate, up = F.linear(_normed(x_ND, layer.second_norm, shape), layer.gate_up).chunk(2, -1)
     return x_ND, F.linear(F.silu(gate) * up, layer.down)
 
@@ -150,7 +150,7 @@ class Lean:
             x, more = self._run(x, more, cosine, sine, layer, self.shape)
         return self._leave(x, more, self.norm, self.shape)
 
-    def guess(
+    def draft(
         self, depth: int, hidden_ND: torch.Tensor, next_N: torch.Tensor, position_N: torch.Tensor
     ) -> torch.Tensor:
         """Return the hidden states of a head; as MtpHeads.step."""

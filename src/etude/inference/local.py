@@ -1,7 +1,4 @@
-"""Our engine as a policy: a thread works through the requests, callers await them on their event loop.
-
-What heads are worth on this machine: one request at a time, with guessing ahead and without, the same texts.
-"""
+"""Our engine as a policy: a thread works through the requests, callers await them on their event loop."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from etude.errors import UserError, one_line
 from etude.inference.engine import Engine
 from etude.inference.model_runner import Runner
 from etude.inference.policy import Busy, Completion, EngineStopped, PolicyInfo, Sampling
-from etude.inference.prefix_cache import Pages
+from etude.inference.prefix_cache import PrefixCache
 from etude.models.load import choose_device, load_model
 from etude.models.mtp_heads import load_heads
 
@@ -45,7 +42,7 @@ class LocalPolicy:
 
     def __init__(self, engine: Engine, name: str, *, queue: int = 4096) -> None:
         self.engine, self.queue = engine, queue
-        self._info = PolicyInfo(name, engine.context, engine.runner.vocabulary, {"guesses": engine.guesses})
+        self._info = PolicyInfo(name, engine.context, engine.runner.vocabulary, {"draft_tokens": engine.drafts})
         self._mail: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._over: EngineStopped | None = None  # why nothing more is done
@@ -60,24 +57,24 @@ class LocalPolicy:
     @classmethod
     def open(  # noqa: PLR0913 - what one may want to say of a machine
         cls, folder: Path, *, name: str | None = None, device: str = "auto", dtype: torch.dtype | None = None,
-        context: int | None = None, rows: int | None = None, memory: int | None = None, guess: bool | None = None,
+        context: int | None = None, rows: int | None = None, memory: int | None = None, speculate: bool | None = None,
         compile_layers: bool | None = None, queue: int = 4096, say: Callable[[str], None] = lambda _: None,
     ) -> Self:  # fmt: skip
         """Load a model's folder, with its heads if it has any. `memory`: bytes for the cache."""
         chosen = choose_device(device)  # type: ignore[arg-type]
         gpu = chosen.type == "cuda"
         model = load_model(folder, chosen, dtype or (torch.bfloat16 if gpu else torch.float32))
-        heads = None if guess is False else load_heads(folder, model)
-        if guess and heads is None:
+        heads = None if speculate is False else load_heads(folder, model)
+        if speculate and heads is None:
             raise UserError(
-                f"{folder} has no MTP heads to guess with; make them with the stage `mtp`, or leave guessing out"
+                f"{folder} has no MTP heads to propose draft tokens; make them with the stage `mtp`, or leave speculation out"
             )
         tokeniser = AutoTokenizer.from_pretrained(folder)
         engine = build(
             model, heads, tokeniser.decode, context=context, rows=rows, memory=memory,
             compiled=gpu if compile_layers is None else compile_layers, say=say,
         )  # fmt: skip
-        engine.pace.wish = guess
+        engine.speculation.wish = speculate
         return cls(engine, name or folder.name, queue=queue)
 
     @property
@@ -141,14 +138,14 @@ class LocalPolicy:
 
     async def forget(self, session: str) -> None:
         """Say that a session is over: what was kept for it may go."""
-        await self._ask(lambda: self.engine.pages.forget(session))
+        await self._ask(lambda: self.engine.prefix_cache.forget(session))
 
     def statistics(self) -> dict[str, int]:
         """Return what happened so far, and what is under way."""
         engine = self.engine
         return {
             **asdict(engine.counts), "waiting": len(engine.waiting) + len(self._mail), "running": len(engine.rows),
-            "evicted_pages": engine.pages.evicted, "version": engine.version,
+            "evicted_pages": engine.prefix_cache.evicted, "version": engine.version,
         }  # fmt: skip
 
     async def close(self) -> None:
@@ -227,7 +224,7 @@ def build(  # noqa: PLR0913
 ) -> Engine:  # fmt: skip
     """Return an engine for a loaded model, with a cache that fits."""
     kind = model.device.type
-    beyond = 2 * heads.depth if heads else 0  # positions that guesses may need after a text
+    beyond = 2 * heads.depth if heads else 0  # positions that drafts may need after a text
     longest = _longest(model.config.get_text_config(), beyond)
     if context is not None and not 0 < context <= longest:
         raise UserError(f"context = {context}: this model can be run with 1 to {longest} tokens")
@@ -246,7 +243,7 @@ def build(  # noqa: PLR0913
     runner.allot(pages, size, context + beyond + 1)
     return Engine(
         runner,
-        Pages(pages, size, version),
+        PrefixCache(pages, size, version),
         decode,
         context=context,
         rows=rows,
@@ -256,7 +253,7 @@ def build(  # noqa: PLR0913
     )
 
 
-def _longest(config: Any, guesses: int) -> int:
+def _longest(config: Any, drafts: int) -> int:
     """Return the longest context to run a model with.
 
     Some rotate every position of a batch otherwise as soon as one text is longer than they were first made for: they are run up
@@ -266,7 +263,7 @@ def _longest(config: Any, guesses: int) -> int:
     given = getattr(config, "rope_parameters", None) or {}
     for rope in (given, *(each for each in given.values() if isinstance(each, dict))):
         if rope.get("rope_type") in ("longrope", "dynamic"):
-            longest = min(longest, int(rope.get("original_max_position_embeddings") or longest) - guesses)
+            longest = min(longest, int(rope.get("original_max_position_embeddings") or longest) - drafts)
     return longest
 
 
@@ -294,12 +291,12 @@ def _settle(future: asyncio.Future[Any], result: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Guessing:
-    """Tokens a second, and how the guesses fared."""
+class SpeculationSpeed:
+    """Tokens a second of one request without and with speculative decoding; named as files on disk have it."""
 
     plain: float
-    guessing: float
-    kept: float  # of the guesses
+    guessing: float  # with draft tokens
+    kept: float  # acceptance rate
     tokens_a_round: float
 
     @property
@@ -308,9 +305,9 @@ class Guessing:
         gain = self.guessing / self.plain
         pays = "" if gain > 1 else "; it does not pay here, so the engine will leave it"
         return [
-            f"decoding one request: {self.guessing:,.0f} tokens/s with guessing, {self.plain:,.0f} without: {gain:.2f} times"
+            f"decoding one request: {self.guessing:,.0f} tokens/s with draft tokens, {self.plain:,.0f} without: {gain:.2f} times"
             f" as fast{pays}",
-            f"{self.kept:.0%} of the guesses were kept, {self.tokens_a_round:.2f} tokens a round",
+            f"acceptance rate {self.kept:.0%}, {self.tokens_a_round:.2f} tokens a step",
         ]
 
     def as_dict(self) -> dict[str, float]:
@@ -318,24 +315,24 @@ class Guessing:
         return asdict(self)
 
 
-def measure_guessing(model: Any, heads: Any, prompts: Sequence[Sequence[int]], new: int) -> Guessing:
+def measure_speculation(model: Any, heads: Any, prompts: Sequence[Sequence[int]], new: int) -> SpeculationSpeed:
     """Write after each prompt, one by one and greedily, in turns with and without; the first pair warms up."""
     engine = build(
         model, heads, str, rows=1, context=max(map(len, prompts)) + new, compiled=model.device.type == "cuda"
     )
     seconds = {True: 0.0, False: 0.0}
-    guessed = kept = 0
+    drafted = accepted = 0
     for index, prompt in enumerate([prompts[0], *prompts]):
         for ahead in (False, True):
-            engine.pace.wish = ahead
-            before = (engine.counts.guesses, engine.counts.kept)
+            engine.speculation.wish = ahead
+            before = (engine.counts.drafts, engine.counts.accepted)
             took = _write(engine, prompt, new)
             if index:
                 seconds[ahead] += took
-                guessed += engine.counts.guesses - before[0]
-                kept += engine.counts.kept - before[1]
-    tokens, share = len(prompts) * new, kept / max(1, guessed)
-    return Guessing(tokens / seconds[False], tokens / seconds[True], share, 1 + share * heads.depth)
+                drafted += engine.counts.drafts - before[0]
+                accepted += engine.counts.accepted - before[1]
+    tokens, share = len(prompts) * new, accepted / max(1, drafted)
+    return SpeculationSpeed(tokens / seconds[False], tokens / seconds[True], share, 1 + share * heads.depth)
 
 
 def _write(engine: Engine, prompt: Sequence[int], new: int) -> float:

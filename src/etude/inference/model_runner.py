@@ -1,4 +1,4 @@
-"""A model that runs on our cache: passes over the new tokens of many requests, and its heads' guesses.
+"""A model that runs on our cache: passes over the new tokens of many requests, and its heads' drafts.
 
 Any causal language model of transformers whose attention goes through transformers' registry can be run. Whether it gives the same
 logits as by itself is tried on a few tokens before it is used: layers with another kind of memory, capped scores or sinks would not.
@@ -124,17 +124,17 @@ class Runner:
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def _probe(self) -> list[LayerShape]:
         ids = self._tried()
-        with probing() as found:
+        with probing() as probe:
             self.model(ids, position_ids=torch.arange(TRIED, device=self.device)[None], use_cache=False)
             hidden = self._hidden[0]
             for depth in range(self.heads.depth if self.heads else 0):
-                hidden = self._guess_step(depth, hidden, ids, torch.arange(TRIED, device=self.device)[None])
-        if odd := found.windows - {layer.window for layer in found.layers}:
+                hidden = self._draft_step(depth, hidden, ids, torch.arange(TRIED, device=self.device)[None])
+        if odd := probe.windows - {layer.window for layer in probe.layers}:
             raise UserError(
                 f"{type(self.model).__name__} looks back {min(odd)} positions by its mask only, which our engine does not make"
             )
-        self._trunk = len(found.layers) - (self.heads.depth if self.heads else 0)
-        return found.layers
+        self._trunk = len(probe.layers) - (self.heads.depth if self.heads else 0)
+        return probe.layers
 
     def _compare(self, own: torch.Tensor) -> None:
         """Compare with what the model says by itself: a pass over some tokens, then one token after the other."""
@@ -221,14 +221,14 @@ class Runner:
                 )
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
-    def guess(self, depth: int, hidden_ND: torch.Tensor, next_N: torch.Tensor, where: Plan) -> torch.Tensor:
+    def draft(self, depth: int, hidden_ND: torch.Tensor, next_N: torch.Tensor, where: Plan) -> torch.Tensor:
         """Return the hidden state of a head, from that of the depth before."""
         with passing(self.cache, where, self._trunk + depth):
             if self.lean:
-                return self.lean.guess(depth, hidden_ND, next_N, where.position_N)
-            return self._guess_step(depth, hidden_ND[None], next_N[None], where.position_N[None])[0]
+                return self.lean.draft(depth, hidden_ND, next_N, where.position_N)
+            return self._draft_step(depth, hidden_ND[None], next_N[None], where.position_N[None])[0]
 
-    def _guess_step(self, depth: int, hidden: Any, following: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    def _draft_step(self, depth: int, hidden: Any, following: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         assert self.heads is not None
         model = self.model
         return self.heads.step(

@@ -25,7 +25,7 @@ LEAST = 64  # tokens of a graph: fewer are filled up
 Places = list[tuple[list[int], int, int]]  # pages, first new position and new tokens of each request
 
 
-class Filler:
+class Prefill:
     """Passes over prompts on one device."""
 
     def __init__(self, runner: Runner, chunk: int, rows: int, pages: int, *, graphs: bool) -> None:
@@ -64,9 +64,9 @@ class Filler:
         runner = self.runner
         where = plan(places, runner.cache.size, runner.device)
         logits, hidden = runner.run(runner.send(tokens[0]), where, runner.send(wanted))
-        guessed = hidden
+        drafted = hidden
         for depth, following in enumerate(tokens[1:]):
-            guessed = runner.guess(depth, guessed, runner.send(following), where)
+            drafted = runner.draft(depth, drafted, runner.send(following), where)
         return logits, hidden
 
     def _lay_out(self, tokens: Sequence[Sequence[int]], places: Places, size: int) -> None:
@@ -94,7 +94,7 @@ class Filler:
         table, length, begin = self._table[:most], self._length[:most], self._begin[: most + 1]
         located = locate(table, length, begin, size, runner.cache.size)
         where = Plan(*located, table, length, begin, 0, size)
-        hidden = guessed = runner.hidden(self._tokens[0, :size], where)
+        hidden = drafted = runner.hidden(self._tokens[0, :size], where)
         for depth, following in enumerate(self._tokens[1:, :size]):
-            guessed = runner.guess(depth, guessed, following, where)
+            drafted = runner.draft(depth, drafted, following, where)
         return hidden

@@ -65,7 +65,7 @@ class Copy:
     count: int
 
 
-class Pages:
+class PrefixCache:
     """All pages but number 0, which is for what nobody reads."""
 
     def __init__(self, count: int, size: int, version: int = 0) -> None:

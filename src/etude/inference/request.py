@@ -41,7 +41,7 @@ class Request:
     row: int | None = None
     computed: int = 0  # positions in the cache, as of what was launched; while it runs, its row knows
     launched: int = 0  # tokens asked of the device before its row began
-    found: int = -1  # positions that were in the cache when it began, this time; −1: it has not begun yet
+    prefix: int = -1  # positions that were in the cache when it began, this time; −1: it has not begun yet
     cached: int = 0  # the same, the first time
     written: list[Token] = field(default_factory=list)
     trail: torch.Tensor | None = None  # hidden states of the last positions read, for heads
@@ -87,14 +87,14 @@ class Counts:
     submitted: int = 0
     finished: int = 0
     cancelled: int = 0
-    set_back: int = 0
+    preempted: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     written_tokens: int = 0
     steps: int = 0
     rounds: int = 0
-    guesses: int = 0
-    kept: int = 0
+    drafts: int = 0  # draft tokens proposed; `accepted` of them were what the model samples
+    accepted: int = 0
 
 
 NEVER = np.iinfo(np.int64).max

@@ -1,15 +1,14 @@
-"""Guessing ahead without changing what is written (Leviathan et al., 2023; Chen et al., 2023).
+"""Speculative decoding: several tokens a pass without changing what is written (Leviathan et al., 2023; Chen et al., 2023).
 
-Heads guess k tokens, the model reads them all in one pass, and as many are kept as the model itself would have written. A guess drawn
-from q is kept with probability min(1, p / q); at the first one refused a token is drawn from what p has more than q. So whatever
-the heads guess, each token is distributed as the model's own; with temperature 0 it is the model's own.
+MTP heads propose k draft tokens, the model reads them all in one pass, and as many are accepted as the model itself would have
+written. A draft from q is accepted with probability min(1, p / q); at the first rejection a token is drawn from what p has more
+than q. So whatever the heads propose, each token is distributed as the model's own; with temperature 0 it is the model's own.
 
-Shapes: R requests, k guesses, V tokens of the vocabulary.
+With few requests a pass over k + 1 tokens of each costs what a pass over one costs, and accepted drafts are gained. With many it
+costs more than it gains. Where that turns depends on device, model, heads and text, so `SpeculationSwitch` times both ways now and
+then, for each size of batch.
 
-Whether guessing ahead pays, found out while running: tokens a second with and without, for each size of batch.
-
-With few requests a pass over k + 1 tokens of each costs what a pass over one costs, and guesses that come true are gained. With many
-it costs more than it gains. Where that turns depends on device, model, heads and text, so both ways are timed now and then.
+Shapes: R requests, k draft tokens, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -31,52 +30,52 @@ if TYPE_CHECKING:
 
     from etude.inference.sampler import Choice
 
-GUESS, KEEP = 1, 2  # streams of random numbers; 0 is for the token that is drawn from the model
+DRAFT, ACCEPT = 1, 2  # streams of random numbers; 0 is for the token that is drawn from the model
 
 
 @dataclass
 class Round:
-    """What one round wrote: the guesses kept, and one token more."""
+    """What one round wrote: the drafts accepted, and one token more."""
 
-    tokens_Rk1: torch.Tensor  # the first `kept` + 1 count
+    tokens_Rk1: torch.Tensor  # the first `accepted` + 1 count
     logprobs_Rk1: torch.Tensor
-    kept_R: torch.Tensor
+    accepted_R: torch.Tensor
 
 
-def guess(scaled_RV: torch.Tensor, choice: Choice, position_R: torch.Tensor) -> torch.Tensor:
-    """Return a guess for each request from a head's distribution, given as logits."""
+def draft(scaled_RV: torch.Tensor, choice: Choice, position_R: torch.Tensor) -> torch.Tensor:
+    """Return a draft for each request from a head's distribution, given as logits."""
     weights = (scaled_RV - scaled_RV.amax(-1, keepdim=True)).exp()
-    drawn = draw(weights, uniform(choice.seed, position_R, GUESS))
+    drawn = draw(weights, uniform(choice.seed, position_R, DRAFT))
     return torch.where(choice.temperature == 0, scaled_RV.argmax(-1), drawn)
 
 
 def judge(
-    model_Rk1V: torch.Tensor, head_RkV: torch.Tensor, guess_Rk: torch.Tensor, choice: Choice, position_R: torch.Tensor
+    model_Rk1V: torch.Tensor, head_RkV: torch.Tensor, draft_Rk: torch.Tensor, choice: Choice, position_R: torch.Tensor
 ) -> Round:
     """Keep what the model would have written.
 
-    Both distributions are given as logits, scaled and cut; `position_R` is that of the first guess.
+    Both distributions are given as logits, scaled and cut; `position_R` is that of the first draft.
     """
-    guesses = guess_Rk.shape[1]
+    drafts = draft_Rk.shape[1]
     greedy_R1 = choice.temperature[:, None] == 0
     best_Rk1 = model_Rk1V.argmax(-1)
     # A vocabulary is long: what is needed of it is looked up, and only the row of the last token is gone through as a whole.
     sums_Rk1, head_sums_Rk = model_Rk1V.logsumexp(-1), head_RkV.logsumexp(-1)
-    place_Rk = position_R[:, None] + torch.arange(guesses, device=guess_Rk.device)
-    likelier = _of(model_Rk1V[:, :-1], guess_Rk) - sums_Rk1[:, :-1] - _of(head_RkV, guess_Rk) + head_sums_Rk
-    lucky = uniform(choice.seed[:, None], place_Rk, KEEP) < likelier.exp()
-    kept_R = torch.where(greedy_R1, guess_Rk == best_Rk1[:, :-1], lucky).long().cumprod(1).sum(1)
-    p_RV = (_row(model_Rk1V, kept_R) - sums_Rk1.gather(1, kept_R[:, None])).exp()
-    refused_R = kept_R.clamp(max=guesses - 1)
+    place_Rk = position_R[:, None] + torch.arange(drafts, device=draft_Rk.device)
+    likelier = _of(model_Rk1V[:, :-1], draft_Rk) - sums_Rk1[:, :-1] - _of(head_RkV, draft_Rk) + head_sums_Rk
+    lucky = uniform(choice.seed[:, None], place_Rk, ACCEPT) < likelier.exp()
+    accepted_R = torch.where(greedy_R1, draft_Rk == best_Rk1[:, :-1], lucky).long().cumprod(1).sum(1)
+    p_RV = (_row(model_Rk1V, accepted_R) - sums_Rk1.gather(1, accepted_R[:, None])).exp()
+    refused_R = accepted_R.clamp(max=drafts - 1)
     q_RV = (_row(head_RkV, refused_R) - head_sums_Rk.gather(1, refused_R[:, None])).exp()
-    # After the last guess there is nothing to subtract; what rounding alone refused is drawn from p.
-    more_RV = (p_RV - q_RV * (kept_R < guesses)[:, None]).clamp(min=0)
+    # After the last draft there is nothing to subtract; what rounding alone refused is drawn from p.
+    more_RV = (p_RV - q_RV * (accepted_R < drafts)[:, None]).clamp(min=0)
     more_RV = torch.where(more_RV.sum(-1, keepdim=True) > 0, more_RV, p_RV)
-    drawn_R = draw(more_RV, uniform(choice.seed, position_R + kept_R))
-    last_R1 = torch.where(greedy_R1, best_Rk1.gather(1, kept_R[:, None]), drawn_R[:, None])
-    place_Rk1 = torch.arange(guesses + 1, device=guess_Rk.device)[None]
-    tokens_Rk1 = torch.where(place_Rk1 == kept_R[:, None], last_R1, F.pad(guess_Rk, (0, 1)))
-    return Round(tokens_Rk1, torch.where(greedy_R1, 0.0, _of(model_Rk1V, tokens_Rk1) - sums_Rk1), kept_R)
+    drawn_R = draw(more_RV, uniform(choice.seed, position_R + accepted_R))
+    last_R1 = torch.where(greedy_R1, best_Rk1.gather(1, accepted_R[:, None]), drawn_R[:, None])
+    place_Rk1 = torch.arange(drafts + 1, device=draft_Rk.device)[None]
+    tokens_Rk1 = torch.where(place_Rk1 == accepted_R[:, None], last_R1, F.pad(draft_Rk, (0, 1)))
+    return Round(tokens_Rk1, torch.where(greedy_R1, 0.0, _of(model_Rk1V, tokens_Rk1) - sums_Rk1), accepted_R)
 
 
 def _row(values_RkV: torch.Tensor, which_R: torch.Tensor) -> torch.Tensor:
@@ -115,7 +114,7 @@ class Way:
 
 
 @dataclass
-class Pace:
+class SpeculationSwitch:
     """Chooses, and says when it changes its mind."""
 
     say: Callable[[str], None]
@@ -127,26 +126,26 @@ class Pace:
     _last: tuple[int, bool] | None = None
 
     def ahead(self, requests: int) -> bool:
-        """Return whether to guess ahead with so many requests."""
+        """Return whether to use draft tokens with so many requests."""
         if not self.able or not requests:
             return False
         if self.wish is not None:
             return self.wish
         size = requests.bit_length()
-        guessing, plain = self._ways[size, True], self._ways[size, False]
-        for way, ahead in ((guessing, True), (plain, False)):
+        drafting, plain = self._ways[size, True], self._ways[size, False]
+        for way, ahead in ((drafting, True), (plain, False)):
             if way.steps < FIRST:
                 return ahead
-        gain, before = guessing.rate / plain.rate, self._chosen.get(size, True)
+        gain, before = drafting.rate / plain.rate, self._chosen.get(size, True)
         faster = gain * MARGIN > 1 if before else gain > MARGIN
         if before != faster:
             many = f"{1 << (size - 1)} to {(1 << size) - 1} requests at once" if size > 1 else "one request at a time"
             self.say(
-                f"guessing ahead is {'on again' if faster else 'off'} at {many}:"
+                f"speculative decoding is {'on again' if faster else 'off'} at {many}:"
                 f" {gain:.2f} times the speed of one token at a time"
             )
         self._chosen[size] = faster
-        return faster if (guessing.steps + plain.steps) % EVERY >= AGAIN else not faster
+        return faster if (drafting.steps + plain.steps) % EVERY >= AGAIN else not faster
 
     @contextlib.contextmanager
     def timed(self, requests: int, *, ahead: bool, written: Callable[[], int]) -> Iterator[None]:

@@ -136,17 +136,17 @@ def unpack(data: bytes) -> Packet:
 
 def apply(packet: Packet, base: Weights) -> Weights:
     """Return a version, each tensor once. Differences are made in `base` itself, contiguous and on the CPU; lost if this raises."""
-    found: Weights = {}
+    weights: Weights = {}
     begin = 0
     for entry in packet.entries:
         piece = packet.pieces[begin : begin + entry.size]
         begin += entry.size
-        found[entry.name] = _decode(entry, piece, base.get(entry.name))
-        if _digest(found[entry.name]) != entry.digest:
+        weights[entry.name] = _decode(entry, piece, base.get(entry.name))
+        if _digest(weights[entry.name]) != entry.digest:
             raise Broken(
                 f"gives another {entry.name} than it was made from: it was not applied to version {packet.base}"
             )
-    return found
+    return weights
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -198,8 +198,8 @@ def _decode(entry: Entry, piece: memoryview, base: torch.Tensor | None) -> torch
 
 
 def _numpy(numbers: Any) -> Array:
-    found: Array = numbers.cpu().numpy() if isinstance(numbers, torch.Tensor) else numbers
-    return found
+    array: Array = numbers.cpu().numpy() if isinstance(numbers, torch.Tensor) else numbers
+    return array
 
 
 def _fold(difference: Array) -> Array:

@@ -145,31 +145,31 @@ class WeightStore:
 
     def _files(self) -> list[File]:
         """Return what is there, oldest first; of files that are pruned while we look, any may be missing."""
-        found = []
+        files = []
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 if name := NAME.fullmatch(entry.name):
                     with contextlib.suppress(FileNotFoundError):
                         base = int(name[2]) if name[2] else None
-                        found.append(File(self.folder / entry.name, int(name[1]), base, entry.stat().st_size))
-        return sorted(found, key=lambda file: file.version)
+                        files.append(File(self.folder / entry.name, int(name[1]), base, entry.stat().st_size))
+        return sorted(files, key=lambda file: file.version)
 
 
 def ways(files: Sequence[File], version: int, held: int | None) -> list[list[File]]:
     """Return the files to read to get to a version, from the one held or from any anchor, fewest bytes first."""
     anchors = {file.version: file for file in files if file.base is None}
     deltas = {file.version: file for file in files if file.base is not None and file.base < file.version}
-    found: list[list[File]] = []
+    ways: list[list[File]] = []
     way: list[File] = []
     at: int | None = version
     while at is not None:
         if at == held:
-            found.append(way)
+            ways.append(way)
         if at in anchors:
-            found.append([anchors[at], *way])
+            ways.append([anchors[at], *way])
         step = deltas.get(at)
         at, way = (step.base, [step, *way]) if step else (None, way)
-    return sorted(found, key=lambda way: sum(file.size for file in way))
+    return sorted(ways, key=lambda way: sum(file.size for file in way))
 
 
 def _walk(way: Sequence[File], held: Held | None) -> Weights:

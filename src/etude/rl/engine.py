@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from etude.inference.client import RemotePolicy
     from etude.inference.local import LocalPolicy
+    from etude.inference.policy import PolicyInfo
     from etude.inference.weight_sync import Held
     from etude.rl.processes import RlJob
 
@@ -82,40 +83,47 @@ class VllmWeights:
     """Brings versions to a vLLM server, which must see the run's folder and have been started with VLLM_SERVER_DEV_MODE=1."""
 
     def __init__(self, policy: RemotePolicy, job: RlJob, store: WeightStore) -> None:
-        self.policy, self.folder, self.store = policy, job.folder / "vllm", store
+        self.policy, self.model, self.folder, self.store = policy, job.model, job.folder / "vllm", store
         self._held: Held | None = None
         config = read_json(job.model / "config.json")
         if config.get("tie_word_embeddings"):
-            raise UserError(f"{job.model} ties its embeddings, and vLLM leaves the output layer old after an update: save the model"
-                            " with tie_word_embeddings = false, or leave `engine` out")  # fmt: skip
+            why = "ties its embeddings, and vLLM leaves the output layer old after an update"
+            raise UserError(
+                f"{job.model} {why}: save the model with tie_word_embeddings = false, or leave `engine` out"
+            )
         if any("expert" in name for name in config):
             raise UserError(f"{job.model} has experts, whose weights vLLM does not update right; leave `engine` out")
 
+    async def ready(self) -> PolicyInfo:
+        """Connect to the server; at the beginning of a run have it load version 0, as another run may have left others there."""
+        info = await self.policy.connect()
+        if self.store.newest() is None:
+            await self._load(self.model, 0)
+        return info
+
     async def update(self, version: int) -> Swap:
-        """Have the server load a version. A failed update is a lost engine: the server must be started again."""
-        began = time.perf_counter()
+        """Have the server load a version of the store."""
+        began, target = time.perf_counter(), self.folder / f"{version:08d}"
         self._held = await asyncio.to_thread(self.store.pull, version, self._held)
-        target = self.folder / f"{version:08d}"
         await asyncio.to_thread(_write, target, self._held)
-        pausing = time.perf_counter()
+        paused = await self._load(target, version)
+        shutil.rmtree(self.folder)
+        return Swap(version, self._held.bytes, time.perf_counter() - began, paused)
+
+    async def _load(self, folder: Path, version: int) -> float:
+        """Return the seconds that requests had to wait. A failed update is a lost engine: the server must be started again."""
+        began, tell = time.perf_counter(), self.policy.tell
         try:
-            await self.policy.tell("/pause?mode=keep")
-            await self.policy.tell(
-                "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(target)}}
-            )
-            await self.policy.tell("/reset_prefix_cache?reset_running_requests=true")
-            await self.policy.tell("/update_weight_version", {"new_version": str(version)})
-            await self.policy.tell("/resume")
+            await tell("/pause?mode=keep")
+            await tell("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+            await tell("/reset_prefix_cache?reset_running_requests=true")
+            await tell("/update_weight_version", {"new_version": str(version)})
+            await tell("/resume")
         except UserError as error:
-            raise UserError(
-                f"the server failed to load version {version} of the weights and must be started again: {error}"
-            ) from None
+            why = f"the server failed to load version {version} of the weights and must be started again"
+            raise UserError(f"{why}, with VLLM_SERVER_DEV_MODE=1: {error}") from None
         self.policy.version = version
-        for old in self.folder.iterdir():
-            if old != target:
-                shutil.rmtree(old)
-        now = time.perf_counter()
-        return Swap(version, self._held.bytes, now - began, now - pausing)
+        return time.perf_counter() - began
 
 
 def _write(folder: Path, held: Held) -> None:
@@ -161,7 +169,7 @@ def open_policy(job: RlJob, say: Say) -> LocalPolicy:
     own = job.settings
     return LocalPolicy.open(
         job.model, device=own.device, dtype=None if own.dtype == "auto" else getattr(torch, own.dtype),
-        context=own.length or None, memory=int(own.engine_memory * 1e9) or None, guess=False, say=say,
+        context=own.length or None, memory=int(own.engine_memory * 1e9) or None, speculate=False, say=say,
     )  # fmt: skip
 
 

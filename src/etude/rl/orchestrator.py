@@ -125,8 +125,9 @@ def _apart(job: RlJob, say: Say) -> Parts:
     trainer = child("trainer")
     if job.settings.engine:
         policy = RemotePolicy(job.settings.engine, len(load_tokeniser(job.model)), settings=STRICT)
-        follower = Follower(store, VllmWeights(policy, job, store).update, say)
-        return Parts(policy, follower, follower.run, trainer.run, policy.connect, trained=trainer.progressed)
+        weights = VllmWeights(policy, job, store)
+        follower = Follower(store, weights.update, say)
+        return Parts(policy, follower, follower.run, trainer.run, weights.ready, trained=trainer.progressed)
     engine = child("engine")
     policy = RemotePolicy(f"unix:{job.socket}", 0, settings=OUTLIVING)
     follower = Follower(store, policy.update_weights, say)
@@ -440,8 +441,8 @@ class Conductor:
         self._record(event)
         self.failed_in_a_row += 1
         if self.failed_in_a_row >= GIVE_UP:
-            told = f"the last {GIVE_UP} episodes were invalid: {event.cause}"
-            raise UserError(f"{told}; put that right and run the same command to go on")
+            message = f"the last {GIVE_UP} episodes were invalid: {event.cause}"
+            raise UserError(f"{message}; put that right and run the same command to go on")
 
 
 def _write(path: Path, line: bytes) -> None:

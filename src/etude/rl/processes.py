@@ -121,9 +121,9 @@ def as_child(main: Callable[[], None]) -> None:
     try:
         main()
     except OSError as error:
-        if not (told := storage_error(error)):
+        if not (explained := storage_error(error)):
             raise
-        _leave(told)
+        _leave(explained)
     except UserError as error:
         _leave(error)
 
@@ -170,13 +170,13 @@ class RlJob:
 
     def save(self) -> Path:
         """Write it into the run's folder, and return where."""
-        told = {name: str(getattr(self, name)) for name in PLACES}
-        write_json(self.folder / JOB, {**told, "settings": self.settings.model_dump(mode="json"), "seed": self.seed})
+        places = {name: str(getattr(self, name)) for name in PLACES}
+        write_json(self.folder / JOB, {**places, "settings": self.settings.model_dump(mode="json"), "seed": self.seed})
         return self.folder / JOB
 
 
 def load_job(path: Path) -> RlJob:
     """Read what `save` wrote."""
-    told = read_json(path)
-    places = {name: Path(told[name]) for name in PLACES}
-    return RlJob(**places, settings=RlSettings(**told["settings"]), seed=told["seed"])
+    spec = read_json(path)
+    places = {name: Path(spec[name]) for name in PLACES}
+    return RlJob(**places, settings=RlSettings(**spec["settings"]), seed=spec["seed"])

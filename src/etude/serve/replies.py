@@ -203,23 +203,23 @@ class StopCut:
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = stops
         self.held = ""
-        self.found = False
+        self.met = False
 
     def feed(self, text: str) -> str:
         """Return the text that is certainly not part of a stop text."""
-        if self.found:
+        if self.met:
             return ""
         self.held += text
         ends = [(at + len(stop), at) for stop in self.stops if (at := self.held.find(stop)) >= 0]
         if ends:
-            self.found = True
+            self.met = True
         certain = min(ends)[1] if ends else len(self.held) - max((begun(self.held, s) for s in self.stops), default=0)
-        out, self.held = self.held[:certain], "" if self.found else self.held[certain:]
+        out, self.held = self.held[:certain], "" if self.met else self.held[certain:]
         return out
 
     def flush(self) -> str:
         """Return what was held back, at the end."""
-        return "" if self.found else self.held
+        return "" if self.met else self.held
 
 
 class Piece(NamedTuple):
@@ -257,6 +257,6 @@ class Writer:
         self.calls += len(calls)
         reason: str | None = None
         if completion:
-            reason = "stop" if self.cut.found else completion.finish_reason
+            reason = "stop" if self.cut.met else completion.finish_reason
             reason = "tool_calls" if self.calls else reason
         return Piece(text, reasoning, calls, shown, [token.id for token in tokens], reason)

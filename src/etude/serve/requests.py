@@ -98,8 +98,8 @@ class Preparer:
         room = self.context - len(prompt)
         if room < (asked or 1):
             wanted = f" and {asked} are to be written" if asked else ""
-            told = f"the context is {self.context} tokens; the prompt has {len(prompt)}{wanted}; shorten one of them"
-            raise ApiError(400, told, code="context_length_exceeded")
+            message = f"the context is {self.context} tokens; the prompt has {len(prompt)}{wanted}; shorten one of them"
+            raise ApiError(400, message, code="context_length_exceeded")
         return asked or min(usual, room)
 
     def _tool_style(self, request: ChatRequest) -> Style | None:
@@ -125,8 +125,8 @@ class Preparer:
             render = self.tokeniser.apply_chat_template
             return str(render(messages, tools=tools, add_generation_prompt=True, tokenize=False, **effort))
         except Exception as error:  # noqa: BLE001 - templates are programs and fail in many ways
-            told = f"the chat template refuses these messages: {one_line(error)}"
-            raise ApiError(400, told, param="messages") from None
+            message = f"the chat template refuses these messages: {one_line(error)}"
+            raise ApiError(400, message, param="messages") from None
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokeniser.encode(text, add_special_tokens=False, verbose=False))

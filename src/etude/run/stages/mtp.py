@@ -72,7 +72,7 @@ class MtpStage(TrainingStage):
 
 def _worth(training: Training, saved: Path) -> dict[str, Any]:
     """Decode held-out texts with the saved heads and without; return the figures and what to say of them."""
-    from etude.inference.local import measure_guessing
+    from etude.inference.local import measure_speculation
     from etude.models.load import choose_device, load_model
     from etude.models.mtp_heads import load_heads
 
@@ -89,5 +89,5 @@ def _worth(training: Training, saved: Path) -> dict[str, Any]:
         row for domain in domains for batch in corpus.heldout(domain, rows=settings.speed_texts) for row in batch.tokens
     ]
     prompts = [row[:most].tolist() for row in rows][: settings.speed_texts]
-    found = measure_guessing(model, load_heads(saved, model), prompts, settings.speed_tokens)
+    found = measure_speculation(model, load_heads(saved, model), prompts, settings.speed_tokens)
     return {"speed": found.as_dict(), "lines": found.lines}

@@ -1,4 +1,4 @@
-"""Pages against a model of the device: what is really in every page, for every order of events."""
+"""PrefixCache against a model of the device: what is really in every page, for every order of events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from etude.inference.prefix_cache import Copy, Held, Node, Pages
+from etude.inference.prefix_cache import Copy, Held, Node, PrefixCache
 
 Written = tuple[object, tuple[int, ...]]  # keys and values depend on the weights and on all the text before
 
@@ -59,7 +59,7 @@ class Device:
         )
 
 
-def nodes_of(pages: Pages) -> list[tuple[list[int], tuple[int, ...], Node]]:
+def nodes_of(pages: PrefixCache) -> list[tuple[list[int], tuple[int, ...], Node]]:
     """Return pages, text and node of every node in the tree."""
     found: list[tuple[list[int], tuple[int, ...], Node]] = []
     waiting: list[tuple[list[int], tuple[int, ...], Node]] = [([], (), pages._root)]
@@ -72,7 +72,7 @@ def nodes_of(pages: Pages) -> list[tuple[list[int], tuple[int, ...], Node]]:
     return found
 
 
-def to_be_evicted(pages: Pages, count: int) -> list[Node]:
+def to_be_evicted(pages: PrefixCache, count: int) -> list[Node]:
     """Return which nodes must go, by brute force: leaves nobody reads, sessions' last, the longest unused first."""
     there, gone = [node for *_, node in nodes_of(pages)], list[Node]()
     while len(gone) < count:
@@ -91,7 +91,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @initialize(count=st.integers(1, 20), size=st.sampled_from([1, 2, 4]))
     def start(self, count: int, size: int) -> None:
-        self.pages, self.device = Pages(count, size), Device(size)
+        self.pages, self.device = PrefixCache(count, size), Device(size)
         self.writers: list[Writer] = []
         self.weights: object = object()
         self.sessions = 0
@@ -118,7 +118,11 @@ class AnyOrder(RuleBasedStateMachine):
         session=st.booleans(),
     )
     def begin(self, like: int, cut: int, new: list[int], session: bool) -> None:
-        known = [*(text for _, text, _ in nodes_of(self.pages)), *(tuple(writer.tokens) for writer in self.writers), ()]
+        known = [
+            *(text for _, text, _ in nodes_of(self.pages)),
+            *(tuple(writer.tokens) for writer in self.writers),
+            (),
+        ]
         text = known[like % len(known)]  # most prompts begin with what is there, or somebody writes
         tokens = [*text[: max(0, len(text) - cut)], *new] or [0]
         held, done, copy = self.pages.begin(tokens, f"session {self.sessions}" if session else None)
@@ -195,7 +199,7 @@ def test_any_order_of_events() -> None:
     run_state_machine_as_test(AnyOrder, settings=settings(max_examples=250, stateful_step_count=50, deadline=None))
 
 
-def kept(pages: Pages, text: list[int], session: str | None = None) -> None:
+def kept(pages: PrefixCache, text: list[int], session: str | None = None) -> None:
     """Let a request compute a text and end."""
     held, done, _ = pages.begin(text, session)
     assert pages.grow(held, len(text))
@@ -203,7 +207,7 @@ def kept(pages: Pages, text: list[int], session: str | None = None) -> None:
     pages.end(held, text, len(text))
 
 
-def found(pages: Pages, text: list[int]) -> int:
+def found(pages: PrefixCache, text: list[int]) -> int:
     """Return how many tokens of a text are found, without changing much."""
     held, done, _ = pages.begin([*text, -1])
     pages.drop(held)
@@ -212,7 +216,7 @@ def found(pages: Pages, text: list[int]) -> int:
 
 def test_what_was_kept_is_found_to_the_last_token() -> None:
     for length in range(1, 200):
-        pages = Pages(8, 64)
+        pages = PrefixCache(8, 64)
         text = list(range(length))
         kept(pages, text)
         loose = length % 64
@@ -228,7 +232,7 @@ def alike(one: list[int], other: list[int]) -> int:
     st.sampled_from([1, 2, 8, 64]), st.lists(st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=30), max_size=30)
 )  # fmt: skip
 def test_with_room_enough_the_longest_beginning_is_found(size: int, texts: list[list[int]]) -> None:
-    pages, before = Pages(1000, size), [[-1]]
+    pages, before = PrefixCache(1000, size), [[-1]]
     for text in texts:
         held, done, _ = pages.begin(text)
         longest = max(alike(text[:-1], other) for other in before)
@@ -241,14 +245,14 @@ def test_with_room_enough_the_longest_beginning_is_found(size: int, texts: list[
 
 
 def test_the_likest_page_is_copied_though_another_is_alike_further_on() -> None:
-    pages = Pages(10, 8)
+    pages = PrefixCache(10, 8)
     kept(pages, [0, 0, 0, 0, 0, 0, 1, 1])
     kept(pages, [0, 0, 0, 0, 1, 0, 0, 1])
     assert pages.begin([0] * 12)[1:] == (6, Copy(1, 3, 6))
 
 
 def test_two_conversations_share_their_beginning_and_one_page_is_copied() -> None:
-    pages = Pages(10, 4)
+    pages = PrefixCache(10, 4)
     kept(pages, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     held, done, copy = pages.begin([1, 2, 3, 4, 5, 6, 7, 0, 0])
     assert (done, held.pages, copy) == (7, [1, held.own[0]], Copy(2, held.own[0], 3))
@@ -257,7 +261,7 @@ def test_two_conversations_share_their_beginning_and_one_page_is_copied() -> Non
 
 
 def test_the_loose_end_of_a_conversation_is_taken_over_not_copied() -> None:
-    pages = Pages(3, 4)
+    pages = PrefixCache(3, 4)
     kept(pages, [1, 2, 3, 4, 5, 6])
     held, done, copy = pages.begin([1, 2, 3, 4, 5, 6, 7, 8, 9], "talk")
     assert (done, held.pages, copy) == (6, [1, 2], None)
@@ -266,7 +270,7 @@ def test_the_loose_end_of_a_conversation_is_taken_over_not_copied() -> None:
 
 
 def test_the_longest_unused_goes_first_and_open_sessions_last() -> None:
-    pages = Pages(8, 2)
+    pages = PrefixCache(8, 2)
     for name, session in (("a", "open"), ("b", None), ("c", "over"), ("d", None)):
         kept(pages, [ord(name)] * 4, session)
     pages.forget("over")
@@ -285,7 +289,7 @@ def test_the_longest_unused_goes_first_and_open_sessions_last() -> None:
 
 
 def test_a_refusal_costs_nobody_anything() -> None:
-    pages = Pages(4, 2)
+    pages = PrefixCache(4, 2)
     kept(pages, [1, 2, 3, 4])
     held, *_ = pages.begin([9])
     assert not pages.grow(held, 2 * 5)
@@ -294,7 +298,7 @@ def test_a_refusal_costs_nobody_anything() -> None:
 
 
 def test_a_text_of_ten_thousand_pages() -> None:
-    pages, text = Pages(10_000, 2), [*range(20_000)]
+    pages, text = PrefixCache(10_000, 2), [*range(20_000)]
     kept(pages, text)
     assert found(pages, text[:-1]) == 19_999 - 1
     held, *_ = pages.begin([-1])
@@ -306,7 +310,7 @@ def test_a_text_of_ten_thousand_pages() -> None:
 
 
 def test_a_pool_nobody_presses_does_not_fill_up_with_notes() -> None:
-    pages = Pages(50, 4)
+    pages = PrefixCache(50, 4)
     for _ in range(2_000):
         kept(pages, [*range(40)])
     assert pages.evicted == 0
@@ -316,7 +320,7 @@ def test_a_pool_nobody_presses_does_not_fill_up_with_notes() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_long_life_with_little_room(seed: int) -> None:
     """Sessions that grow turn by turn in a pool too small for them: every page is accounted for at the end."""
-    rng, pages, texts = random.Random(seed), Pages(40, 16), dict[str, list[int]]()
+    rng, pages, texts = random.Random(seed), PrefixCache(40, 16), dict[str, list[int]]()
     covered = 0
     for turn in range(600):
         name = f"session {rng.randrange(12)}"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.inference.speculation import AGAIN, EVERY, FIRST, Pace
+from etude.inference.speculation import AGAIN, EVERY, FIRST, SpeculationSwitch
 
 
 @dataclass
@@ -25,13 +25,13 @@ class Machine:
     taken: list[bool] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.pace = Pace(self.said.append, able=True, clock=lambda: self.now)
+        self.speculation = SpeculationSwitch(self.said.append, able=True, clock=lambda: self.now)
 
     def run(self, steps: int, requests: int = 1) -> list[bool]:
-        """Return which of some steps guessed ahead."""
+        """Return which of some steps drafted ahead."""
         for _ in range(steps):
-            ahead = self.pace.ahead(requests)
-            with self.pace.timed(requests, ahead=ahead, written=lambda: self.tokens):  # type: ignore[arg-type, return-value]
+            ahead = self.speculation.ahead(requests)
+            with self.speculation.timed(requests, ahead=ahead, written=lambda: self.tokens):  # type: ignore[arg-type, return-value]
                 self.now += self.odd.get(len(self.taken), self.guessing if ahead else self.plain)
                 self.tokens += requests * (self.gained if ahead else 1)
             self.taken.append(ahead)
@@ -51,12 +51,12 @@ def test_it_says_once_what_it_finds_and_once_what_changes() -> None:
     machine = Machine(plain=0.010, guessing=0.025)
     machine.run(3 * EVERY)
     assert machine.said == [
-        "guessing ahead is off at one request at a time: 0.80 times the speed of one token at a time"
+        "speculative decoding is off at one request at a time: 0.80 times the speed of one token at a time"
     ]
-    machine.guessing = 0.008  # the text has become easier to guess
+    machine.guessing = 0.008  # the text has become easier to draft
     machine.run(30 * EVERY)
     assert len(machine.said) == 2
-    assert machine.said[1].startswith("guessing ahead is on again at one request at a time: 1.")
+    assert machine.said[1].startswith("speculative decoding is on again at one request at a time: 1.")
     assert machine.run(EVERY).count(True) == EVERY - AGAIN
 
 
@@ -94,17 +94,17 @@ def test_what_is_equal_does_not_change_sides_all_the_time() -> None:
 
 def test_who_cannot_or_need_not_choose_does_not_try() -> None:
     for able, wish, answer in ((False, None, False), (False, True, False), (True, True, True), (True, False, False)):
-        pace = Pace(lambda _: None, able=able, wish=wish)
-        assert {pace.ahead(3) for _ in range(50)} == {answer}
-    assert not Pace(lambda _: None, able=True).ahead(0)
+        speculation = SpeculationSwitch(lambda _: None, able=able, wish=wish)
+        assert {speculation.ahead(3) for _ in range(50)} == {answer}
+    assert not SpeculationSwitch(lambda _: None, able=True).ahead(0)
 
 
 def test_without_heads_no_clock_is_read() -> None:
     def broken() -> float:
         raise AssertionError
 
-    pace = Pace(lambda _: None, able=False, clock=broken)
-    with pace.timed(1, ahead=False, written=lambda: 0):
+    speculation = SpeculationSwitch(lambda _: None, able=False, clock=broken)
+    with speculation.timed(1, ahead=False, written=lambda: 0):
         pass
 
 

@@ -1,4 +1,4 @@
-"""Guessing ahead changes how fast a request is written, never what is written."""
+"""SpeculationSpeed ahead changes how fast a request is written, never what is written."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def forgetful() -> tuple[Any, Any, Any]:
 def test_greedy_tokens_and_log_probs_are_the_models_own(family: str, page: int | None) -> None:
     changes: dict[str, Any] = {"sliding_window": None} if family == "mistral" else {}
     model, prompts = model_of(family, **changes), prompts_of(1, 2, 7, 40)
-    engine = engine_of(model, random_heads(model, shared=page is None), page=page, guess=True, chunk=16)
+    engine = engine_of(model, random_heads(model, shared=page is None), page=page, speculate=True, chunk=16)
     for prompt, done in zip(prompts, complete(engine, prompts, GREEDY), strict=True):
         assert len(done.tokens) == 24
         assert_greedy(model, prompt, done)
@@ -86,14 +86,14 @@ def test_greedy_tokens_and_log_probs_are_the_models_own(family: str, page: int |
 def test_heads_that_know_are_believed(page: int | None) -> None:
     model, heads, _ = forgetful()
     prompts = prompts_of(1, 2, 5, 6, 40)
-    engine = engine_of(model, heads, page=page, guess=True)
+    engine = engine_of(model, heads, page=page, speculate=True)
     done = complete(engine, prompts, Sampling(21, temperature=0))
     assert [each.token_ids for each in done] == [greedy(model, prompt, 21) for prompt in prompts]
     assert engine.counts.rounds == 5  # one token when the prompt is read, then four a round
-    assert engine.counts.kept == engine.counts.guesses == 5 * 5 * DEPTH
+    assert engine.counts.accepted == engine.counts.drafts == 5 * 5 * DEPTH
     drawn = complete(engine, prompts, Sampling(21, temperature=0.8, seed=1))
     assert (
-        engine.counts.kept == engine.counts.guesses == 2 * 5 * 5 * DEPTH
+        engine.counts.accepted == engine.counts.drafts == 2 * 5 * 5 * DEPTH
     )  # where both say the same, nothing is refused
     assert len({tuple(each.token_ids) for each in drawn}) == 5
 
@@ -101,29 +101,29 @@ def test_heads_that_know_are_believed(page: int | None) -> None:
 def test_heads_that_nearly_know_are_believed_in_part() -> None:
     model, _, heads = forgetful()
     prompts = prompts_of(1, 2, 5, 6, 40)
-    engine = engine_of(model, heads, guess=True)
+    engine = engine_of(model, heads, speculate=True)
     for prompt, done in zip(prompts, complete(engine, prompts, GREEDY), strict=True):
         assert done.token_ids == greedy(model, prompt, 24)
-    assert 0.1 < engine.counts.kept / engine.counts.guesses < 0.95
+    assert 0.1 < engine.counts.accepted / engine.counts.drafts < 0.95
 
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]
 def kept_by_hand(model: Any, heads: Any, prompt: list[int], count: int) -> int:
-    """Return how many guesses come true if every round computes the heads for the whole text again, without any cache."""
+    """Return how many drafts come true if every round computes the heads for the whole text again, without any cache."""
     tokens, kept = [*prompt, int(logits_after(model, prompt)[-1].argmax())], 0
     while len(tokens) < len(prompt) + count:
         read = len(tokens) - 1
         hidden = model.get_decoder()(torch.tensor([tokens[:read]])).last_hidden_state
-        guesses: list[int] = []
+        drafts: list[int] = []
         for depth in range(heads.depth):
             hidden = heads.step(
-                depth, hidden, torch.tensor([[*tokens, *guesses][depth + 1 :]]), torch.arange(read)[None],
+                depth, hidden, torch.tensor([[*tokens, *drafts][depth + 1 :]]), torch.arange(read)[None],
                 embed=model.get_input_embeddings(), rotary=model.get_decoder().rotary_emb,
                 attention_mask=torch.full((1, 1, read, read), -torch.inf).triu(1),
             )  # fmt: skip
-            guesses.append(int(model.get_output_embeddings()(hidden[0, -1]).argmax()))
-        best = logits_after(model, tokens + guesses).argmax(-1)[read:].tolist()
-        true = next((index for index, token in enumerate(guesses) if token != best[index]), heads.depth)
+            drafts.append(int(model.get_output_embeddings()(hidden[0, -1]).argmax()))
+        best = logits_after(model, tokens + drafts).argmax(-1)[read:].tolist()
+        true = next((index for index, token in enumerate(drafts) if token != best[index]), heads.depth)
         tokens, kept = tokens + best[: true + 1], kept + true
     return kept
 
@@ -135,9 +135,9 @@ def test_heads_guess_what_they_would_with_the_whole_text_before_them(family: str
     expected = [kept_by_hand(model, heads, prompt, 24) for prompt in prompts]
     assert sum(expected) > 0
     for prompt, kept in zip(prompts, expected, strict=True):
-        engine = engine_of(model, heads, page=page, guess=True, chunk=16)
+        engine = engine_of(model, heads, page=page, speculate=True, chunk=16)
         complete(engine, [prompt], Sampling(24, temperature=0))
-        assert engine.counts.kept == kept
+        assert engine.counts.accepted == kept
 
 
 # ---- the same distribution
@@ -181,26 +181,26 @@ def test_drawn_texts_are_distributed_as_the_models_own(noise: float | None, samp
     model = model_of(**small) if noise is None else forgetful_model(**small)
     model.get_output_embeddings().weight.data *= 0.6  # so that few texts are too rare to count
     heads = random_heads(model) if noise is None else perfect_heads(model, noise)
-    engine = engine_of(model, heads, rows=500, context=16, guess=True)
+    engine = engine_of(model, heads, rows=500, context=16, speculate=True)
     draws = [Sampling(3, seed=seed, **sampling) for seed in range(2500)]
     done = [each.completion for each in run(engine, [Ask([1, 2], each) for each in draws])]
     statistic, freedom = chi_square(model, [1, 2], draws[0], [tuple(each.token_ids) for each in done])
     assert freedom >= 4
     assert statistic < freedom + 4 * (2 * freedom) ** 0.5 + 8  # beyond the 99.99th percentile; the seeds are fixed
-    assert engine.counts.kept > 0
+    assert engine.counts.accepted > 0
 
 
 def test_log_probs_of_drawn_tokens_are_the_models_own() -> None:
     model, _, heads = forgetful()
     prompt, sampling = prompts_of(9)[0], Sampling(40, temperature=0.7, top_k=8, seed=5)
-    engine = engine_of(model, heads, guess=True)
+    engine = engine_of(model, heads, speculate=True)
     done = complete(engine, [prompt], sampling)[0]
     scores = logits_after(model, prompt + done.token_ids)[8:-1]
     cut = (scores / 0.7).masked_fill(scores < scores.topk(8).values[:, -1:], -torch.inf)
     ids = torch.tensor(done.token_ids)[:, None]
     assert done.logprobs == pytest.approx(cut.log_softmax(-1).gather(1, ids)[:, 0].tolist(), abs=1e-4)
     assert done.raw_logprobs == pytest.approx(scores.log_softmax(-1).gather(1, ids)[:, 0].tolist(), abs=1e-4)
-    assert 0 < engine.counts.kept < engine.counts.guesses
+    assert 0 < engine.counts.accepted < engine.counts.drafts
 
 
 # ---- ends inside a round, pressure, company
@@ -211,7 +211,7 @@ def test_a_round_may_end_a_request_anywhere(most: int) -> None:
     model, heads, _ = forgetful()
     prompt = prompts_of(6)[0]
     free = greedy(model, prompt, 12)
-    engine = engine_of(model, heads, guess=True)
+    engine = engine_of(model, heads, speculate=True)
     (short,) = run(engine, [Ask(prompt, Sampling(most, temperature=0))])
     assert short.completion.token_ids == free[:most]
     assert short.streamed == short.completion.tokens
@@ -230,7 +230,7 @@ def test_the_whole_context_can_be_used(page: int | None) -> None:
     model, heads, _ = forgetful()
     for length in range(40, 48):
         prompt = prompts_of(length)[0]
-        engine = engine_of(model, heads, context=64, page=page, guess=True)
+        engine = engine_of(model, heads, context=64, page=page, speculate=True)
         done = complete(engine, [prompt], Sampling(64 - length, temperature=0))[0]
         assert done.token_ids == greedy(model, prompt, 64 - length)
 
@@ -238,7 +238,7 @@ def test_the_whole_context_can_be_used(page: int | None) -> None:
 def test_whoever_asks_for_single_steps_gets_them() -> None:
     model, heads, _ = forgetful()
     prompts = prompts_of(5, 6)
-    engine = engine_of(model, heads, guess=True)
+    engine = engine_of(model, heads, speculate=True)
     asks = [Ask(prompts[0], Sampling(8, temperature=0, alternatives=2)), Ask(prompts[1], GREEDY)]
     first, second = (each.completion for each in run(engine, asks))
     assert [token.alternatives[0][0] for token in first.tokens] == first.token_ids == greedy(model, prompts[0], 8)
@@ -263,10 +263,10 @@ arrivals = st.tuples(st.integers(0, 3), st.integers(1, 20), st.integers(0, 12), 
     st.integers(0, 1),
 )  # fmt: skip
 def test_under_pressure_it_is_the_same(
-    coming: list[tuple[int, int, int, int | None]], spare: int, rows: int, guess: bool | None, late: int
+    coming: list[tuple[int, int, int, int | None]], spare: int, rows: int, draft: bool | None, late: int
 ) -> None:
     model, _, heads = forgetful()
-    engine = engine_of(model, heads, rows=rows, page=8, pages=8 + spare, guess=guess, chunk=13, late=late)
+    engine = engine_of(model, heads, rows=rows, page=8, pages=8 + spare, speculate=draft, chunk=13, late=late)
     asks = [Ask(PROMPTS[each], Sampling(most, temperature=0), None, at, gone) for each, most, at, gone in coming]
     for (prompt, most, _, gone), got in zip(coming, run(engine, asks), strict=True):
         assert [token.id for token in got.streamed] == expected(prompt)[:most][: len(got.streamed)]
@@ -284,20 +284,20 @@ def test_it_falls_back_where_it_does_not_pay_and_says_so(cost: float, pays: bool
     said: list[str] = []
     engine = engine_of(model, heads, context=512, say=said.append)
     # A round costs so many single steps; heads that know write four tokens in one.
-    engine.pace.clock = lambda: engine.counts.steps + (cost - 1) * engine.counts.rounds
+    engine.speculation.clock = lambda: engine.counts.steps + (cost - 1) * engine.counts.rounds
     prompt = prompts_of(5)[0]
     done = complete(engine, [prompt], Sampling(150, temperature=0))[0]
     assert done.token_ids == greedy(model, prompt, 150)
     single = engine.counts.steps - engine.counts.rounds
     assert engine.counts.rounds > single if pays else engine.counts.rounds < single
     assert bool(said) != pays
-    assert all("guessing ahead is off" in line for line in said)
+    assert all("speculative decoding is off" in line for line in said)
 
 
 @pytest.mark.parametrize("page", [16, None])
 def test_rounds_that_are_read_late_change_nothing(page: int | None) -> None:
     model = model_of()
-    engine = engine_of(model, MtpHeads.for_model(model, depth=3), page=page, context=48, rows=3, guess=True, late=1)
+    engine = engine_of(model, MtpHeads.for_model(model, depth=3), page=page, context=48, rows=3, speculate=True, late=1)
     asks = [
         Ask(prompt, Sampling(min(new, 48 - len(prompt)), temperature=0), comes=index)
         for index, (prompt, new) in enumerate(zip(prompts_of(1, 7, 15, 16, 30, 40, 47, 12), (47, 1, 2, 3, 18, 8, 1, 36), strict=True))
