@@ -18,16 +18,9 @@ if TYPE_CHECKING:
 
     from tests.conftest import Etude, Said
 
-QUICK = [
-    "--set",
-    "compare.window=32",
-    "--set",
-    "compare.stride=16",
-    "--set",
-    "compare.state_tasks=0",
-    "--set",
-    "compare.speed_prompt=8",
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
+QUICK_SETTINGS = {"window": 32, "stride": 16, "state_tasks": 0, "speed_prompt": 8, "speed_steps": 2, "speed_batch": 2}
+QUICK = [word for name, value in QUICK_SETTINGS.items() for word in ("--set", f"compare.{name}={value}")]
 
 
 def refused(said: Said, *parts: str) -> None:
@@ -151,7 +144,7 @@ def test_status_of_something_else(etude: Etude, tmp_path: Path) -> None:
 def test_changed_weights_fail_the_check(
     etude: Etude, tmp_path: Path, tiny_base: Path, code_tree: Path, cache: list[object]
 ) -> None:
-    assert etude("run", recipe(tmp_path, tiny_base, code_tree), *cache, *QUICK).code == 0
+    assert etude("run", recipe(tmp_path, tiny_base, code_tree), *cache, "--until", "base").code == 0
     model = tmp_path / "run/base/model"
     weights = model / "model.safetensors"
     content = bytearray(weights.read_bytes())
@@ -187,21 +180,15 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_no_space_left(etude: Etude, tmp_path: Path, tiny_base: Path, code_tree: Path, small_disk: Path) -> None:
-    path = recipe(tmp_path, tiny_base, code_tree)
-    said = etude(
-        "run", path, "--out", small_disk / "run", "--cache", tmp_path / "cache", *QUICK, "--set", "compare.stride=1"
-    )
+    (small_disk / "filler").write_bytes(bytes(32_000))
+    words = ["run", recipe(tmp_path, tiny_base, code_tree), "--out", small_disk / "run", "--cache", tmp_path / "cache"]
+    said = etude(*words, *QUICK)
     assert said.code == 2
     last = said.err.strip().splitlines()[-1]
     assert last.startswith((f"error: cannot use {small_disk}/run", f"error: cannot use in {small_disk}/run"))
     assert "no space left on the device; free some and run the same command again" in last
     subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
-    assert (
-        etude(
-            "run", path, "--out", small_disk / "run", "--cache", tmp_path / "cache", *QUICK, "--set", "compare.stride=1"
-        ).code
-        == 0
-    )
+    assert etude(*words, *QUICK).code == 0
 
 
 def test_read_only_run_folder(etude: Etude, tmp_path: Path, tiny_base: Path, code_tree: Path, small_disk: Path) -> None:
@@ -272,7 +259,11 @@ def test_without_git_files_are_walked_and_edits_are_made(
     etude: Etude, tmp_path: Path, tiny_base: Path, code_tree: Path, cache: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    said = etude("run", recipe(tmp_path, tiny_base, code_tree), *cache, *QUICK[:4], "--set", "compare.state_chars=120", "--set", "compare.state_diffs=1",
-                 "--set", "compare.speed_prompt=8", "--set", "compare.state_tasks=2")  # fmt: skip
+    edits = [
+        word
+        for change in ("state_chars=120", "state_diffs=1", "state_tasks=2")
+        for word in ("--set", f"compare.{change}")
+    ]
+    said = etude("run", recipe(tmp_path, tiny_base, code_tree), *cache, *QUICK, *edits)
     assert said.code == 0, said.err
     assert "2 tasks (0 from git history)" in " ".join(said.out.split())
