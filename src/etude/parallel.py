@@ -11,6 +11,7 @@ import signal
 import threading
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from etude.errors import UserError
@@ -25,7 +26,6 @@ LOOK = 0.2  # seconds between two looks whether the user wants to stop
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -41,9 +41,8 @@ def each(
     try:
         yield from _each_in_pool(function, items, min(workers, len(items)), check_stop)
     except BrokenProcessPool:
-        raise UserError(
-            "a worker process was killed, perhaps for want of memory; lower `workers` and run the same command again"
-        ) from None
+        advice = "lower `workers` and run the same command again"
+        raise UserError(f"a worker process was killed, perhaps for lack of memory; {advice}") from None
 
 
 def _each_in_pool(
@@ -53,23 +52,18 @@ def _each_in_pool(
     try:
         ahead = iter(enumerate(items))
         # No more than there are workers: what waits in their queue could not be taken back if the user wants to stop.
-        running = {pool.submit(function, item): index for index, item in _some(ahead, workers)}
+        running = {pool.submit(function, item): index for index, item in islice(ahead, workers)}
         while running:
             done, _ = wait(running, timeout=LOOK, return_when=FIRST_COMPLETED)
             for future in done:
                 yield running.pop(future), future.result()
-                running |= {pool.submit(function, item): index for index, item in _some(ahead, 1)}
+                running |= {pool.submit(function, item): index for index, item in islice(ahead, 1)}
             check_stop()
     finally:
         try:
             pool.shutdown(wait=True, cancel_futures=True)  # what runs is let finish: it writes files
         except KeyboardInterrupt:  # asked a second time; Python would wait for the pool again as it leaves
             os._exit(128 + signal.SIGINT)
-
-
-def _some(items: Iterator[tuple[int, Item]], count: int) -> Iterator[tuple[int, Item]]:
-    for _, item in zip(range(count), items, strict=False):
-        yield item
 
 
 def _begin() -> None:

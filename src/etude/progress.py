@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -22,6 +22,7 @@ LONG = 2.0  # seconds after which a task deserves to be seen
 LINE_EVERY = 10.0  # seconds between two lines in a log
 STATE_EVERY = 0.5  # seconds between two states for the listener
 BYTES = "B"
+MULTIPLES = ((1e3, "kB"), (1e6, "MB"), (1e9, "GB"))
 SLOW = 0.1  # units a second; fewer would be shown as 0.0
 
 
@@ -36,9 +37,9 @@ class Task:
     started: float = field(default_factory=time.monotonic)
     skipped: float = 0.0  # done by an earlier session: counts as done, not for the rate
     on_change: Callable[[Task], object] | None = None
+    next_line: float = LONG  # seconds after the start at which a log gets a line
 
     def advance(self, amount: float = 1) -> None:
-        """Count `amount` as done."""
         self.done += amount
         if self.on_change:
             self.on_change(self)
@@ -50,7 +51,7 @@ class Task:
 
     @property
     def seconds(self) -> float:
-        """How long this session has worked on it."""
+        """Time this session has worked on it."""
         return time.monotonic() - self.started
 
     @property
@@ -65,8 +66,8 @@ class Task:
 
     def state(self) -> dict[str, Any]:
         """Return what `etude status` shows of it."""
-        known = asdict(self, dict_factory=lambda pairs: {k: v for k, v in pairs if k not in {"on_change", "started"}})
-        return known | {"rate": self.rate, "seconds_left": self.seconds_left, "seconds": self.seconds}
+        shown = ("label", "total", "unit", "done", "skipped", "rate", "seconds_left", "seconds")
+        return {name: getattr(self, name) for name in shown}
 
     def line(self) -> str:
         """Return the state as one plain line."""
@@ -79,18 +80,14 @@ def amount(value: float, unit: str) -> str:
     """Return a count with its unit; bytes in the usual multiples."""
     if unit != BYTES:
         return f"{value:,.0f} {unit}"
-    for multiple in ("B", "kB", "MB", "GB"):
-        if value < 1000 or multiple == "GB":
-            return f"{value:.0f} {multiple}" if multiple == "B" else f"{value:.1f} {multiple}"
-        value /= 1000
-    raise AssertionError
+    if value < 1000:
+        return f"{value:.0f} B"
+    size, multiple = next(((size, name) for size, name in MULTIPLES if value < 1000 * size), MULTIPLES[-1])
+    return f"{value / size:.1f} {multiple}"
 
 
 def of_total(task: Task) -> str:
-    """Return how much is done of how much."""
-    done = (
-        amount(task.done, task.unit).removesuffix(f" {task.unit}") if task.unit != BYTES else amount(task.done, BYTES)
-    )
+    done = amount(task.done, BYTES) if task.unit == BYTES else f"{task.done:,.0f}"
     return f"{done} of {amount(task.total, task.unit)}"
 
 
@@ -127,7 +124,6 @@ class Reporter:
         self.check_stop: Callable[[], None] = lambda: None
 
     def say(self, line: str, *, style: str = "") -> None:
-        """Print one line of news."""
         if not self.quiet:
             self.console.print(line, style=style, markup=False, soft_wrap=True)
 
@@ -157,13 +153,11 @@ class Reporter:
                         self.listener(task.state())
 
     def _shower(self, stack: contextlib.ExitStack, label: str, total: float) -> Callable[[Task], object]:
+        """Return what shows a task: nothing, a bar on a terminal, or lines in a log."""
         if self.quiet:
             return lambda _task: None
-        if self.console.is_terminal:
-            return self._bar(stack, label, total)
-        return self._lines()
-
-    def _bar(self, stack: contextlib.ExitStack, label: str, total: float) -> Callable[[Task], object]:
+        if not self.console.is_terminal:
+            return self._line
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"),
                    TextColumn("{task.fields[note]}"), TimeElapsedColumn())  # fmt: skip
         bar = stack.enter_context(Progress(*columns, console=self.console, transient=True))
@@ -175,13 +169,7 @@ class Reporter:
 
         return show
 
-    def _lines(self) -> Callable[[Task], object]:
-        next_line = LONG
-
-        def show(task: Task) -> None:
-            nonlocal next_line
-            if task.seconds >= next_line:
-                next_line = task.seconds + LINE_EVERY
-                self.console.print(task.line(), markup=False, soft_wrap=True)
-
-        return show
+    def _line(self, task: Task) -> None:
+        if task.seconds >= task.next_line:
+            task.next_line = task.seconds + LINE_EVERY
+            self.console.print(task.line(), markup=False, soft_wrap=True)

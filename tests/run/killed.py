@@ -14,7 +14,10 @@ import os
 import random
 import signal
 import sys
+from io import BytesIO
 from pathlib import Path
+
+from matplotlib.figure import Figure
 
 import etude.bench.base_comparison
 import etude.data.build
@@ -103,6 +106,9 @@ def ended_and_run_again(
 def run_all(recipe: Path, folder: Path, seed: int) -> dict[str, object]:
     """Do a quiet run, then the ended ones."""
     stage_settings()
+    figure = Figure()
+    figure.add_subplot().set_title("draws once, so that no child has to load fonts")
+    figure.savefig(BytesIO())
     rng = random.Random(seed)
     counter = folder / "counter"
     code, said = child(recipe, folder, "quiet", None, signal.SIGKILL, counter)

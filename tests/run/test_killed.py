@@ -24,7 +24,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
     recipe = folder / "recipe.toml"
     recipe.write_text(
         f'name = "kill"\nbase = "{bases[0]}"\nstages = ["cpt", "compare"]\n[compare]\non = "{tree}"\nbases = ["{bases[1]}"]\n'
-        'device = "cpu"\nwindow = 64\nstride = 32\nstate_tasks = 6\nstate_diffs = 1\nstate_chars = 120\nspeed_prompt = 8\nspeed_steps = 2\nspeed_batch = 2\n'
+        'device = "cpu"\nwindow = 64\nstride = 32\nstate_tasks = 2\nstate_diffs = 1\nstate_chars = 120\nspeed_prompt = 8\nspeed_steps = 2\nspeed_batch = 2\n'
         '[cpt]\ntokens = 1024\nbatch = 2\ncheckpoint_every = 2\nevaluations = 2\ndevice = "cpu"\n'
         '[data]\nlength = 64\nheldout = 0.0\nseparator = "<|end|>"\nworkers = 1\nfilters = { scrub = false }\nrepositories = "path"\n'
         f'replay = {{ share = 0.1, source = "self", tokens = 64, length = 16, batch = 2 }}\n[[data.source]]\nname = "tree"\nlicence = "MIT"\nfolder = "{tree}"\n'

@@ -10,19 +10,7 @@ import typer
 from pydantic import ValidationError
 from typer.core import TyperGroup
 
-from etude.cli.options import (
-    CacheFolder,
-    Device,
-    Minutes,
-    Temperature,
-    TokenFile,
-    Tokeniser,
-    ToolNames,
-    Turns,
-    chosen_tools,
-    interruptible,
-    token_in,
-)
+from etude.cli import options
 from etude.errors import UserError
 from etude.files import digest_of, read_json
 from etude.progress import Reporter
@@ -59,16 +47,17 @@ def run(  # noqa: PLR0913, PLR0917 - an argument for every option
     style: Annotated[str, typer.Option(help="Style of the requests: terse, trace, premise, full, shown or told.")] = "terse",
     limit: Annotated[int, typer.Option(help="Number of tasks (0 = all); a larger number includes a smaller one's tasks.")] = 0,
     concurrency: Annotated[int, typer.Option(help="Concurrent attempts (0 = two a core).")] = 0,
-    tools: ToolNames = "", turns: Turns = 50, minutes: Minutes = 30.0, temperature: Temperature = 0.7,
+    tools: options.ToolNames = "", turns: options.Turns = 50, minutes: options.Minutes = 30.0, temperature: options.Temperature = 0.7,
     price_read: PriceRead = 0.0, price_cached: PriceCached = 0.0, price_written: PriceWritten = 0.0,
-    token_file: TokenFile = None, tokeniser: Tokeniser = "", device: Device = "auto", cache: CacheFolder = None,
+    token_file: options.TokenFile = None, tokeniser: options.Tokeniser = "", device: options.Device = "auto",
+    cache: options.CacheFolder = None,
 ) -> None:  # fmt: skip
     """Run k attempts of every model at every task; an interrupted benchmark resumes with the same command."""
     from etude.bench.agents import run_benchmark
     from etude.models.fetch import default_cache
     from etude.run.folder import lock_run
 
-    offered = chosen_tools(tools).tools
+    offered = options.chosen_tools(tools).tools
     given = {"k": k, "limit": limit, "concurrency": concurrency, "style": style, "tools": {"tools": offered},
              "harness": {"turns": turns, "seconds": 60.0 * minutes, "temperature": temperature}}  # fmt: skip
     settings, reporter = _settings(given), Reporter()
@@ -84,7 +73,7 @@ def run(  # noqa: PLR0913, PLR0917 - an argument for every option
             await run_benchmark(task_set, agents, settings, folder, place, reporter)
         return folder
 
-    with interruptible(reporter, "all finished trials are kept; run the same command to resume"):
+    with options.interruptible(reporter, "all finished trials are kept; run the same command to resume"):
         folder = asyncio.run(work())
     _report([folder], folder, read=price_read, cached=price_cached, written=price_written)
 
@@ -117,7 +106,7 @@ async def _agents(
     from etude.agent.policies import find
     from etude.bench.agents import BUILT_IN, model_agent
 
-    token, reporter = token_in(token_file), Reporter()
+    token, reporter = options.token_in(token_file), Reporter()
     made: dict[str, Agent] = {}
     for word in words:
         each = BUILT_IN.get(word) or model_agent(

@@ -1,6 +1,6 @@
-"""The command `etude`: its commands, and what it says when something is wrong.
+"""The command `etude`: its subcommands, and how errors are reported.
 
-Nothing here imports torch: `etude --help` must answer at once. Results go to standard output, news to standard error.
+Nothing here imports torch: `etude --help` must answer at once. Results go to standard output, messages to standard error.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from etude.cli import agent, bench, lineage, rl, run, sandbox, serve, tasks
 from etude.errors import UserError, storage_error
 
 app = typer.Typer(
-    help="From an open base model to your own coding agent: one recipe, all measured, the family tree included.",
+    help="From an open base model to your own coding agent: one recipe, every stage measured, its lineage recorded.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(lineage.app, name="lineage")
-data_app = typer.Typer(help="The corpus of a recipe: build it, look at it.", no_args_is_help=True)
+data_app = typer.Typer(help="Corpora: build one from a recipe, show its contents.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
-mtp_app = typer.Typer(help="Heads that predict several tokens ahead.", no_args_is_help=True)
+mtp_app = typer.Typer(help="MTP heads (multi-token prediction): export them.", no_args_is_help=True)
 app.add_typer(mtp_app, name="mtp")
 app.add_typer(bench.app, name="bench")
 app.add_typer(tasks.app, name="tasks")
@@ -52,7 +52,7 @@ mtp_app.command("export", epilog=exporting)(run.export)
 
 
 def main() -> NoReturn:
-    """Run the command line; what a user can put right ends as one line and exit code 2."""
+    """Run the command line; an error that a user can fix ends as one line and exit code 2."""
     try:
         left = app(standalone_mode=False)  # a command that leaves early hands its exit code back
         code = left if isinstance(left, int) else 0
@@ -61,12 +61,11 @@ def main() -> NoReturn:
     except BrokenPipeError:  # the reader of our output has gone, as `| head` does
         sys.stderr.close()
         code = 141
-    except OSError as error:
-        if not (told := storage_error(error)):
+    except (OSError, UserError) as error:
+        message = storage_error(error) if isinstance(error, OSError) else error
+        if message is None:
             raise
-        code = _complain(told)
-    except UserError as error:
-        code = _complain(error)
+        code = _complain(message)
     except UnicodeEncodeError as error:
         code = _complain(UserError(f"a name is not valid UTF-8: {error.object[:80]!r}; rename it"))
     except Exception as error:

@@ -18,17 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from etude.cli.options import (
-    AsJson,
-    CacheFolder,
-    Changes,
-    DryRun,
-    OutFolder,
-    PageFolder,
-    RecipeFiles,
-    interruptible,
-    print_json,
-)
+from etude.cli import options
 from etude.errors import UserError, nearest, storage_error
 from etude.progress import Reporter
 
@@ -39,17 +29,17 @@ if TYPE_CHECKING:
 
 
 def run(
-    recipes: RecipeFiles, change: Changes = None, out: OutFolder = None,
+    recipes: options.RecipeFiles, change: options.Changes = None, out: options.OutFolder = None,
     until: Annotated[str | None, typer.Option(metavar="STAGE", help="Last stage to run.")] = None,
-    dry_run: DryRun = False, cache: CacheFolder = None, as_json: AsJson = False,
+    dry_run: options.DryRun = False, cache: options.CacheFolder = None, as_json: options.AsJson = False,
 ) -> None:  # fmt: skip
     """Run a recipe. Finished stages are kept; an interrupted one resumes where it stopped."""
     _run_recipe(_load(recipes, change), out, cache, until=until, dry_run=dry_run, as_json=as_json)
 
 
 def build_corpus(
-    recipes: RecipeFiles, change: Changes = None, out: OutFolder = None,
-    dry_run: DryRun = False, cache: CacheFolder = None, as_json: AsJson = False,
+    recipes: options.RecipeFiles, change: options.Changes = None, out: options.OutFolder = None,
+    dry_run: options.DryRun = False, cache: options.CacheFolder = None, as_json: options.AsJson = False,
 ) -> None:  # fmt: skip
     """Build the corpus of a recipe, and nothing after it."""
     recipe = _load(recipes, change)
@@ -80,7 +70,7 @@ def _run_recipe(
     if dry_run:
         _print_plan(runner, recipe, until, as_json=as_json)
         return
-    with interruptible(reporter, f"all finished steps are kept in {folder}. Resume with:\n  {command_line()}"):
+    with options.interruptible(reporter, f"all finished steps are kept in {folder}. Resume with:\n  {command_line()}"):
         if int(os.environ.get("RANK", "0")) > 0:  # torchrun started several of us, and this is not the one that leads
             join_trainings()
             return
@@ -100,7 +90,7 @@ def _print_plan(runner: Runner, recipe: Recipe, until: str | None, *, as_json: b
     if as_json:
         listed = [{"stage": step.entry.name, "action": step.action, "from": str(step.source) if step.source else None,
                    "lacks": step.lacks} for step in steps]  # fmt: skip
-        print_json({"recipe": recipe.resolved(), "hash": recipe.hash, "folder": folder, "steps": listed})
+        options.print_json({"recipe": recipe.resolved(), "hash": recipe.hash, "folder": folder, "steps": listed})
     else:
         typer.echo(f"# resolved recipe {recipe.hash[:12]}, to run in {folder}\n{as_toml(recipe)}")
         for step in steps:
@@ -122,7 +112,7 @@ def _print_outcome(steps: list[Step], folder: Path, *, as_json: bool) -> None:
     if as_json:
         records = {name: load_record(folder / name).model_dump(mode="json") for name in names}
         actions = {step.entry.name: step.action for step in steps}
-        print_json({"folder": str(folder), "steps": actions, "records": records})
+        options.print_json({"folder": str(folder), "steps": actions, "records": records})
         return
     console = Console()
     if console.options.ascii_only and isinstance(sys.stdout, io.TextIOWrapper):
@@ -152,8 +142,8 @@ def _print_ending(names: list[str], model: str, folder: Path, console: Console) 
 def compare(
     bases: Annotated[list[str], typer.Argument(metavar="BASE...", help="Known names, model folders or hub ids.")],
     on: Annotated[str, typer.Option(metavar="FOLDER", help="Your code, to measure on.")],
-    change: Changes = None,
-    out: OutFolder = None, cache: CacheFolder = None, as_json: AsJson = False,
+    change: options.Changes = None,
+    out: options.OutFolder = None, cache: options.CacheFolder = None, as_json: options.AsJson = False,
 ) -> None:  # fmt: skip
     """Compare bases on your code: bits per byte, state tracking, speed, memory and licence."""
     from etude.recipe.load import Layer, check, parse_change
@@ -170,30 +160,26 @@ def compare(
 def status(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
     watch: Annotated[bool, typer.Option("--watch", help="Live view until the run ends.")] = False,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Show the state of a run: stages, progress, rate, time left, metrics."""
     from etude.report.status import headline, run_status, status_table
 
     if as_json:
-        print_json(asdict(run_status(run_folder)))
+        options.print_json(asdict(run_status(run_folder)))
         return
-    console = Console(highlight=False)
-    now = run_status(run_folder)
-    if watch and now.owner is not None:
-        with Live(status_table(now), console=console, refresh_per_second=4) as live:
-            while now.owner is not None:
-                time.sleep(0.5)
-                now = run_status(run_folder)
-                live.update(status_table(now))
-    else:
-        console.print(status_table(now))
+    console, now = Console(highlight=False), run_status(run_folder)
+    with Live(status_table(now), console=console, refresh_per_second=4) as live:
+        while watch and now.owner is not None:
+            time.sleep(0.5)
+            now = run_status(run_folder)
+            live.update(status_table(now))
     console.print(headline(now), soft_wrap=True, markup=False)
 
 
 def bases(
     name: Annotated[str | None, typer.Argument(help="One base in detail, with the source of each fact.")] = None,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """List the known bases. Any Hugging Face folder or hub id works as well."""
     from etude.models.bases import known_bases
@@ -203,7 +189,7 @@ def bases(
         raise UserError(f"unknown base {name!r}{nearest(name, known)}")
     if as_json:
         chosen = {name: known[name]} if name is not None else known
-        print_json({key: base.model_dump(mode="json", exclude_none=True) for key, base in chosen.items()})
+        options.print_json({key: base.model_dump(mode="json", exclude_none=True) for key, base in chosen.items()})
     elif name is not None:
         _print_base(name, known[name])
     else:
@@ -229,34 +215,29 @@ def _bases_table(known: dict[str, KnownBase]) -> Table:
 def _print_base(name: str, base: KnownBase) -> None:
     from etude.lineage.licences import headline_duties
 
-    console = Console(highlight=False)
-    console.print(f"{name}: {base.title}", style="bold", markup=False)
+    lines = [f"{name}: {base.title}"]
     for fact in ("licence", "parameters", "active_parameters", "context", "pretraining_tokens", "continues"):
-        value = getattr(base, fact)
-        if value is not None:
-            shown = f"{value:,}" if isinstance(value, int) else value
-            console.print(f"  {fact}: {shown}", markup=False, soft_wrap=True)
-            if fact in base.sources:
-                console.print(f"    from: {base.sources[fact]}", style="dim", markup=False, soft_wrap=True)
-    if base.caveat:
-        console.print(f"  note: {base.caveat}", markup=False, soft_wrap=True)
-    duties = "; ".join(headline_duties(base.licence))
-    console.print(f"  duties: {duties} (facts, not legal advice)", markup=False, soft_wrap=True)
+        if (value := getattr(base, fact)) is not None:
+            lines.append(f"  {fact}: {f'{value:,}' if isinstance(value, int) else value}")
+            lines += [f"    from: {base.sources[fact]}"] if fact in base.sources else []
+    lines += [f"  note: {base.caveat}"] if base.caveat else []
+    lines.append(f"  duties: {'; '.join(headline_duties(base.licence))} (facts, not legal advice)")
+    typer.echo("\n".join(lines))
 
 
 def corpus_report(
     corpus: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or a corpus inside one.")],
-    out: PageFolder = None,
-    as_json: AsJson = False,
+    out: options.PageFolder = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Show the contents of a corpus: sources, licences, and what was filtered out. The full report is report.html beside it."""
     from etude.data.manifest import MANIFEST, load_manifest
     from etude.report.corpus import show_report, write_report
 
-    folder = corpus if (corpus / MANIFEST).exists() else corpus / "data"
-    manifest = load_manifest(folder if (folder / MANIFEST).exists() else corpus)
+    folder = corpus / "data" if (corpus / "data" / MANIFEST).exists() else corpus
+    manifest = load_manifest(folder)
     if as_json:
-        print_json(manifest.model_dump(mode="json") | {"digest": manifest.digest})
+        options.print_json(manifest.model_dump(mode="json") | {"digest": manifest.digest})
         return
     if out is not None:
         write_report(folder, out)

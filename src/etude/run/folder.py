@@ -20,8 +20,8 @@ import fcntl
 import json
 import os
 import platform
-import re
 import shutil
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,12 +62,12 @@ class RunFolder:
 
     def works(self, name: str) -> list[tuple[float, Path]]:
         """Return all work folders of a stage with the time each was changed, the latest last."""
-        pattern = re.compile(rf"{re.escape(name)}-[0-9a-f]{{{SHORT}}}")  # not those of a stage whose name starts alike
         works = []
-        for path in (self.path / ".work").glob(f"{name}-*"):
+        for path in (self.path / ".work").glob(
+            f"{name}-{'[0-9a-f]' * SHORT}"
+        ):  # not of a stage whose name starts alike
             with contextlib.suppress(FileNotFoundError):  # published meanwhile
-                if pattern.fullmatch(path.name):
-                    works.append((path.stat().st_mtime, path))
+                works.append((path.stat().st_mtime, path))
         return sorted(works)
 
 
@@ -178,7 +178,8 @@ def lock_run(run: Path, say: Callable[[str], object]) -> Iterator[None]:
         if before := read_owner(path):
             who = f"process {before['pid']} on {before['host']}"
             say(f"taking over {run}: its last owner, {who}, ended without finishing")
-        owner = {"pid": os.getpid(), "host": platform.node(), "name": _process_name(os.getpid()), "since": time.time()}
+        command = " ".join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]).replace("\n", " ")[:120]
+        owner = {"pid": os.getpid(), "host": platform.node(), "name": command, "since": time.time()}
         file.truncate(0)
         file.write(json.dumps(owner).encode())
         try:
@@ -217,21 +218,12 @@ def read_owner(lock_file: Path) -> dict[str, Any] | None:
 
 def running_owner(run: Path) -> dict[str, Any] | None:
     """Return the process that works on a run now, or None. Takes nothing over."""
-    lock_file = run / LOCK_FILE
-    if not lock_file.exists():
-        return None
-    with lock_file.open("rb") as file:
-        try:
-            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return read_owner(lock_file) or {"pid": 0, "host": "unknown", "name": "unknown"}
-    return None
-
-
-def _process_name(pid: int) -> str:
+    path = run / LOCK_FILE
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return "etude"
-    program, *rest = [os.fsdecode(word) for word in words if word]
-    return " ".join([Path(program).name, *rest]).replace("\n", " ")[:120]
+        with path.open("rb") as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return None
+    except BlockingIOError:
+        return read_owner(path) or {"pid": 0, "host": "unknown", "name": "unknown"}
+    return None

@@ -10,6 +10,8 @@ from pydantic import BaseModel
 from etude.files import link_or_copy, read_json
 from etude.lineage.record import load_record
 from etude.models.bases import resolve
+from etude.models.fetch import fetch, model_files
+from etude.models.load import weight_files
 from etude.run.folder import MODEL
 from etude.run.stage import Job, Model, Outcome, Stage, lineage_in, print_lines
 
@@ -40,9 +42,6 @@ class BaseStage(Stage):
         return resolve(settings.base).identity()
 
     def run(self, settings: BaseSettings, job: Job) -> Outcome:
-        from etude.models.fetch import fetch, model_files
-        from etude.models.load import weight_files
-
         fetched = fetch(resolve(settings.base), job.work.cache, job.work.reporter)
         weight_files(fetched.folder)
         for file in model_files(fetched):

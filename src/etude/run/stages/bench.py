@@ -9,12 +9,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from etude.agent.policies import in_folder
+from etude.agent.trace import read_traces
 from etude.bench.agents import BUILT_IN, TRACES, BenchSettings, model_agent, run_benchmark, weights_mark
+from etude.bench.trials import read_results
 from etude.errors import UserError
 from etude.files import read_json, sha256_file, write_json
 from etude.lineage import environment
 from etude.lineage.tree import find_model
 from etude.models.bases import is_run, locate, resolve
+from etude.models.load import choose_device
+from etude.models.shape import model_shape
+from etude.report.benchmark import Scored, write_report
+from etude.rl.metrics import sampling_flops
 from etude.run.stage import Job, Outcome, Stage, file_used, print_lines
 from etude.tasks.manifest import find_manifest, load_set, picked, read_rows
 
@@ -27,7 +34,6 @@ if TYPE_CHECKING:
     from etude.bench.agents import Agent
     from etude.bench.statistics import Estimate
     from etude.bench.trials import Trial
-    from etude.report.benchmark import Scored
 
     Numbers = dict[str, float | int | str | None]
 
@@ -71,10 +77,6 @@ class BenchStage(Stage):
 
     def run(self, settings: BenchStageSettings, job: Job) -> Outcome:
         """Run the trials that are missing, and write the report."""
-        from etude.bench.trials import read_results
-        from etude.models.load import choose_device
-        from etude.report.benchmark import Scored, write_report
-
         work, own, folder = job.work, job.model.record.stage, job.work.folder
         folders, manifest = _folders(settings, job), find_manifest(settings.tasks, "bench.tasks")
         tasks = load_set(manifest, work.cache, work.reporter, settings.only)
@@ -113,8 +115,6 @@ def _folders(settings: BenchStageSettings, job: Job) -> dict[str, Path]:
 
 
 def _agents(settings: BenchStageSettings, folders: Mapping[str, Path], job: Job) -> list[Agent]:
-    from etude.agent.policies import in_folder
-
     memory = int(settings.engine_memory * 1e9) or None
     models = [
         model_agent(in_folder(name, folder, settings.device, job.work.reporter, memory=memory), name)
@@ -134,10 +134,6 @@ def _free_memory() -> None:
 
 def _count_compute(folders: Mapping[str, Path], seconds: float, job: Job) -> None:
     """Write down what sampling took. Seconds are those of this session; what a killed one had not written is not known."""
-    from etude.agent.trace import read_traces
-    from etude.models.shape import model_shape
-    from etude.rl.metrics import sampling_flops
-
     shapes = {name: model_shape(folder).compute for name, folder in folders.items()}
     metrics, path = job.work.metrics, job.work.folder / TRACES
     for trace in read_traces(path)[0] if path.exists() else []:  # it is not, where every trial was invalid

@@ -16,6 +16,7 @@ from etude.files import digest_of, read_json, write_json, write_text
 from etude.lineage import environment
 from etude.lineage.record import DataUse, Parent
 from etude.models.bases import known_bases, resolve
+from etude.models.load import choose_device
 from etude.report.bases import draw, markdown, ranked, table, verdict
 from etude.run.stage import Job, Outcome, Stage, fetch_source, print_lines
 
@@ -54,8 +55,6 @@ class CompareStage(Stage):
         }
 
     def run(self, settings: CompareConfig, job: Job) -> Outcome:
-        from etude.models.load import choose_device
-
         everything = read_codebase(_code_folder(settings), settings.keep)
         code = everything.sample(settings.max_bytes)
         chains = _chains(everything, settings, job.seed)

@@ -5,11 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from etude.data.build import Build
+from etude.data.filters.contamination import read_tasks
 from etude.data.settings import DataSettings
+from etude.data.sources import identify_source
 from etude.errors import UserError
 from etude.files import digest_of_files, files_below, sha256_file
 from etude.lineage import environment
 from etude.lineage.record import DataUse
+from etude.models.load import choose_device
+from etude.report.corpus import show_report, write_report
 from etude.run.stage import Job, Outcome, Stage
 
 if TYPE_CHECKING:
@@ -25,9 +30,6 @@ class DataStage(Stage):
     settings = DataSettings
 
     def check(self, settings: DataSettings) -> None:
-        from etude.data.filters.contamination import read_tasks
-        from etude.data.sources import identify_source
-
         for source in settings.source:
             identify_source(source)
         read_tasks(_tasks(settings))
@@ -38,8 +40,6 @@ class DataStage(Stage):
 
     def inputs(self, settings: DataSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:
         """Return the sources by identity, the tasks and the tokeniser by content, and the settings."""
-        from etude.data.sources import identify_source
-
         if parent_digest is None and settings.tokeniser.source == "base":
             raise UserError('data.tokeniser needs a base; set `base` in the recipe, or data.tokeniser.source = "train"')
         if parent_digest is None and settings.replay and settings.replay.source == "self":
@@ -52,10 +52,6 @@ class DataStage(Stage):
         }
 
     def run(self, settings: DataSettings, job: Job) -> Outcome:
-        from etude.data.build import Build
-        from etude.models.load import choose_device
-        from etude.report.corpus import write_report
-
         manifest = Build(settings, job.work, _seed(settings, job.seed), job.parent.folder if job.parent else None).run()
         write_report(job.work.folder, job.work.folder)
         teachers = [job.model] if any(source.generated_by for source in manifest.sources) else []
@@ -73,8 +69,6 @@ class DataStage(Stage):
         )
 
     def show(self, folder: Path, console: Console) -> None:
-        from etude.report.corpus import show_report
-
         show_report(folder, console, folder)
 
 

@@ -13,7 +13,8 @@ from etude.lineage.record import LINEAGE_FILE, load_record
 from etude.lineage.tree import find_model
 from etude.lineage.weight_files import INDEX
 from etude.models.bases import is_run, resolve
-from etude.models.merge import MergeSettings
+from etude.models.merge import MergeSettings, Tensors, merging, refuse_unlike, write_merged
+from etude.models.mtp_heads import keep_apart
 from etude.run.folder import MODEL
 from etude.run.stage import Job, Outcome, Source, Stage, fetch_source, lineage_in, print_lines
 from etude.run.stages.training import carry_heads, copy_side_files
@@ -45,8 +46,6 @@ class MergeStage(Stage):
 
     def run(self, settings: MergeSettings, job: Job) -> Outcome:
         """Merge file by file of the model before this stage."""
-        from etude.models.merge import Tensors, merging, refuse_unlike, write_merged
-
         sources = _sources(settings, job)
         opened = [Tensors(source.folder) for source in sources]
         for other in opened[1:]:
@@ -109,8 +108,6 @@ def _source(word: str, job: Job, before: list[Source]) -> Source:
 
 def _place_the_rest(source: Path, model: Path, job: Job) -> None:
     """Copy what is not weights from the model before this stage."""
-    from etude.models.mtp_heads import keep_apart
-
     for file in [source / "config.json", *source.glob(INDEX)]:
         shutil.copyfile(file, model / file.name)
     copy_side_files(source, model)

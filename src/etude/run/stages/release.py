@@ -9,13 +9,19 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, Field
 
 from etude.errors import UserError
-from etude.files import read_json, sha256_file, write_json
+from etude.files import files_below, read_json, sha256_file, write_json
+from etude.lineage.audit.sketch import FOLDER, known_sketches
+from etude.lineage.duties import evaluate, licence_uses, load_product, released
+from etude.lineage.facts import base_names
+from etude.lineage.release import AUDIT, PRODUCT, Order, RefusedError, make_release
+from etude.lineage.signing import default_key, fingerprint, public_pem
+from etude.lineage.verify import verify_release
+from etude.models.bases import ancestors
 from etude.run.stage import Job, Outcome, Stage, print_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from etude.lineage.release import Order
     from etude.lineage.verify import Verification
 
 RELEASE = "release"
@@ -43,9 +49,6 @@ class ReleaseStage(Stage):
 
     def check(self, settings: ReleaseSettings) -> None:
         """Refuse files that are not there, or not what they should be: stages before this one may take days."""
-        from etude.lineage.duties import load_product
-        from etude.lineage.signing import public_pem
-
         for field in ("product", "licence", "key"):
             path = _path(getattr(settings, field))
             if path and not path.is_file():
@@ -60,19 +63,12 @@ class ReleaseStage(Stage):
 
     def inputs(self, settings: ReleaseSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:  # noqa: ARG002
         """Return settings, and the files they name by content; a key by its public half."""
-        from etude.lineage.signing import fingerprint, public_pem
-
         files = {name: sha256_file(path) for name in ("product", "licence") if (path := _path(getattr(settings, name)))}
         key = fingerprint(public_pem(path)) if (path := _path(settings.key)) else "own"
         return {**settings.model_dump(include={"name", "bases", "acknowledge"}), **files, "key": key}
 
     def run(self, settings: ReleaseSettings, job: Job) -> Outcome:
         """Make the release, unless that was done before the session was interrupted, and verify it."""
-        from etude.lineage.audit.sketch import FOLDER, known_sketches
-        from etude.lineage.release import RefusedError, make_release
-        from etude.lineage.verify import verify_release
-        from etude.models.bases import ancestors
-
         out, reporter = job.work.folder / RELEASE, job.work.reporter
         sketches = known_sketches(job.work.cache / FOLDER)
         if not out.exists():
@@ -107,11 +103,6 @@ def _path(word: str) -> Path | None:
 
 
 def _order(settings: ReleaseSettings, job: Job) -> Order:
-    from etude.lineage.duties import load_product
-    from etude.lineage.facts import base_names
-    from etude.lineage.release import Order
-    from etude.lineage.signing import default_key
-
     product = _path(settings.product)
     base = next(iter(base_names(job.model.lineage)), "etude").rpartition("/")[2]
     name = settings.name or (load_product(product).model_name if product else None)
@@ -127,10 +118,6 @@ def _order(settings: ReleaseSettings, job: Job) -> Order:
 
 def _summary(verification: Verification) -> dict[str, float | int | str | None]:
     """Return what the checks said, which licences are included, and which bases the audit found in the weights."""
-    from etude.files import files_below
-    from etude.lineage.duties import licence_uses
-    from etude.lineage.release import AUDIT
-
     folder, checks = verification.folder, verification.checks
     audit, files = read_json(folder / AUDIT), files_below(folder)
     uses = [use for use in licence_uses(folder) if use.role != "data"]
@@ -150,9 +137,6 @@ def _summary(verification: Verification) -> dict[str, float | int | str | None]:
 
 def _duties(out: Path) -> dict[str, int]:
     """Return how many duties of licences fire, and how many nobody can tell; those that fire are met, else it were refused."""
-    from etude.lineage.duties import evaluate, licence_uses, load_product, released
-    from etude.lineage.release import AUDIT, PRODUCT
-
     given = load_product(out / PRODUCT) if (out / PRODUCT).exists() else None
     duties = evaluate(licence_uses(out), released(given, read_json(out / AUDIT)["release"]))
     return dict(Counter(duty.outcome for duty in duties if duty.kind != "data"))
