@@ -92,9 +92,7 @@ def test_a_base_of_which_nothing_is_known_falls_back_to_a_third_of_the_threshold
     root = base("mystery", None)
     found = compute_shares(family(stage("cpt", flops(1e23), root), root))
     assert [share.own_share for share in found.shares] == [None] * 3
-    assert (
-        found.lines()[2] == "cumulative: no share to be told; base not known: pretraining of mystery; nothing is known"
-    )
+    assert found.lines()[2] == "cumulative: no share known; base not known: pretraining of mystery; nothing is known"
     assert [each.verdict for each in found.standings] == ["above", "below", "undecided", "undecided"]
     assert "limit 3.33e+22" in found.standings[0].sentence
     assert "limit 3.33e+24" in found.standings[1].sentence
@@ -176,7 +174,7 @@ def test_an_old_record_of_rl_says_that_its_sampling_was_not_counted_apart() -> N
     root = base("one", flops(1e20))
     found = compute_shares(family(stage("rl", flops(1e18), root), root))
     assert found.sampling_flops is None
-    assert found.lines()[1] == "sampling is not told apart: rl was recorded before it was counted"
+    assert found.lines()[1] == "sampling is not counted separately: this rl was recorded before it was"
 
 
 @pytest.mark.parametrize(

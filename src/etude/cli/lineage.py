@@ -1,10 +1,8 @@
-"""`etude lineage show`, `compute` and `draw`: what a model was made from, with how much, and a picture of it.
+"""The commands about a model's origin.
 
-`etude audit`: does one model descend from another? `etude library`: the known bases it is compared with.
-
-`etude licences`: what the licences of all ancestors ask of a product.
-
-`etude release` and `etude verify`: a model with its whole family tree, signed; and how a stranger checks one.
+`lineage`: what it was made from, with how much compute, and a picture of it. `audit`: do its weights descend from another's;
+`library`: the known bases it is compared with. `licences`: what the licences of all ancestors ask of a product. `release` and `verify`: a model
+with its whole family tree, signed; and how a stranger checks one.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from etude.cli.options import AsJson, CacheFolder, print_json
 from etude.errors import UserError
@@ -25,13 +24,12 @@ from etude.progress import Reporter
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from rich.table import Table
-
     from etude.lineage.audit.examine import Opened
     from etude.lineage.audit.sketch import Sketch
-    from etude.lineage.compute import Item, Shares
+    from etude.lineage.compute import Item
     from etude.lineage.duties import Duty, LicenceUse
     from etude.lineage.facts import Measured
+    from etude.lineage.record import Lineage
     from etude.lineage.verify import Verification
 
 app = typer.Typer(help="What a model was made from.", no_args_is_help=True)
@@ -42,15 +40,12 @@ Verify = Annotated[bool, typer.Option("--verify", help="Hash the weights again a
 @app.command(epilog="Example: etude lineage show runs/quickstart/base/model --verify")
 def show(model: ModelFolder, verify: Verify = False, as_json: AsJson = False) -> None:
     """Print a model's family tree back to its base, from the records it carries."""
-    from etude.lineage.record import load_lineage
-    from etude.lineage.tree import changed_weights, find_model, render
+    from etude.lineage.tree import changed_weights, render
 
-    folder = find_model(model)
-    lineage = load_lineage(folder)
-    if verify:
-        wrong = changed_weights(folder, lineage.records[lineage.head], Reporter())
-        if wrong:
-            raise UserError(f"{folder} does not agree with its record: {'; '.join(wrong)}")
+    folder, lineage = _tree(model)
+    wrong = changed_weights(folder, lineage.records[lineage.head], Reporter()) if verify else []
+    if wrong:
+        raise UserError(f"{folder} does not agree with its record: {'; '.join(wrong)}")
     if as_json:
         print_json(lineage.model_dump(mode="json"))
         return
@@ -59,33 +54,33 @@ def show(model: ModelFolder, verify: Verify = False, as_json: AsJson = False) ->
         typer.echo("the weights agree with the record")
 
 
-@app.command(epilog="Example: etude lineage compute runs/quickstart")
-def compute(model: ModelFolder, as_json: AsJson = False) -> None:
-    """Say whose compute is in a model: its makers' own against its base's, in three conventions, and the EU's thresholds."""
-    from etude.lineage.compute import compute_shares
+def _tree(model: Path) -> tuple[Path, Lineage]:
     from etude.lineage.record import load_lineage
     from etude.lineage.tree import find_model
+
+    folder = find_model(model)
+    return folder, load_lineage(folder)
+
+
+@app.command(epilog="Example: etude lineage compute runs/quickstart")
+def compute(model: ModelFolder, as_json: AsJson = False) -> None:
+    """Split a model's compute into its makers' own and its base's, in three conventions; print the EU's thresholds."""
+    from etude.lineage.compute import compute_shares
     from etude.models.bases import ancestors
 
-    found = compute_shares(load_lineage(find_model(model)), ancestors())
+    shares = compute_shares(_tree(model)[1], ancestors())
     if as_json:
-        print_json(found.to_json())
+        print_json(shares.to_json())
         return
     console = Console(highlight=False)
-    console.print(_ledger(found))
-    for line in found.lines():
-        console.print(line, markup=False, soft_wrap=True)
-
-
-def _ledger(shares: Shares) -> Table:
-    from rich.table import Table
-
     table = Table(box=None, pad_edge=False)
     for column in ("stage", "whose", "tokens", "FLOP", "between", "known by", "hours"):
         table.add_column(column, justify="left" if column in {"stage", "whose", "known by"} else "right")
     for item in shares.items:
         table.add_row(item.name, "base" if item.generation else "own", *_cells(item))
-    return table
+    console.print(table)
+    for line in shares.lines():
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def _cells(item: Item) -> tuple[str, ...]:
@@ -93,55 +88,45 @@ def _cells(item: Item) -> tuple[str, ...]:
         return ("not known",)
     seconds, flops = item.compute.device_seconds, item.flops
     hours = "not known" if seconds is None else f"{seconds / 3600:,.3f}"
-    return (
-        f"{item.compute.tokens:,}",
-        f"{flops.value:.2e}",
-        f"{flops.low:.1e}–{flops.high:.1e}",
-        item.compute.method,
-        hours,
-    )
+    between = f"{flops.low:.1e}–{flops.high:.1e}"
+    return f"{item.compute.tokens:,}", f"{flops.value:.2e}", between, item.compute.method, hours
 
 
 @app.command(epilog="Example: etude lineage draw runs/quickstart tree.svg")
 def draw(
     model: ModelFolder,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The picture to write: a name that ends in .svg or .png.")],
-    title: Annotated[str | None, typer.Option(help="What to write above it; default: where the model lies.")] = None,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Picture to write: a name that ends in .svg or .png.")],
+    title: Annotated[str | None, typer.Option(help="Title above the picture; default: the model's folder.")] = None,
 ) -> None:
     """Draw a model's family tree."""
     from etude.files import whole_file
-    from etude.lineage.record import load_lineage
-    from etude.lineage.tree import draw_png, draw_svg, find_model
+    from etude.lineage.tree import draw_png, draw_svg
 
     if out.suffix not in {".svg", ".png"}:
         raise UserError(f"{out}: a picture's name must end in .svg or .png")
-    folder = find_model(model)
-    lineage, named = load_lineage(folder), title or str(folder)
+    folder, lineage = _tree(model)
     with whole_file(out) as beside:
         if out.suffix == ".svg":
-            beside.write_text(draw_svg(lineage, named), encoding="utf-8")
+            beside.write_text(draw_svg(lineage, title or str(folder)), encoding="utf-8")
         else:
-            draw_png(lineage, named, beside)
+            draw_png(lineage, title or str(folder), beside)
     typer.echo(f"drawn: {out}")
 
 
 library_app = typer.Typer(help="Sketches of known bases, for the audit.", no_args_is_help=True)
 
 _model = typer.Argument(metavar="MODEL", help="A folder, a run, a .gguf or .safetensors, or a base's name.")
-_other = typer.Argument(metavar="OTHER", help="The model it is compared with.")
-_library = typer.Option("--library", help="Compare it with every base of the library instead.")
 
 
 def audit(
     suspect: Annotated[str, _model],
-    other: Annotated[str | None, _other] = None,
-    library: Annotated[bool, _library] = False,
+    other: Annotated[str | None, typer.Argument(metavar="OTHER", help="The model it is compared with.")] = None,
+    library: Annotated[bool, typer.Option("--library", help="Compare with every base of the library instead.")] = False,
     cache: CacheFolder = None,
     as_json: AsJson = False,
 ) -> None:
     """Test from the weights alone whether two models share an initialisation; nothing is loaded or run."""
     from etude.lineage.audit.examine import examine, examine_library, show, show_library
-    from etude.lineage.audit.sketch import known_sketches
 
     if (other is None) is not library:
         raise UserError("give two models, or one and --library: etude audit MODEL OTHER, etude audit MODEL --library")
@@ -151,8 +136,8 @@ def audit(
         finding = examine(open_word(other, cache, reporter), opened, reporter)
         print_json(finding.to_json()) if as_json else show(finding, console)
         return
-    found = examine_library(opened, known_sketches(sketch_folder(cache)), reporter)
-    print_json([finding.to_json() for finding in found]) if as_json else show_library(found, console)
+    findings = examine_library(opened, _sketches(cache), reporter)
+    print_json([finding.to_json() for finding in findings]) if as_json else show_library(findings, console)
 
 
 @library_app.command(epilog="Example: etude library add runs/quickstart/base/model my-base")
@@ -173,8 +158,9 @@ def add(
     digest = digest_weights(opened.weights.path, reporter)
     facts = Facts(name=name, source=source, licence=_licence(path), model_digest=digest, made=today)
     make_sketch(opened.weights, opened.tokens, facts).save(file)
-    told = facts.model_dump() | {"file": str(file), "bytes": file.stat().st_size}
-    print_json(told) if as_json else typer.echo(f"{name}: {file}, {file.stat().st_size / 1e6:.1f} MB")
+    size = file.stat().st_size
+    about = facts.model_dump() | {"file": str(file), "bytes": size}
+    print_json(about) if as_json else typer.echo(f"{name}: {file}, {size / 1e6:.1f} MB")
 
 
 @library_app.command("list", epilog="Example: etude library list --json")
@@ -247,11 +233,10 @@ def licences(
     duties = evaluate(uses, facts)
     missing = unmet(duties, facts, None, notice(duties, model)) if facts else []
     if as_json:
-        print_json(
-            {"licences": [asdict(use) for use in uses], "duties": [_plain(duty) for duty in duties], "unmet": missing}
-        )
+        plain = [asdict(duty) | {"questions": [asked._asdict() for asked in duty.questions]} for duty in duties]
+        print_json({"licences": [asdict(use) for use in uses], "duties": plain, "unmet": missing})
         return
-    for line in [*_told(uses, duties), *(f"not met yet: {line}" for line in missing), ADVICE]:
+    for line in [*_lines(uses, duties), *(f"not met yet: {line}" for line in missing), ADVICE]:
         typer.echo(line)
 
 
@@ -266,11 +251,7 @@ def _uses(word: str, cache: Path | None) -> list[LicenceUse]:
     return licence_uses(locate(word, cache, Reporter())[1])
 
 
-def _plain(duty: Duty) -> dict[str, object]:
-    return asdict(duty) | {"questions": [asked._asdict() for asked in duty.questions]}
-
-
-def _told(uses: list[LicenceUse], duties: list[Duty]) -> Iterator[str]:
+def _lines(uses: list[LicenceUse], duties: list[Duty]) -> Iterator[str]:
     """Yield the duties ancestor by ancestor, then those of data in a few lines, then what is to be answered."""
     teachers = {use.ancestor for use in uses if use.role == "teacher"}
     of_models = (duty for duty in duties if duty.kind != "data")
@@ -279,13 +260,12 @@ def _told(uses: list[LicenceUse], duties: list[Duty]) -> Iterator[str]:
         for duty in sorted(group, key=lambda duty: ORDER.index(duty.outcome)):
             because = duty.reason or ", ".join(asked.key for asked in duty.questions)
             yield f"  {duty.outcome:5}  {duty.text}" + (f"  [{because}]" if because else "")
-    data = [duty for duty in duties if duty.kind == "data"]
-    if data:
-        open_ones = sorted({f"{duty.ancestor} ({duty.licence})" for duty in data if duty.outcome == "asks"})
-        yield f"data: {len({duty.ancestor for duty in data})} source(s) under {len({duty.licence for duty in data})} licence(s)"
-        yield from (f"  asks   {name}  [product.data_acknowledged]" for name in open_ones)
-    asked = dict(asked for duty in duties for asked in duty.questions if duty.kind != "data")
-    if asked:
+    if data := [duty for duty in duties if duty.kind == "data"]:
+        sources, under = ({getattr(duty, name) for duty in data} for name in ("ancestor", "licence"))
+        asking = sorted({f"{duty.ancestor} ({duty.licence})" for duty in data if duty.outcome == "asks"})
+        yield f"data: {len(sources)} source(s) under {len(under)} licence(s)"
+        yield from (f"  asks   {name}  [product.data_acknowledged]" for name in asking)
+    if asked := dict(asked for duty in duties for asked in duty.questions if duty.kind != "data"):
         yield "to be answered in product.toml:"
         yield from (f"  {key}: {text}" for key, text in asked.items())
 
@@ -333,14 +313,11 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Check a release offline: signature, files, records, licences, card, base. Exit code 1 if anything is wrong."""
-    from etude.lineage import verify as verifying
+    from etude.lineage.verify import verify_release
 
-    found = verifying.verify_release(folder, key, _sketches(cache), Reporter())
-    if as_json:
-        print_json(found.to_json())
-    else:
-        _show(found)
-    raise typer.Exit(1 if found.failed else 0)
+    result = verify_release(folder, key, _sketches(cache), Reporter())
+    print_json(result.to_json()) if as_json else _show(result)
+    raise typer.Exit(1 if result.failed else 0)
 
 
 def _sketches(cache: Path | None) -> list[Sketch]:
@@ -349,17 +326,19 @@ def _sketches(cache: Path | None) -> list[Sketch]:
     return known_sketches(sketch_folder(cache))
 
 
-def _show(found: Verification) -> None:
+def _show(result: Verification) -> None:
     console = Console(highlight=False, soft_wrap=True)
     styles = {"ok": "green", "failed": "bold red", "open": "yellow"}
-    width = max(len(check.name) for check in found.checks)
-    for check in found.checks:
+    width = max(len(check.name) for check in result.checks)
+    for check in result.checks:
         for line in check.lines:
             console.print(f"[{styles[check.outcome]}]{check.outcome:6}[/]  {check.name:{width}}  ", end="")
             console.print(line, markup=False)
-    failed, left = len(found.failed), sum(check.outcome == "open" for check in found.checks)
+    failed, left = len(result.failed), sum(check.outcome == "open" for check in result.checks)
     rest = f"; {left} could not be made here" if left else ""
-    verdict = f"NOT verified: {failed} of {len(found.checks)} checks failed" if failed else f"verified: {found.folder}"
+    verdict = (
+        f"NOT verified: {failed} of {len(result.checks)} checks failed" if failed else f"verified: {result.folder}"
+    )
     console.print(f"{verdict}{rest}", markup=False, style="bold")
 
 
@@ -378,14 +357,13 @@ def _measured(folder: Path, model: Path) -> Sequence[Measured]:
     digest = lineage.records[lineage.head].model_digest
     stages = [each.name for each in stage.parents if each.model_digest == digest] if stage else []
     mine = [name for name in scored.valid if name.endswith(f"@{weights_mark(model)}") or name in stages]
-    found = [(name, scored.scores[name]) for name in mine]
-    if not any(score for _, score in found):
-        raise UserError(
-            f"{folder} has no valid trial of {model}, only of {', '.join(results.models)}; measure this model first"
-        )
+    scores = [score for name in mine if (score := scored.scores[name])]
+    if not scores:
+        others = ", ".join(results.models)
+        raise UserError(f"{folder} has no valid trial of {model}, only of {others}; measure this model first")
     rules = f"harness {results.header.harness}, task set {results.header.tasks[:12]}"
+    task, metric = f"etude bench {folder.absolute().name}", f"avg@{results.attempts}"
     return [
-        Measured(f"etude bench {folder.absolute().name}", f"avg@{results.attempts}", score.value, (score.low, score.high),
-                 f"{score.tasks} tasks, {rules}")
-        for _, score in found if score
-    ]  # fmt: skip
+        Measured(task, metric, score.value, (score.low, score.high), f"{score.tasks} tasks, {rules}")
+        for score in scores
+    ]

@@ -1,7 +1,8 @@
-"""Model FLOPs of a piece of work, counted from the shape of the model, attention as causal.
+"""The FLOPs of training and sampling, and whose they are: the base's or its makers' own.
 
-For a model with N multiplied parameters (every weight that meets every token: experts count by the share that is
-routed to, the input embedding is a lookup and does not count, a tied head does) one token costs
+**Model FLOPs** are counted from the shape of the model, attention as causal. For a model with N multiplied parameters (every weight
+that meets every token: experts count by the share that is routed to, the input embedding is a lookup and does not count, a tied head
+does) one token costs
 
     2 N  +  Σ over layers  2 · heads · (d_qk + d_v) · keys
 
@@ -10,23 +11,17 @@ sequence sees i + 1, a sliding window w sees min(i + 1, w). Training costs three
 The common short cut `6 N D` leaves attention out, which is wrong by a factor of up to six in long-context training.
 Masked-out positions are not counted, though a dense kernel may compute them: these are the model's FLOPs, not the chip's.
 
-A quantity with its interval, and with what is missing in it.
-
-How much of a model's compute is its base's, and how much its makers' own.
-
-No one number answers that, so three conventions stand side by side:
+**Shares.** No one number says how much of a model's compute is its base's, so three conventions stand side by side:
 - cumulative: the base with all that it was itself made from;
 - immediate: only what made the released base from its own parent (of Kimi K2.5 the 15 trillion tokens on top of K2);
 - device-hours: time instead of operations, which weighs sampling far more.
 "Own" is every stage since the nearest base, with rollouts that were thrown away; runs that led nowhere are in no record.
 A base reached on several ways, as in a merge, counts once. What is not known makes a sum a lower bound, and is named.
 
-Where compute stands to the thresholds of the EU AI Act for general-purpose models.
-
-From the Commission's guidelines of 18 July 2025: a model is taken to be general-purpose from 10^23 FLOP up, and to carry systemic
-risk from 10^25 up; whoever modifies such a model becomes the provider of the modified one if that took more than a third of the
-original's compute. Where that is not known, a third of the threshold stands in for it. Training compute includes rollouts and
-the writing of synthetic data. Facts for engineering, not legal advice.
+**Thresholds of the EU AI Act** for general-purpose models, from the Commission's guidelines of 18 July 2025: a model is taken to be
+general-purpose from 10^23 FLOP up, and to carry systemic risk from 10^25 up; whoever modifies such a model becomes the provider of the
+modified one if that took more than a third of the original's compute. Where that is not known, a third of the threshold stands in for
+it. Training compute includes rollouts and the writing of synthetic data. Facts for engineering, not legal advice.
 """
 
 from __future__ import annotations
@@ -72,11 +67,10 @@ def attended_keys(start: int, length: int, window: int | None = None) -> int:
 
 def forward_flops(shape: ComputeShape, length: int, start: int = 0) -> int:
     """Return the FLOPs to process `length` tokens of one sequence whose first `start` are already cached."""
-    attention = sum(
-        2 * layer.heads * (layer.qk_dim + layer.v_dim) * attended_keys(start, length, layer.window)
-        for layer in shape.attention
-    )
-    return 2 * shape.multiplied_parameters * length + attention
+    flops = 2 * shape.multiplied_parameters * length
+    for layer in shape.attention:
+        flops += 2 * layer.heads * (layer.qk_dim + layer.v_dim) * attended_keys(start, length, layer.window)
+    return flops
 
 
 def training_flops(shape: ComputeShape, length: int) -> int:
@@ -167,19 +161,19 @@ def _standing(rule: str, what: str, amount: Amount, whole: Amount, part: float =
         verdict = "above"
     elif amount.high <= limit.low:
         verdict = "below"
-    return Standing(
-        rule, verdict, f"{what} {amount}, limit {limit if limit.low < limit.high else f'{limit.value:.2e}'}"
-    )
+    shown = str(limit) if limit.low < limit.high else f"{limit.value:.2e}"
+    return Standing(rule, verdict, f"{what} {amount}, limit {shown}")
 
 
 # How far the FLOPs may lie from what was written down, if the record does not say: factors below and above.
 USUAL = {
     "measured": (0.98, 1.02),
     "operations": (0.9, 1.1),  # norms, softmax and the optimiser are left out; padding is counted
-    "hardware": (0.6, 1.7),  # hours · peak · utilisation, which is a guess between a quarter and a half
+    "hardware": (0.6, 1.7),  # hours · peak · utilisation, assumed between a quarter and a half
     "disclosed": (0.8, 1.25),  # rounded, and rarely clear what it includes
     "imputed": (0.7, 2.0),  # 6·N·D: the embedding lookup is counted, attention and stages after pretraining are not
 }
+DIFFERENT = "hours of different devices do not compare"
 LORA = 2 / 3  # of what is counted is computed: weights that stay as they are need no gradient
 ROLES = {"teacher": "wrote text to learn from", "judge": "judged", "compared": "was measured"}
 
@@ -215,12 +209,12 @@ class Share:
 
     def __str__(self) -> str:
         """Return it for people."""
-        found, least = self.own_share, "" if self.convention == "device-hours" else f"; base {self.base}"
-        if found is None:
-            return f"{self.convention}: no share to be told{least}; {self.why}"
-        told = f"{percent(found.value)} ({percent(found.low)} to {percent(found.high)})"
-        told = f"at most {percent(found.high)}" if found.unknown else told
-        return f"{self.convention}: own share {told}{least}{self.why and f'; {self.why}'}"
+        share, base = self.own_share, "" if self.convention == "device-hours" else f"; base {self.base}"
+        if share is None:
+            return f"{self.convention}: no share known{base}; {self.why}"
+        between = f"{percent(share.value)} ({percent(share.low)} to {percent(share.high)})"
+        shown = f"at most {percent(share.high)}" if share.unknown else between
+        return f"{self.convention}: own share {shown}{base}{self.why and f'; {self.why}'}"
 
 
 @dataclass(frozen=True)
@@ -232,7 +226,7 @@ class Shares:
     own: Amount  # FLOPs
     total: Amount
     shares: tuple[Share, ...]
-    sampling_flops: float | None  # of the own; None: an old record of rl does not tell it apart
+    sampling_flops: float | None  # of the own; None: an old record of rl does not count it separately
     sandbox_seconds: float  # likewise
     standings: tuple[Standing, ...]
     notes: tuple[str, ...]
@@ -240,16 +234,15 @@ class Shares:
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON; null: not known, or without an upper end."""
         plain = asdict(self)
-        for item, told in zip(self.items, plain["items"], strict=True):
-            told["compute"] = item.compute and item.compute.model_dump(mode="json")
-        found: dict[str, Any] = _finite(plain)
-        return found
+        for item, entry in zip(self.items, plain["items"], strict=True):
+            entry["compute"] = item.compute and item.compute.model_dump(mode="json")
+        return dict(_finite(plain))
 
     def lines(self) -> list[str]:
         """Return it in words, a line a fact."""
         since = f"since {' and '.join(self.bases)}" if self.bases else "(it has no base)"
         held = f"; sandboxes {self.sandbox_seconds / 3600:,.2f} hours" if self.sandbox_seconds else ""
-        apart = "sampling is not told apart: rl was recorded before it was counted"
+        apart = "sampling is not counted separately: this rl was recorded before it was"
         if self.sampling_flops is not None:
             learning = self.own.value - self.sampling_flops
             apart = f"of it sampling {self.sampling_flops:.2e} FLOP, kept or not, and learning {learning:.2e}{held}"
@@ -268,9 +261,7 @@ def compute_shares(lineage: Lineage, known: Mapping[str, Known] | None = None) -
     own, base = [item for item in items if not item.generation], [item for item in items if item.generation]
     spent, cumulative = _total(own), _total(base)
     immediate = _total(item for item in base if item.generation == 1)
-    bases = (
-        {"cumulative": cumulative} if immediate == cumulative else {"cumulative": cumulative, "immediate": immediate}
-    )
+    bases = {"cumulative": cumulative} | ({} if immediate == cumulative else {"immediate": immediate})
     records, names = since_base(lineage)
     return Shares(
         bases=tuple(names),
@@ -334,9 +325,9 @@ def _foreign(origin: Origin, generation: int, known: Mapping[str, Known]) -> Ite
     name = origin.continues
     while name is not None:
         generation += 1
-        found = known.get(name, Known(None, None))
-        yield _unrecorded(f"pretraining of {name}", generation, found.pretraining)
-        name = found.continues
+        about = known.get(name, Known(None, None))
+        yield _unrecorded(f"pretraining of {name}", generation, about.pretraining)
+        name = about.continues
 
 
 def _unrecorded(name: str, generation: int, compute: Compute | None) -> Item:
@@ -366,15 +357,11 @@ def _hours(base: list[Item], own: list[Item]) -> Share:
     for compute in (item.compute for item in (*base, *own)):
         if compute and compute.device_seconds:
             spent[compute.device or "a device that is not named"] += compute.device_seconds / 3600
-    told = ", ".join(f"{hours:,.2f} hours on {device}" for device, hours in spent.items())
+    listed = [f"{hours:,.2f} hours on {device}" for device, hours in spent.items()]
     if both.unknown or len(spent) != 1:
-        why = (
-            f"hours not known: {', '.join(both.unknown)}"
-            if both.unknown
-            else "hours of different devices do not compare"
-        )
-        return Share("device-hours", before, since, None, "; ".join(filter(None, (told, why))))
-    return Share("device-hours", before, since, since.share_of_sum(before), told)
+        why = f"hours not known: {', '.join(both.unknown)}" if both.unknown else DIFFERENT
+        return Share("device-hours", before, since, None, "; ".join(filter(None, (", ".join(listed), why))))
+    return Share("device-hours", before, since, since.share_of_sum(before), listed[0])
 
 
 def _time(item: Item) -> Amount:

@@ -149,10 +149,10 @@ def compare_claims(
     suspect, compared = open_model(model, name), len(bases) + len(sketches)
     if unread := suspect.weights.unread:  # the audit would read the ones, and whoever loads the model the others
         raise UserError(f"{model} holds {unread[0]}… beside what was compared; which is the model's cannot be told")
-    matches = [
-        _match(examine(open_model(folder, claim.name), suspect, reporter, compared), claim.digest, None)
-        for claim, folder in bases.items()
-    ]
+    matches = []
+    for claim, folder in bases.items():
+        finding = examine(open_model(folder, claim.name), suspect, reporter, compared)
+        matches.append(_match(finding, claim.digest, None))
     facts = {sketch.name: sketch.facts for sketch in sketches}
     library = [(each, facts[each.reference]) for each in examine_library(suspect, sketches, reporter, compared)]
     return matches + [_match(finding, about.model_digest, about.licence) for finding, about in library]

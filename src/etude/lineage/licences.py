@@ -127,10 +127,11 @@ def carry(source: Path, target: Path, ancestor: str) -> None:
     ancestor = folder_name(ancestor)
     below = {sha256_file(file) for file in files_below(source / LICENSES)}
     for file in licence_files(source):
-        whose, name = _place(file.relative_to(source), ancestor)
-        digest = sha256_file(file)
+        digest, parts = sha256_file(file), file.relative_to(source).parts
         if file.parent == source and digest in below:
             continue  # a base's own, which it has as an ancestor's as well
+        # LICENSES/ANCESTOR/… stays whose it was
+        whose, name = (parts[1], "/".join(parts[2:])) if len(parts) > 2 else (ancestor, file.name)
         place = target / LICENSES / whose / name
         if place.exists() and sha256_file(place) != digest:
             place = target / LICENSES / f"{whose}-{digest[:8]}" / name
@@ -138,37 +139,25 @@ def carry(source: Path, target: Path, ancestor: str) -> None:
             shutil.copyfile(file, beside)
 
 
-def _place(file: Path, ancestor: str) -> tuple[str, str]:
-    """Return whose a licence file is and what to call it there."""
-    if len(file.parts) > 2:  # LICENSES/ANCESTOR/…
-        return file.parts[1], "/".join(file.parts[2:])
-    return ancestor, file.name
-
-
 def held(model: Path) -> list[CarriedLicence]:
     """Return the licence files of a model's folder. One at its top counts if no ancestor brought it: it is the model's own."""
     files = {file: sha256_file(file) for file in licence_files(model)}
     inherited = {digest for file, digest in files.items() if file.parent != model}
-    return [
-        CarriedLicence(
-            file=file.relative_to(model).as_posix(),
-            sha256=digest,
-            licence=identify(file.read_text(encoding="utf-8", errors="replace")),
-            inherited_from=OWN if file.parent == model else file.relative_to(model).parts[1],
-        )
-        for file, digest in files.items()
-        if file.parent != model or digest not in inherited
-    ]
+    own = {file: digest for file, digest in files.items() if file.parent != model or digest not in inherited}
+    licences = []
+    for file, digest in own.items():
+        place, licence = file.relative_to(model), identify(file.read_text(encoding="utf-8", errors="replace"))
+        origin = OWN if file.parent == model else place.parts[1]
+        licences.append(CarriedLicence(file=place.as_posix(), sha256=digest, licence=licence, inherited_from=origin))
+    return licences
 
 
 def refuse_losses(model: Path, lineages: Iterable[Lineage]) -> None:
     """Refuse a model that lacks a licence file which one of its ancestors had."""
     present = {sha256_file(file) for file in licence_files(model)}
-    for lineage in lineages:
-        for record in lineage.records.values():
-            for lost in record.licences:
-                if lost.sha256 not in present:
-                    raise UserError(
-                        f"the licence file {lost.file} of {record.stage} (from {lost.inherited_from}) is missing or altered beside"
-                        f" its weights, and must travel on: put back the file with SHA-256 {lost.sha256[:12]}… and run again"
-                    )
+    records = [record for lineage in lineages for record in lineage.records.values()]
+    for record, lost in [(each, licence) for each in records for licence in each.licences]:
+        if lost.sha256 not in present:
+            what = f"the licence file {lost.file} of {record.stage} (from {lost.inherited_from}) is missing or altered beside"
+            fix = f"put back the file with SHA-256 {lost.sha256[:12]}… and run again"
+            raise UserError(f"{what} its weights, and must travel on: {fix}")

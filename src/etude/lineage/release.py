@@ -26,7 +26,7 @@ from etude.lineage.gate import Refusal
 from etude.lineage.licences import LICENCE_NAME, LICENSES, carry, folder_name, held, identify
 from etude.lineage.record import LINEAGE_FILE, FileDigest, load_lineage
 from etude.lineage.signing import folder_digests, public_pem, seal, sign_folder, statement
-from etude.lineage.tree import draw_png, draw_svg, find_model
+from etude.lineage.tree import draw_png, draw_svg, find_model, wrong_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -102,7 +102,7 @@ def make_release(
 def _refuse_changes(lineage: Lineage, digests: Mapping[str, str], reporter: Reporter) -> None:
     """Refuse a model's folder that is not as it was recorded; say what in it will not be released."""
     head, fix = lineage.records[lineage.head], "restore it from a copy, or run the stage again"
-    wrong = [Refusal("record", line, fix) for line in wrong_files(head, digests)]
+    wrong = [Refusal("record", line, fix) for line in wrong_files(released_files(head), digests)]
     _refuse([*wrong, *gate.licence_refusals(lineage, digests)])
     known = {*released_files(head), LINEAGE_FILE, CARD}
     if left := [name for name in digests if name not in known and not is_licence(name)]:
@@ -131,15 +131,6 @@ def released_files(record: Record) -> dict[str, FileDigest]:
     """Return the files of a model that a release holds as they were recorded. Licences move to LICENSES/, the card is new."""
     names = {name.removeprefix("model/"): file for name, file in record.outputs.items() if name.startswith("model/")}
     return record.weights | {name: file for name, file in names.items() if name != CARD and not is_licence(name)}
-
-
-def wrong_files(record: Record, digests: Mapping[str, str]) -> list[str]:
-    """Return which files of a folder, given their digests, are not those of the record, a line each."""
-    wanted = released_files(record)
-    missing = [f"{name} is missing" for name in wanted if name not in digests]
-    changed = [name for name, file in wanted.items() if name in digests and digests[name] != file.sha256]
-    extra = [f"{name} is in no record" for name in digests if name.endswith(".safetensors") and name not in wanted]
-    return [*missing, *(f"{name} is not the file that was recorded" for name in changed), *extra]
 
 
 def is_licence(name: str) -> bool:
@@ -177,10 +168,8 @@ def _facts(
     folder: Path, work: Path, lineage: Lineage, order: Order, product: Product, shares: Shares, audit: dict[str, Any] | None
 ) -> Release:  # fmt: skip
     own = work / LICENSE
-    small = {
-        file.relative_to(work).as_posix(): FileDigest(sha256=sha256_file(file), bytes=file.stat().st_size)
-        for file in files_below(work)
-    }
+    digests = [(file, FileDigest(sha256=sha256_file(file), bytes=file.stat().st_size)) for file in files_below(work)]
+    small = {file.relative_to(work).as_posix(): digest for file, digest in digests}
     return Release(
         name=order.name,
         version=lineage.head[:12],

@@ -1,15 +1,14 @@
 """Signatures with a local key, offline: one over the whole release folder, one over what each stage says of itself.
 
 The folder is signed as the OpenSSF Model Signing specification has it (a sigstore bundle that lists every file by digest), by
-the library `model-signing`; its own program verifies it, too. The statements of stages are DSSE envelopes of the same key.
+the library `model-signing`; its own program verifies it, too. Each stage is an in-toto statement with SLSA provenance (these weights
+came from those inputs, under these settings) in a DSSE envelope of the same key. There is no predicate for training in in-toto's list;
+provenance says it all if a kind of stage is taken as a build type. Inputs that are not one file are named by digests of ours, whose
+algorithm stands in docs/records.md: `etudeModel` and `etudeData`.
+
 Both are opened here and not by that library: it says "Signature mismatch" and a list, we say what happened to which file.
 A signature proves that whoever holds the key made the folder. Who that is, a buyer must learn in another way: compare the
 key's fingerprint with the one its owner publishes.
-
-A stage as an in-toto statement with SLSA provenance: these weights came from those inputs, under these settings.
-
-There is no predicate for training in in-toto's list; provenance says it all if a kind of stage is taken as a build type. Inputs
-that are not one file are named by digests of ours, whose algorithm stands in docs/records.md: `etudeModel` and `etudeData`.
 """
 
 from __future__ import annotations
@@ -160,22 +159,20 @@ def folder_digests(folder: Path, reporter: Reporter) -> dict[str, str]:
     What is neither a file nor a folder, as a link to a folder, has `NO_DIGEST`: no signature covers what lies behind it.
     """
     odd = [path for path in folder.rglob("*") if not path.is_file() and (path.is_symlink() or not path.is_dir())]
-    names = {path.relative_to(folder): path for path in [*files_below(folder), *odd]}
-    wanted = {name.as_posix(): path for name, path in names.items() if name.parts[0] not in {SIGNATURE, *GIT_FILES}}
-    files = {name: path for name, path in wanted.items() if path not in odd}
-    with reporter.task("hashing", sum(path.stat().st_size for path in files.values()), "B") as task:
-        hashed = {name: sha256_file(path, task.advance) for name, path in files.items()}
-    return {name: hashed.get(name, NO_DIGEST) for name in wanted}
+    paths = [(path.relative_to(folder), path) for path in [*files_below(folder), *odd]]
+    signed = {name.as_posix(): path for name, path in paths if name.parts[0] not in {SIGNATURE, *GIT_FILES}}
+    size = sum(path.stat().st_size for path in signed.values() if path not in odd)
+    with reporter.task("hashing", size, "B") as task:
+        return {name: NO_DIGEST if path in odd else sha256_file(path, task.advance) for name, path in signed.items()}
 
 
-IN_TOTO_STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "https://slsa.dev/provenance/v1"
 
 
 def statement(record: Record, lineage: Lineage) -> dict[str, Any]:
     """Return the statement about one stage of a lineage, ready to be signed."""
     return {
-        "_type": IN_TOTO_STATEMENT,
+        "_type": "https://in-toto.io/Statement/v1",
         "subject": _files(record.weights),
         "predicateType": PREDICATE_TYPE,
         "predicate": {
@@ -220,20 +217,19 @@ def statement_errors(document: Mapping[str, Any]) -> list[str]:
 
 def _dependencies(record: Record, lineage: Lineage) -> list[dict[str, Any]]:
     """Return what went in: parents by the files of their weights, data, and the program."""
-    found: list[dict[str, Any]] = []
+    inputs: list[dict[str, Any]] = []
     for edge in record.parents:
         about = {"role": edge.role, "record": edge.record, "etudeModel": edge.model_digest}
         files = _files(lineage.records[edge.record].weights, f"{edge.name}/") if edge.record else []
-        found += [file | {"annotations": about} for file in files]
-        if not files:
-            found.append({"name": edge.name, "digest": {"etudeModel": edge.model_digest}, "annotations": about})
+        files = files or [{"name": edge.name, "digest": {"etudeModel": edge.model_digest}}]
+        inputs += [file | {"annotations": about} for file in files]
     for use in record.data:
-        counts = {"source": use.source, "revision": use.revision, "files": use.files, "licences": use.licences}
-        found.append({"name": use.name, "digest": {"etudeData": use.digest}, "annotations": counts})
+        counts = use.model_dump(include={"source", "revision", "files", "licences"})
+        inputs.append({"name": use.name, "digest": {"etudeData": use.digest}, "annotations": counts})
     if record.origin:
-        found += _files(record.origin.received, f"{record.origin.name}/")
+        inputs += _files(record.origin.received, f"{record.origin.name}/")
     commit = {"digest": {"gitCommit": record.code.revision}} if record.code.revision else {}
-    return [*found, {"name": "etude", **commit, "annotations": record.code.model_dump(mode="json")}]
+    return [*inputs, {"name": "etude", **commit, "annotations": record.code.model_dump(mode="json")}]
 
 
 def _files(files: Mapping[str, FileDigest], prefix: str = "") -> list[dict[str, Any]]:

@@ -1,13 +1,12 @@
-"""The family tree of a model, from the records it carries.
+"""The family tree of a model, from the records it carries: as text, and as a picture.
 
 A model is found by any of: its folder, its stage's folder, or a run's folder (then its last stage with a model).
 
-The family tree as a picture: ancestors above, the model at the bottom, a box a record.
-
-Solid lines are weights; dashed ones are data, teachers and judges. Each record has a row, one below the lowest of its parents.
-It stands in the column of the child it was reached from, if it is the first parent there; further parents open columns of their
-own. So a line can go down its parent's column, then across in the gap above the child. Where other records stand in the way, as
-below a base that is also a judge, it goes around them. All numbers are pixels from the upper left.
+The picture has ancestors above, the model at the bottom, a box a record. Solid lines are weights; dashed ones are data, teachers and
+judges. Each record has a row, one below the lowest of its parents. It stands in the column of the child it was reached from, if it is
+the first parent there; further parents open columns of their own. So a line can go down its parent's column, then across in the gap
+above the child. Where other records stand in the way, as below a base that is also a judge, it goes around them. All numbers are
+pixels from the upper left.
 """
 
 from __future__ import annotations
@@ -19,15 +18,17 @@ from typing import TYPE_CHECKING, Any
 from etude.errors import UserError
 from etude.files import read_json, sha256_file
 from etude.lineage.compute import compute_shares, percent, since_base
-from etude.lineage.record import LINEAGE_FILE, Lineage, Record
+from etude.lineage.facts import is_notice
+from etude.lineage.record import LINEAGE_FILE, Record
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from etude.lineage.record import Compute, Lineage, Origin, Parent
+    from etude.lineage.record import Compute, FileDigest, Lineage, Parent
     from etude.progress import Reporter
 
 
@@ -54,14 +55,17 @@ def _stages_of_run(path: Path) -> list[str]:
 
 def changed_weights(model_folder: Path, record: Record, reporter: Reporter) -> list[str]:
     """Hash the weights again and return what does not agree with the record, a line each."""
-    wrong = [f"{name} is missing" for name in record.weights if not (model_folder / name).is_file()]
-    present = {name: digest for name, digest in record.weights.items() if (model_folder / name).is_file()}
-    with reporter.task("checking weights", sum(digest.bytes for digest in present.values()), "B") as task:
-        for name, digest in present.items():
-            if sha256_file(model_folder / name, task.advance) != digest.sha256:
-                wrong.append(f"{name} is not the file that was recorded")
-    unknown = {path.name for path in model_folder.glob("*.safetensors")} - set(record.weights)
-    return wrong + [f"{name} is in no record" for name in sorted(unknown)]
+    files = {path.name: path for path in sorted(model_folder.glob("*.safetensors"))}
+    with reporter.task("checking weights", sum(path.stat().st_size for path in files.values()), "B") as task:
+        return wrong_files(record.weights, {name: sha256_file(path, task.advance) for name, path in files.items()})
+
+
+def wrong_files(wanted: Mapping[str, FileDigest], digests: Mapping[str, str]) -> list[str]:
+    """Return which files of a folder, given their digests, are not those that were recorded, a line each."""
+    missing = [f"{name} is missing" for name in wanted if name not in digests]
+    changed = [name for name, file in wanted.items() if name in digests and digests[name] != file.sha256]
+    extra = [f"{name} is in no record" for name in digests if name.endswith(".safetensors") and name not in wanted]
+    return [*missing, *(f"{name} is not the file that was recorded" for name in changed), *extra]
 
 
 def render(lineage: Lineage, title: str) -> list[str]:
@@ -79,16 +83,15 @@ def _branch(lineage: Lineage, record_id: str, role: str, indent: str) -> list[st
         if parent.record in lineage.records:
             lines += _branch(lineage, parent.record, parent.role, inside)
         else:
-            told = f"weights {parent.model_digest[:12]}, it carries no record"
-            lines.append(f"{inside}└─ {parent.name} ({parent.role}): {told}")
+            weights = f"weights {parent.model_digest[:12]}"
+            lines.append(f"{inside}└─ {parent.name} ({parent.role}): {weights}, it carries no record")
     return lines
 
 
 def describe(record: Record, role: str) -> list[str]:
     """Return what a person wants to know of a record, a line each."""
-    revision = record.code.revision
-    changes = " with uncommitted changes" if record.code.dirty else ""
-    kept = f"revision {revision[:12]}{changes}" if revision else "revision not recorded"
+    commit, changes = record.code.revision, " with uncommitted changes" if record.code.dirty else ""
+    kept = f"revision {commit[:12]}{changes}" if commit else "revision not recorded"
     lines = [
         f"{record.stage} ({record.kind}, {role})  record {record.id[:12]}, {record.finished}",
         f"weights {record.model_digest[:12]} in {len(record.weights)} file(s), "
@@ -96,7 +99,14 @@ def describe(record: Record, role: str) -> list[str]:
         f"made by Etude {record.code.etude} ({kept}), recipe {record.recipe.hash[:12]}",
         f"compute here: {describe_compute(record.compute)}",
     ]
-    lines += _describe_origin(record.origin, told=bool(record.parents)) if record.origin else []
+    if origin := record.origin:
+        revision = f" at {origin.revision}" if origin.revision else ""
+        lines.append(f"origin: {origin.name}, {origin.source}{revision}")
+        lines += [f"conversion: {origin.conversion}"] if origin.conversion else []
+        on_top = f", on top of {origin.continues}" if origin.continues else ""
+        unknown = "see below" if record.parents else "not known"
+        before = describe_compute(origin.pretraining) + on_top if origin.pretraining else unknown
+        lines.append(f"compute before us: {before}")
     lines += [f"data: {use.name}, {use.files} files, {use.bytes:,} bytes, {use.digest[:12]}" for use in record.data]
     for carried in record.licences:
         known = carried.licence or "unknown text, read it"
@@ -112,15 +122,6 @@ def describe_compute(compute: Compute) -> str:
         return "none (no tokens processed)"
     where = f" in {compute.device_seconds:,.0f} s on {compute.device}" if compute.device_seconds is not None else ""
     return f"{compute.tokens:,} tokens, {compute.model_flops:.2e} FLOP ({compute.method}){where}"
-
-
-def _describe_origin(origin: Origin, *, told: bool) -> list[str]:
-    revision = f" at {origin.revision}" if origin.revision else ""
-    on_top = f", on top of {origin.continues}" if origin.continues else ""
-    unknown = "told below" if told else "not known"
-    before = describe_compute(origin.pretraining) + on_top if origin.pretraining else unknown
-    conversion = [f"conversion: {origin.conversion}"] if origin.conversion else []
-    return [f"origin: {origin.name}, {origin.source}{revision}", *conversion, f"compute before us: {before}"]
 
 
 BOX, SIDE, GAP, MARGIN = 350, 250, 40, 40  # widths of a record and of its data, distances
@@ -168,9 +169,9 @@ class Node:
 
 def draw_svg(lineage: Lineage, title: str) -> str:
     """Return the tree as an SVG document."""
-    found = io.StringIO()
-    _save(lineage, title, found, format="svg", metadata={"Date": None, "Creator": None, "Title": title})
-    return found.getvalue()
+    text = io.StringIO()
+    _save(lineage, title, text, format="svg", metadata={"Date": None, "Creator": None, "Title": title})
+    return text.getvalue()
 
 
 def draw_png(lineage: Lineage, title: str, path: Path) -> None:
@@ -206,12 +207,12 @@ def _figure(lineage: Lineage, title: str) -> Figure:
 
 def _subtitle(lineage: Lineage) -> str:
     shares = compute_shares(lineage)
-    share = shares.shares[0].own_share
     if not shares.bases:
         return f"made from nothing with {shares.own.value:.2e} FLOP"
-    told = "a share not known" if share is None else percent(share.value)
-    told = f"at most {percent(share.high)}" if share and share.unknown else told
-    return f"own compute {shares.own.value:.2e} FLOP: {told} of all that is in it, with {' and '.join(shares.bases)}"
+    own, part = shares.shares[0].own_share, "a share not known"
+    if own is not None:
+        part = f"at most {percent(own.high)}" if own.unknown else percent(own.value)
+    return f"own compute {shares.own.value:.2e} FLOP: {part} of all that is in it, with {' and '.join(shares.bases)}"
 
 
 def _nodes(lineage: Lineage) -> dict[str, Node]:
@@ -248,35 +249,26 @@ def _node(record: Record | Parent) -> Node:
     lines += [f"{spent.device_seconds:,.0f} s on {spent.device}"] if spent.device_seconds else []
     lines += [f"of it {spent.sampling_flops:.2e} FLOP sampling"] if spent.sampling_flops else []
     if origin is not None:
-        before = (
-            _spent(origin.pretraining)
-            if origin.pretraining
-            else "told above"
-            if record.parents
-            else "compute not known"
-        )
-        lines = [origin.source, f"before: {before}"]
+        unknown = "see above" if record.parents else "compute not known"
+        lines = [origin.source, f"before: {_spent(origin.pretraining) if origin.pretraining else unknown}"]
         lines += [f"on top of {origin.continues}"] if origin.continues else []
     lines.append(f"weights {record.model_digest[:12]}, record {record.id[:12]}")
-    aside = [
-        f"{use.name}: "
-        + (f"{_count(use.tokens)} tokens" if use.tokens else f"{use.files:,} file{'s' * (use.files != 1)}")
-        for use in record.data
-    ]
+    sizes = [f"{_count(use.tokens)} tokens" if use.tokens else f"{use.files:,} file(s)" for use in record.data]
+    aside = [f"{use.name}: {size}" for use, size in zip(record.data, sizes, strict=True)]
     aside[MOST:] = [f"and {len(aside) - MOST} more"] if len(aside) > MOST else []
     return Node(f"{origin.name} (base)" if origin else record.stage + kind, lines, _licences(record), aside)
 
 
 def _licences(record: Record) -> str:
     """Return the licences in a few words; a notice is no licence of its own."""
-    texts = [each for each in record.licences if not each.file.rpartition("/")[2].upper().startswith("NOTICE")]
-    names = sorted({each.licence or UNKNOWN for each in texts}, key=lambda name: (name != UNKNOWN, name))
+    known = {each.licence or UNKNOWN for each in record.licences if not is_notice(each.file)}
+    names = sorted(known, key=lambda name: (name != UNKNOWN, name))
     return (", ".join(names[:2]) + (f" +{len(names) - 2}" if len(names) > 2 else "")) or NONE
 
 
 def _spent(compute: Compute) -> str:
-    told = f"{_count(compute.tokens)} tokens, {compute.model_flops:.2e} FLOP ({compute.method})"
-    return told if compute.model_flops else "no tokens processed"
+    spent = f"{_count(compute.tokens)} tokens, {compute.model_flops:.2e} FLOP ({compute.method})"
+    return spent if compute.model_flops else "no tokens processed"
 
 
 def _count(tokens: int) -> str:
@@ -331,9 +323,9 @@ def _draw(axes: Axes, node: Node) -> None:
 
 
 def _legend(axes: Axes, y: float) -> None:
-    for x, dashed, told in ((MARGIN, False, "weights"), (MARGIN + 110, True, "data, teachers, judges")):
+    for x, dashed, label in ((MARGIN, False, "weights"), (MARGIN + 110, True, "data, teachers, judges")):
         _arrow(axes, [(x, y), (x + 28, y)], dashed=dashed)
-        _write(axes, x + 36, y + 4, told, 10)
+        _write(axes, x + 36, y + 4, label, 10)
     _write(axes, MARGIN + 310, y + 4, "green: own stages", 10)
 
 

@@ -21,6 +21,7 @@ from etude.lineage.licences import held
 from etude.lineage.record import LINEAGE_FILE, Record, load_lineage
 from etude.lineage.release import ATTESTATIONS, AUDIT, BOM, CARD, NOTICE, PRODUCT, SPDX
 from etude.lineage.signing import PUBLIC_KEY, SIGNATURE, BadSignatureError, fingerprint, statement, statement_errors
+from etude.lineage.tree import wrong_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -148,7 +149,7 @@ def _check_contents(result: Verification, lineage: Lineage) -> None:
     """Check that weights, licences and statements are those of the records."""
     head = lineage.records[lineage.head]
     fine = f"the files of record {head.id[:12]} ({head.stage})"
-    result.check("weights", lambda: release.wrong_files(head, result.digests), fine)
+    result.check("weights", lambda: wrong_files(release.released_files(head), result.digests), fine)
     lost = [str(each) for each in gate.licence_refusals(lineage, result.digests)]
     result.check("licences", lambda: lost, "the texts of all ancestors are there, as they were received")
     fine = f"{len(lineage.records)} stages, each signed and equal to its record"

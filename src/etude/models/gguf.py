@@ -30,16 +30,13 @@ if TYPE_CHECKING:
 
     from etude.progress import Reporter
 
-TOP_TENSORS = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-BLOCK_TENSORS = {
+TENSORS = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
+TOP = ("model.", "lm_head")  # what the names of tensors of no layer begin with
 CONTROL_TOKEN = 3  # GGUF's token type for special tokens
 
 
@@ -85,12 +82,11 @@ def _save(tensors: dict[str, NDArray[np.float32]], file: Path) -> None:
 
 def hugging_face_name(name: str) -> str:
     """Return transformers' name for a GGUF tensor of a Llama model."""
-    if name in TOP_TENSORS:
-        return TOP_TENSORS[name]
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in BLOCK_TENSORS:
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in TENSORS or TENSORS[match[2]].startswith(TOP) is bool(match[1]):
         raise UserError(f"GGUF tensor {name!r} is not part of a Llama model; this file is not supported")
-    return f"model.layers.{match[1]}.{BLOCK_TENSORS[match[2]]}.{match[3]}"
+    layer = f"model.layers.{match[1]}." if match[1] else ""
+    return f"{layer}{TENSORS[match[2]]}.{match[3]}"
 
 
 def unpermute_rotary(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
@@ -101,9 +97,7 @@ def unpermute_rotary(weight: NDArray[np.float32], heads: int) -> NDArray[np.floa
 
 
 def _config(fields: dict[str, Any], *, tied: bool) -> dict[str, Any]:
-    heads = fields["llama.attention.head_count"]
-    hidden = fields["llama.embedding_length"]
-    theta = fields["llama.rope.freq_base"]
+    heads, hidden = fields["llama.attention.head_count"], fields["llama.embedding_length"]
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -122,7 +116,7 @@ def _config(fields: dict[str, Any], *, tied: bool) -> dict[str, Any]:
         "num_hidden_layers": fields["llama.block_count"],
         "num_key_value_heads": fields["llama.attention.head_count_kv"],
         "rms_norm_eps": fields["llama.attention.layer_norm_rms_epsilon"],
-        "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
+        "rope_parameters": {"rope_theta": fields["llama.rope.freq_base"], "rope_type": "default"},
         "tie_word_embeddings": tied,
         "vocab_size": fields["llama.vocab_size"],
     }

@@ -1,33 +1,32 @@
-"""Heads that predict several tokens ahead (multi-token prediction), on any base: the module, and its file beside the weights.
+"""Multi-token prediction (MTP) heads on any base: the module, its file beside the weights, and its export to other programs.
 
 After DeepSeek-V3. At position t and depth i = 1 … k,
 
     hⁱ_t = norm(block([enorm(embed(x_{t+i})); hnorm(hⁱ⁻¹_t)] · Pᵀ)),    h⁰ = the model's last hidden state, after its norm
 
-and the model's own output head makes of hⁱ_t a guess at x_{t+i+1}. The block is a decoder layer of the base's own class, causal
+and the model's own output head makes of hⁱ_t a draft of x_{t+i+1}. The block is a decoder layer of the base's own class, causal
 over the positions of its own depth, at the positions of the trunk. One layer may serve all depths (`shared`), or each has its own.
-Names are those of transformers' `MtpModel`, so that an export is a renaming.
-
-Shapes: B rows, T positions, D width.
-
-MTP heads as other programs load them.
+Names are those of transformers' `MtpModel`, so that an export is a renaming. Exports:
 
 `transformers`  the whole model with its heads as further layers, for `generate(use_mtp=True)`: for families whose config knows MTP
                 layers (DeepSeek-V3's shape and its descendants). A layer that serves all depths is written once for each.
 `mimo`          a folder with the heads alone, which vLLM drafts with beside the model itself: MiMo's layer is ours, and no other
                 there goes with Llama-shaped models (EAGLE's has no norms). vLLM takes one layer for all depths, so of a layer
                 each only the first is written. It looks for the number of heads in the model's config, hence the override.
+
+Shapes: B rows, T positions, D width.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import GenerationConfig
 
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FILE = "mtp.safetensors"
-SAID = "etude_mtp"  # the entry of its header that says what it holds
+METADATA = "etude_mtp"  # the entry of its header that says what it holds
 HEADS = "mtp."  # what the names of their weights begin with where they are trained, as `model.mtp`
 
 
@@ -84,9 +83,8 @@ class MtpHeads(nn.Module):  # type: ignore[misc]
                 each.data = each.data.to(weight.dtype)
             _try_out(heads, model)
         except (AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
-            raise UserError(
-                f"{type(model).__name__} cannot have MTP heads: its layers are not of the usual shape ({one_line(error)})"
-            ) from None
+            family = type(model).__name__
+            raise UserError(f"{family} cannot have MTP heads: unusual layers ({one_line(error)})") from None
         return heads
 
     def layer(self, depth_index: int) -> Any:
@@ -94,16 +92,9 @@ class MtpHeads(nn.Module):  # type: ignore[misc]
         return self.layers[0 if self.shared else depth_index]
 
     def step(
-        self,
-        depth_index: int,
-        hidden_BTD: torch.Tensor,  # noqa: N803
-        next_tokens_BT: torch.Tensor,  # noqa: N803
-        positions_BT: torch.Tensor,  # noqa: N803
-        *,
-        embed: Callable[[torch.Tensor], torch.Tensor],
-        rotary: Callable[..., Any],
-        **attention: Any,
-    ) -> torch.Tensor:
+        self, depth_index: int, hidden_BTD: torch.Tensor, next_tokens_BT: torch.Tensor, positions_BT: torch.Tensor, *,  # noqa: N803
+        embed: Callable[[torch.Tensor], torch.Tensor], rotary: Callable[..., Any], **attention: Any,
+    ) -> torch.Tensor:  # fmt: skip
         """Go one depth further: from h of the depth before (0: the trunk's) and the token x_{t+depth} to h of this one, [B, T, D].
 
         `attention` goes on to the block as it is (mask, cache, bounds of pieces). The block attends as layer
@@ -112,13 +103,8 @@ class MtpHeads(nn.Module):  # type: ignore[misc]
         layer = self.layer(depth_index)
         layer.mtp_block.self_attn.layer_idx = self.first_layer + depth_index
         both = torch.cat([layer.enorm(embed(next_tokens_BT)), layer.hnorm(hidden_BTD)], -1)
-        out = layer.mtp_block(
-            layer.eh_proj(both),
-            position_embeddings=rotary(hidden_BTD, positions_BT),
-            position_ids=positions_BT,
-            **attention,
-        )
-        return layer.post_norm(out)
+        attention |= {"position_embeddings": rotary(hidden_BTD, positions_BT), "position_ids": positions_BT}
+        return layer.post_norm(layer.mtp_block(layer.eh_proj(both), **attention))
 
 
 def _pass_on(part: nn.Module) -> None:
@@ -145,18 +131,16 @@ def _try_out(heads: MtpHeads, model: Any) -> None:
 
 def save_heads(folder: Path, tensors: Mapping[str, torch.Tensor], *, depth: int, shared: bool) -> None:
     """Write heads into a model's folder."""
-    said = {SAID: json.dumps({"depth": depth, "shared": shared})}  # one entry: several would be written in any order
+    metadata = {METADATA: json.dumps({"depth": depth, "shared": shared})}  # one entry: several would be in any order
     with whole_file(folder / FILE) as beside:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside, said)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside, metadata)
         beside.chmod(0o644)  # safetensors makes it private, unlike every other file
 
 
 def keep_apart(folder: Path) -> None:
     """Give a folder with heads an index of its weights: servers such as vLLM take every safetensors file for weights otherwise."""
     if (folder / FILE).exists() and not (folder / INDEX).exists():
-        with safe_open(folder / SINGLE, framework="pt") as tensors:
-            names = sorted(tensors.keys())
-        size = (folder / SINGLE).stat().st_size
+        names, size = sorted(read_header(folder / SINGLE).tensors), (folder / SINGLE).stat().st_size
         write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(names, SINGLE)})
 
 
@@ -167,9 +151,9 @@ def heads_shape(folder: Path) -> tuple[int, bool] | None:
         return None
     read_header(file)
     with safe_open(file, framework="pt") as tensors:
-        said = tensors.metadata() or {}
+        metadata = tensors.metadata() or {}
     try:
-        shape = json.loads(said[SAID])
+        shape = json.loads(metadata[METADATA])
         return int(shape["depth"]), bool(shape["shared"])
     except (KeyError, ValueError, TypeError):
         raise UserError(f"{file} does not say what it holds; train the heads again, or remove it") from None
@@ -177,14 +161,12 @@ def heads_shape(folder: Path) -> tuple[int, bool] | None:
 
 def load_heads(folder: Path, model: Any) -> MtpHeads | None:
     """Return the heads in a model's folder for the loaded model, on its device and in its dtype; None if it has none."""
-    found = heads_shape(folder)
-    if found is None:
+    shape = heads_shape(folder)
+    if shape is None:
         return None
-    heads = MtpHeads.for_model(model, depth=found[0], shared=found[1])
-    with safe_open(folder / FILE, framework="pt") as tensors:
-        state = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 - no mapping
+    heads = MtpHeads.for_model(model, depth=shape[0], shared=shape[1])
     try:
-        heads.load_state_dict(state)
+        heads.load_state_dict(load_file(folder / FILE))
     except RuntimeError as error:
         raise UserError(f"{folder / FILE} does not fit the model beside it: {one_line(error)}") from None
     return heads
@@ -192,6 +174,13 @@ def load_heads(folder: Path, model: Any) -> MtpHeads | None:
 
 Layout = Literal["transformers", "mimo"]
 FAMILIES = ("llama", "qwen2")  # whose layer is MiMo's, which has biases for queries, keys and values
+MIMO_NAMES = {
+    "enorm": "token_layernorm",
+    "hnorm": "hidden_layernorm",
+    "eh_proj": "input_proj",
+    "post_norm": "final_layernorm",
+}
+PLACE = "model.mtp_layers.0"
 NOT_COPIED = {FILE, "config.json", "lineage.json", "record.json"}
 
 
@@ -217,20 +206,17 @@ def _as_layers(model: Any, heads: MtpHeads, target: Path) -> str:
     config, family = model.config.get_text_config(), type(model).__name__
     if not hasattr(config, "num_mtp_layers"):
         raise UserError(
-            f"transformers has no MTP for {family}; use the layout mimo, or this model's folder in Etude itself"
+            f"transformers has no MTP for {family}; use the layout mimo, or the model's own folder in Etude"
         )
     state = model.state_dict()
     for depth in range(heads.depth):
         for name, weight in heads.layer(depth).state_dict().items():
-            place = name.replace("mtp_block.", "").replace(
-                "post_norm.", "shared_head.norm.", name.startswith("post_norm.")
-            )
+            place = re.sub("^post_norm", "shared_head.norm", name).replace("mtp_block.", "")
             state[f"model.layers.{heads.first_layer + depth}.{place}"] = weight.clone()  # none may share its memory
     config.num_mtp_layers = heads.depth
     model.generation_config = GenerationConfig()  # the source's own is copied; an old one may not be written anew
     model.save_pretrained(target, state_dict=state)
-    last = heads.first_layer + heads.depth - 1
-    numbers = "|".join(str(number) for number in range(heads.first_layer, last + 1))
+    numbers = "|".join(str(heads.first_layer + depth) for depth in range(heads.depth))
     return (
         "transformers: model.generate(…, use_mtp=True). It knows MTP layers by the numbers of published models; tell it ours first:"
         rf" model._keys_to_ignore_on_load_unexpected = [r'model\.layers\.({numbers})\.']"
@@ -245,29 +231,18 @@ def _as_draft(model: Any, heads: MtpHeads, source: Path, target: Path) -> str:
         raise UserError(f"{source} is {what}; the layout mimo holds layers of {' or '.join(FAMILIES)} shape only")
     if getattr(config, "head_dim", None) not in {None, config.hidden_size // config.num_attention_heads}:
         raise UserError(f"{source}: its heads are {config.head_dim} wide; MiMo's are hidden_size / num_attention_heads")
-    renamed = {
-        "enorm": "token_layernorm",
-        "hnorm": "hidden_layernorm",
-        "eh_proj": "input_proj",
-        "post_norm": "final_layernorm",
-    }
     tensors = {"model.embed_tokens.weight": model.get_input_embeddings().weight.detach()}
     tensors["lm_head.weight"] = model.get_output_embeddings().weight.detach().clone()
     for name, weight in heads.layer(0).state_dict().items():
         part, _, rest = name.partition(".")
-        tensors[f"model.mtp_layers.0.{renamed[part]}.{rest}" if part in renamed else f"model.mtp_layers.0.{rest}"] = (
-            weight
-        )
+        place = f"{PLACE}.{MIMO_NAMES[part]}.{rest}" if part in MIMO_NAMES else f"{PLACE}.{rest}"
+        tensors[place] = weight
         if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
-            bias = f"model.mtp_layers.0.{rest.removesuffix('weight')}bias"
+            bias = f"{place.removesuffix('weight')}bias"
             tensors.setdefault(bias, torch.zeros(len(weight), dtype=weight.dtype))  # Llama has none
-    embedded, hidden = tensors["model.mtp_layers.0.input_proj.weight"].chunk(2, 1)
-    tensors["model.mtp_layers.0.input_proj.weight"] = torch.cat(
-        [hidden, embedded], 1
-    )  # MiMo has them the other way round
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors", {"format": "pt"}
-    )
+    embedded, hidden = tensors[f"{PLACE}.input_proj.weight"].chunk(2, 1)
+    tensors[f"{PLACE}.input_proj.weight"] = torch.cat([hidden, embedded], 1)  # MiMo has them the other way round
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / SINGLE, {"format": "pt"})
     said = {**config.to_dict(), "model_type": "qwen2", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1,
             "tie_word_embeddings": False, "layer_types": None, "use_sliding_window": False}  # fmt: skip
     write_json(target / "config.json", said)

@@ -34,9 +34,8 @@ def model_shape(folder: Path) -> ModelShape:
     try:
         return shape_of(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     except Exception as error:  # noqa: BLE001 - a damaged config makes transformers raise almost anything
-        raise UserError(
-            f"{folder}/config.json is not a causal language model transformers knows ({one_line(error)})"
-        ) from None
+        file, why = folder / "config.json", one_line(error)
+        raise UserError(f"{file} is not a causal language model transformers knows ({why})") from None
 
 
 def shape_of(config: Any) -> ModelShape:

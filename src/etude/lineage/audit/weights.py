@@ -174,11 +174,10 @@ def _gguf_header(opened: BinaryIO, file: Path) -> tuple[dict[str, Tensor], dict[
     listed = [(text(), numbers(f"{numbers('I')[0]}Q"), *numbers("IQ")) for _ in range(tensors)]
     alignment = meta.get("general.alignment", 32)
     start = -(-opened.tell() // alignment) * alignment
-    stored = {
-        name: Tensor(file, start + offset, GGMLQuantizationType(kind).name, tuple(reversed(sizes)))
-        for name, sizes, kind, offset in listed
-    }
-    for last in sorted(stored.values(), key=lambda tensor: tensor.offset)[-1:]:
+    stored = {}
+    for name, sizes, kind, offset in sorted(listed, key=lambda entry: entry[-1]):
+        stored[name] = Tensor(file, start + offset, GGMLQuantizationType(kind).name, tuple(reversed(sizes)))
+    for last in list(stored.values())[-1:]:
         last.mapped()  # fails where the file ends too soon
     return stored, meta
 
@@ -322,10 +321,8 @@ class Layout:
     def _refuse_other_depth(self) -> None:
         """Refuse a config that tells of other layers than there are; some models keep a few further prediction layers."""
         matches = (STACK.fullmatch(name) for name in self._shapes)
-        said, there = (
-            self._declared.layers,
-            1 + max(int(name[2]) for name in matches if name and name[1] == self._stack),
-        )
+        said = self._declared.layers
+        there = 1 + max(int(name[2]) for name in matches if name and name[1] == self._stack)
         if not 0 < said <= there <= said + 1 + said // 4:
             raise UserError(f"{self._where}: {said} layers are declared, the weights have {there}; correct the config")
 
@@ -352,12 +349,9 @@ class Layout:
         latent = any("kv_a_" in name for name in self._shapes)
         keys = units(*(self.part(layer, "key") for layer in layers)) // self.head_dim
         keys = declared.heads if latent else keys
-        said = {
-            name: getattr(declared, name)
-            for name in ("model_type", "layers", "heads", "rope_theta", "q_rank", "kv_rank")
-        }
         return Shape(
-            **said, hidden=self.hidden, vocab=self.vocab, head_dim=self.head_dim, kv_heads=keys,
+            **{name: getattr(declared, name) for name in ("model_type", "layers", "heads", "rope_theta", "q_rank", "kv_rank")},
+            hidden=self.hidden, vocab=self.vocab, head_dim=self.head_dim, kv_heads=keys,
             tied=declared.tied or not any(OUTPUT.fullmatch(name) for name in self._shapes),
             attention="mla" if latent else "mha" if keys == declared.heads else "gqa",
             ffn=units(*dense), dense_layers=len(dense), expert_ffn=expert_ffn,
