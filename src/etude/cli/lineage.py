@@ -1,8 +1,8 @@
 """The commands about a model's origin.
 
 `lineage`: what it was made from, with how much compute, and a picture of it. `audit`: do its weights descend from another's;
-`library`: the known bases it is compared with. `licences`: what the licences of all ancestors ask of a product. `release` and `verify`: a model
-with its whole family tree, signed; and how a stranger checks one.
+`library`: the known bases it is compared with. `licences`: what the licences of all ancestors ask of a product.
+`release` and `verify`: a model with its whole family tree, signed; and how a stranger checks one.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@ import math
 import numpy as np
 import pytest
 
-from etude.lineage.audit.pvalues import fisher
 from etude.lineage.audit.similarity import (
     ASSIGNED_ROWS,
     ROUTER,
     SAMPLED_ROWS,
     RowMatch,
+    fisher,
     match_rows,
     neuron_test,
     unit_rows,

@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from etude.errors import UserError
 from etude.files import digest_of_files
+from etude.lineage.audit.evidence import Tokens, compare_tokens, shared
 from etude.lineage.audit.examine import open_model
 from etude.lineage.audit.sketch import (
     Facts,
@@ -25,7 +26,6 @@ from etude.lineage.audit.sketch import (
     project,
     shipped,
 )
-from etude.lineage.audit.tokens import Tokens, compare_tokens, shared
 from etude.lineage.record import load_lineage
 from etude.models.bases import known_bases, resolve
 from etude.progress import Reporter

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from etude.lineage.audit.examine import IDENTITY, Verdict, judge
-from etude.lineage.audit.pvalues import Test
-from etude.lineage.audit.similarity import ATTENTION, EMBEDDING, MATCHING, NEURONS, ROUTER
+from etude.lineage.audit.similarity import ATTENTION, EMBEDDING, MATCHING, NEURONS, ROUTER, Test
 
 
 @dataclass(frozen=True)

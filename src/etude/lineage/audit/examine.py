@@ -24,11 +24,9 @@ import numpy as np
 from rich.table import Table
 
 from etude.lineage.audit import similarity
-from etude.lineage.audit.pvalues import Test
-from etude.lineage.audit.shapes import compare_shapes
-from etude.lineage.audit.similarity import EMBEDDING, NEURONS, ROUTER
+from etude.lineage.audit.evidence import compare_shapes, compare_tokens, read_tokens, shared
+from etude.lineage.audit.similarity import EMBEDDING, NEURONS, ROUTER, Test
 from etude.lineage.audit.sketch import KEY_ROWS, Sketch, hashed, middles, project, thinned
-from etude.lineage.audit.tokens import compare_tokens, read_tokens, shared
 from etude.lineage.audit.weights import open_weights
 from etude.progress import BYTES, amount
 
@@ -38,10 +36,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from etude.lineage.audit.shapes import Shape, ShapeEvidence
+    from etude.lineage.audit.evidence import ShapeEvidence, TokenEvidence, Tokens
     from etude.lineage.audit.similarity import Alignment, RowMatch
-    from etude.lineage.audit.tokens import TokenEvidence, Tokens
-    from etude.lineage.audit.weights import Matrix, Rows, Weights
+    from etude.lineage.audit.weights import Matrix, Rows, Shape, Weights
     from etude.progress import Reporter
 
     Carry = Callable[[Matrix], Matrix]  # brings rows of the suspect into the reference's residual dimensions

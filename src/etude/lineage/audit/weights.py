@@ -3,6 +3,8 @@
 Where tensors lie: a file is mapped for one read and let go again, so that walking through a terabyte takes the memory of one matrix.
 GGUF headers are parsed here because gguf's own reader makes an array of every word: seconds, where this takes a tenth.
 
+What tensors show of a model's shape is taken from them and not from the config: a config can be edited without anybody noticing.
+
 Which tensor is which: a table of names by part serves all families; which of them a model has says which family it is of. What is
 fused (query, key and value; gate and up) or reordered (GGUF's rotary halves) is a choice of rows: reading a part is reading rows.
 """
@@ -21,7 +23,6 @@ from numpy.typing import NDArray
 
 from etude.errors import UserError, one_line
 from etude.files import read_json
-from etude.lineage.audit.shapes import Declared, Shape, declared_by_config, declared_by_gguf
 from etude.lineage.weight_files import DAMAGED, INDEX, indexed_files, read_header
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 Matrix = NDArray[np.float32]
 Rows = NDArray[np.int64]
 
+LATENT = ("qk_nope_head_dim", "qk_rope_head_dim")
+NESTED = ("text_config", "llm_config", "language_config")
 # How the bytes of each kind are mapped. GGUF's quantised kinds are not here: they are bytes, and gguf knows their blocks.
 MAPPED = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1",
@@ -40,6 +43,89 @@ SPLIT_GGUF = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 GGUF_STRING, GGUF_ARRAY = 8, 9
 UNREADABLE = (*DAMAGED, OverflowError, struct.error)
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What only the config or the GGUF's metadata can say."""
+
+    model_type: str
+    layers: int
+    heads: int
+    head_dim: int | None
+    rope_theta: float | None
+    q_rank: int = 0
+    kv_rank: int = 0
+    tied: bool = False  # said so; a model without an output head is tied in any case
+    block: tuple[int, int] = (128, 128)  # rows and columns that share one fp8 scale
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The structure of a model; 0 where it has no such part."""
+
+    model_type: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int  # rows of a dense layer's up-projection
+    vocab: int  # rows of the embedding, padding included
+    tied: bool
+    rope_theta: float | None
+    attention: str  # "mha" | "gqa" | "mla"
+    expert_ffn: int = 0
+    experts: int = 0
+    shared_experts: int = 0
+    dense_layers: int = 0  # layers with a dense FFN: all of them in a dense model
+    q_rank: int = 0
+    kv_rank: int = 0
+
+
+def declared_by_config(config: Mapping[str, Any], where: Path) -> Declared:
+    """Read a Hugging Face config; `where` is named in what goes wrong."""
+    try:
+        text: Mapping[str, Any] = next((config[key] for key in NESTED if isinstance(config.get(key), dict)), config)
+        rope = text.get("rope_parameters") or {}
+        rope = rope.get("full_attention", rope)  # Gemma has one for each kind of layer
+        latent = int(text.get("kv_lora_rank") or 0)
+        return Declared(
+            model_type=str(text.get("model_type") or config["model_type"]),
+            layers=_first(text, "num_hidden_layers", "n_layer", "num_layers"),
+            heads=_first(text, "num_attention_heads", "n_head"),
+            head_dim=sum(text[key] for key in LATENT) if latent else int(text.get("head_dim") or 0) or None,
+            rope_theta=rope.get("rope_theta") or text.get("rope_theta") or text.get("rotary_emb_base"),
+            q_rank=int(text.get("q_lora_rank") or 0),
+            kv_rank=latent,
+            tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+            block=tuple((text.get("quantization_config") or {}).get("weight_block_size") or (128, 128)),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{where} is not the config of a language model ({error} is missing or wrong)") from None
+
+
+def _first(config: Mapping[str, Any], *keys: str) -> int:
+    return int(next((config[key] for key in keys if config.get(key)), None) or config[keys[0]])
+
+
+def declared_by_gguf(meta: Mapping[str, Any], where: Path) -> Declared:
+    """Read the metadata of a GGUF file."""
+    kind = meta.get("general.architecture")
+    said = {key.removeprefix(f"{kind}."): value for key, value in meta.items()}
+    try:
+        heads = said["attention.head_count"]
+        return Declared(
+            model_type=str(kind),
+            layers=said["block_count"] - said.get("nextn_predict_layers", 0),
+            heads=max(heads) if isinstance(heads, list) else heads,
+            head_dim=said.get("attention.key_length_mla") or said.get("attention.key_length"),
+            rope_theta=said.get("rope.freq_base"),
+            q_rank=said.get("attention.q_lora_rank", 0),
+            kv_rank=said.get("attention.kv_lora_rank", 0),
+        )
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{where} is not a language model ({error} is missing or wrong)") from None
 
 
 @dataclass(frozen=True)

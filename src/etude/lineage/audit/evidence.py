@@ -1,22 +1,22 @@
-"""What two tokenisers say about kinship: that two models are compatible.
+"""What two tokenisers and two shapes say about kinship: that two models are compatible.
 
-Never proof, for tokenisers are reused by strangers; never disproof, for they can be exchanged.
+Never proof, for tokenisers and shapes are reused by strangers; never disproof, for tokenisers can be exchanged and models pruned.
 """
 
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from etude.errors import UserError, one_line
 from etude.files import read_json
-from etude.lineage.audit.weights import UNREADABLE, read_headers, weight_files
+from etude.lineage.audit.weights import UNREADABLE, Shape, read_headers, weight_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -25,6 +25,11 @@ CONTROL_TOKEN = 3  # GGUF's token type for special tokens
 NEARLY_ALL = 0.99  # of the ids both have: new words were appended, or reserved ones were named
 MOST_IDS = 1 << 24  # far more than any vocabulary has; a list is made of them
 MANY = 0.5  # of all words; only a word for people, no verdict hangs on it
+# A difference in these is worth a word, but is no other structure: both change in training, or in how a file is written.
+INCIDENTAL = {"model_type", "tied", "rope_theta"}
+DEPTH = {"layers", "dense_layers"}
+EXPERT_FIELDS = {"experts", "expert_ffn", "shared_experts", "dense_layers", "ffn"}
+WIDTH = {field.name for field in fields(Shape)} - INCIDENTAL - DEPTH - {"vocab", "attention"}
 
 
 @dataclass(frozen=True)
@@ -141,3 +146,39 @@ def compare_tokens(a: Tokens, b: Tokens) -> TokenEvidence:
     kind = "extended" if not identical and same_id >= NEARLY_ALL else kind
     words = f"{both:,} words in both of {sizes[0]:,} and {sizes[1]:,}; {same_id:.1%} of ids mean the same"
     return TokenEvidence(kind, jaccard, same_id, both, sizes, f"{kind} vocabularies: {words}")
+
+
+@dataclass(frozen=True)
+class ShapeEvidence:
+    """How two shapes are related. Compatible shapes prove nothing; different ones disprove nothing."""
+
+    kind: str  # "exact" | "extended vocabulary" | "pruned" | "upcycled" | "different"
+    differences: dict[str, tuple[Any, Any]]
+    sentence: str
+
+
+def compare_shapes(a: Shape, b: Shape) -> ShapeEvidence:
+    """Compare two shapes. Which of the two was first, no shape can tell."""
+    pairs = {field.name: (getattr(a, field.name), getattr(b, field.name)) for field in fields(Shape)}
+    differences = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    changed = differences.keys() - INCIDENTAL
+    kind, sentence = _shape_kind(changed, differences)
+    listed = ", ".join(f"{name} {one} and {other}" for name, (one, other) in differences.items())
+    return ShapeEvidence(kind, differences, f"{sentence} ({listed})" if listed else sentence)
+
+
+def _shape_kind(changed: set[str], differences: Mapping[str, tuple[Any, Any]]) -> tuple[str, str]:
+    if not changed:
+        return "exact", "the same shape"
+    if changed == {"vocab"}:
+        return "extended vocabulary", "the same shape but for the number of words"
+    dense = [side for side in (0, 1) if "experts" in changed and differences["experts"][side] == 0]
+    if dense and changed <= EXPERT_FIELDS | {"vocab"}:
+        return "upcycled", f"the same shape with experts in place of the FFN of the {('first', 'second')[dense[0]]}"
+    structural = changed - {"vocab"}
+    smaller = {one < other for one, other in (differences[name] for name in structural)}
+    if not dense and len(smaller) == 1 and structural <= DEPTH | WIDTH:
+        parts = [word for word, names in (("layers", DEPTH), ("width", WIDTH)) if structural & names]
+        less = "first" if smaller == {True} else "second"
+        return "pruned", f"the {less} could be the other with less of its {' and '.join(parts)}"
+    return "different", "different shapes"
