@@ -364,6 +364,5 @@ def _measured(folder: Path, model: Path) -> Sequence[Measured]:
     rules = f"harness {results.header.harness}, task set {results.header.tasks[:12]}"
     task, metric = f"etude bench {folder.absolute().name}", f"avg@{results.attempts}"
     return [
-        Measured(task, metric, score.value, (score.low, score.high), f"{score.tasks} tasks, {rules}")
-        for score in scores
+        Measured(task, metric, each.value, (each.low, each.high), f"{each.tasks} tasks, {rules}") for each in scores
     ]

@@ -123,11 +123,8 @@ def _files(files: Mapping[str, FileDigest]) -> list[dict[str, Any]]:
 
 def _card(release: Release, datasets: list[str]) -> dict[str, Any]:
     shape, use, kind = release.architecture, release.product.intended_use, APPROACHES.get(release.head.kind)
-    optional = {
-        "approach": kind and {"type": kind},
-        "architectureFamily": shape.family,
-        "modelArchitecture": shape.name,
-    }
+    approach = kind and {"type": kind}
+    optional = {"approach": approach, "architectureFamily": shape.family, "modelArchitecture": shape.name}
     metrics: list[dict[str, Any]] = []
     for row in release.evaluation:
         bounds = dict(zip(("lowerBound", "upperBound"), map(str, row.interval or ()), strict=False))

@@ -56,9 +56,9 @@ def hub_metadata(lineage: Lineage) -> dict[str, Any]:
     relation = ("merge" if merged else "finetune") if bases and head.origin is None else None
     sources = [use.source.split() for _, use in facts.trained_on(lineage)]
     datasets = list(dict.fromkeys(words[1] for words in sources if words[:1] == ["dataset"]))
-    metadata = {"base_model": bases, "base_model_relation": relation, "datasets": datasets,
-                "etude_record": lineage.head, "etude_weights": head.model_digest}  # fmt: skip
-    return {key: value for key, value in metadata.items() if value}
+    hub = {"base_model": bases, "base_model_relation": relation, "datasets": datasets}
+    ours = {"etude_record": lineage.head, "etude_weights": head.model_digest}
+    return {key: value for key, value in (hub | ours).items() if value}
 
 
 def card_disagreements(text: str, lineage: Lineage) -> list[str]:

@@ -1,8 +1,7 @@
-"""Which base is meant by a word: a known name, a local Hugging Face folder, or a hub id.
+"""Which base or model is meant by a word: a known name, a run's or a model's folder, or a hub id.
 
-`bases.toml` lists the known bases with the source of each fact. Nothing here touches the network or loads torch.
-
-Which model a word means: a run's or a model's folder, a known base, or a hub id, fetched if it is not here.
+`bases.toml` lists the known bases with the source of each fact. Nothing here touches the network or loads torch, but `locate`, which
+fetches what is not here.
 """
 
 from __future__ import annotations

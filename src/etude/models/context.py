@@ -65,15 +65,15 @@ def stretch(config: Any, length: int, settings: RopeSettings) -> Any:
 
 def _plain_rope(text: Any) -> dict[str, Any]:
     """Return the rope parameters of a config that can be stretched; refuse the others."""
-    found, family = getattr(text, "rope_parameters", None), text.model_type
-    if not found or getattr(text, "alibi", False):
+    rope, family = getattr(text, "rope_parameters", None), text.model_type
+    if not rope or getattr(text, "alibi", False):
         raise UserError(f"{family} models have no rotary positions in their config; their context cannot be extended")
-    if any(value is None or isinstance(value, dict) for value in found.values()):
+    if any(value is None or isinstance(value, dict) for value in rope.values()):
         raise UserError(f"{family} models turn each kind of layer in its own way; extending them is not supported")
-    if (kind := found.get("rope_type", "default")) != "default":
+    if (kind := rope.get("rope_type", "default")) != "default":
         raise UserError(f"the model's positions are already scaled (rope_type {kind!r}, to {text.max_position_embeddings}"
                         " tokens) and a second scaling would compound; start from the base before that")  # fmt: skip
-    return dict(found)
+    return dict(rope)
 
 
 def _yarn(text: Any, context: int, ratio: float, factor: float | None) -> dict[str, Any]:

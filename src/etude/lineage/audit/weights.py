@@ -435,15 +435,21 @@ class Layout:
         latent = any("kv_a_" in name for name in self._shapes)
         keys = units(*(self.part(layer, "key") for layer in layers)) // self.head_dim
         keys = declared.heads if latent else keys
+        said = ("model_type", "layers", "heads", "rope_theta", "q_rank", "kv_rank")
         return Shape(
-            **{name: getattr(declared, name) for name in ("model_type", "layers", "heads", "rope_theta", "q_rank", "kv_rank")},
-            hidden=self.hidden, vocab=self.vocab, head_dim=self.head_dim, kv_heads=keys,
+            **{name: getattr(declared, name) for name in said},
+            hidden=self.hidden,
+            vocab=self.vocab,
+            head_dim=self.head_dim,
+            kv_heads=keys,
             tied=declared.tied or not any(OUTPUT.fullmatch(name) for name in self._shapes),
             attention="mla" if latent else "mha" if keys == declared.heads else "gqa",
-            ffn=units(*dense), dense_layers=len(dense), expert_ffn=expert_ffn,
+            ffn=units(*dense),
+            dense_layers=len(dense),
+            expert_ffn=expert_ffn,
             experts=units(*(self.part(layer, "router") for layer in layers)),
             shared_experts=max(1, shared // expert_ffn) if shared and expert_ffn else 0,
-        )  # fmt: skip
+        )
 
 
 def _stacks_of(names: Mapping[str, tuple[int, ...]], where: Path) -> tuple[str, list[str]]:
