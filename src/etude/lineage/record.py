@@ -45,7 +45,7 @@ class Compute(Part):
     tokens: int
     model_flops: float
     method: Method  # how the FLOPs are known; `operations`: counted from the model's shape
-    low: float | None = None  # the FLOPs lie between these two; None: the method's usual interval, see shares.py
+    low: float | None = None  # the FLOPs lie between these two; None: the method's usual interval, see compute.py
     high: float | None = None
     sampling_flops: float | None = None  # the part of `model_flops` that sampled episodes or text, kept or not
     device: str | None = None
