@@ -45,13 +45,12 @@ class Metric(NamedTuple):
 
     def rows(self, trials: Iterable[Trial]) -> list[Row]:
         """Return the values of the trials to which it applies, for the bootstrap."""
-        found = ((trial, self.value(trial)) for trial in trials)
-        return [(trial.package, trial.task, float(number)) for trial, number in found if number is not None]
+        values = ((trial, self.value(trial)) for trial in trials)
+        return [(trial.package, trial.task, float(value)) for trial, value in values if value is not None]
 
 
 def _tests_passed(trial: Trial) -> float | None:
-    expected = sum(trial.expected.values())
-    return sum(trial.passed.values()) / expected if expected else None
+    return _share(sum(trial.passed.values()), sum(trial.expected.values()))
 
 
 def _quality(name: str, formula: Callable[[Any], float | None], *, rate: bool = False, signed: bool = False) -> Metric:
@@ -59,12 +58,20 @@ def _quality(name: str, formula: Callable[[Any], float | None], *, rate: bool = 
     return Metric(name, lambda trial: formula(trial.quality) if trial.quality else None, rate, signed)
 
 
+def _leaves(name: str, key: str) -> Metric:
+    return _quality(name, lambda quality: quality[key] > 0, rate=True)
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
 def _seen(name: str, key: str, among: str = "") -> Metric:
     """Return how often something was seen, among those trials where something else was."""
 
     def value(trial: Trial) -> float | None:
-        found = trial.interaction.get(key)
-        return None if found is None or (among and not trial.interaction.get(among)) else float(found > 0)
+        times = trial.interaction.get(key)
+        return None if times is None or (among and not trial.interaction.get(among)) else float(times > 0)
 
     return Metric(name, value, rate=True)
 
@@ -80,23 +87,19 @@ TESTS = Metric("tests passed", _tests_passed, rate=True)
 WRITTEN = _tokens("tokens written ↓", "written")
 QUALITY = (
     _quality("new lint findings ↓", lambda q: q["lint"]),
-    _quality(
-        "lines changed, × reference", lambda q: q["lines"] / q["reference_lines"] if q["reference_lines"] else None
-    ),
+    _quality("lines changed, × reference", lambda q: _share(q["lines"], q["reference_lines"])),
     _quality(
         "decision points above the reference ↓", lambda q: q["complexity"] - q["reference_complexity"], signed=True
     ),
-    _quality("changes unrelated files ↓", lambda q: q["unrelated_files"] > 0, rate=True),
-    _quality("changes unrelated functions ↓", lambda q: q["unrelated_functions"] > 0, rate=True),
-    _quality("leaves scratch files ↓", lambda q: q["scratch_files"] > 0, rate=True),
-    _quality("leaves debug prints ↓", lambda q: q["debug_prints"] > 0, rate=True),
-    _quality("leaves commented-out code ↓", lambda q: q["commented_code"] > 0, rate=True),
+    _leaves("changes unrelated files ↓", "unrelated_files"),
+    _leaves("changes unrelated functions ↓", "unrelated_functions"),
+    _leaves("leaves scratch files ↓", "scratch_files"),
+    _leaves("leaves debug prints ↓", "debug_prints"),
+    _leaves("leaves commented-out code ↓", "commented_code"),
     _quality("added lines with comments", lambda q: q["comment_density"], rate=True),
     _quality("– in the reference", lambda q: q["reference_comment_density"], rate=True),
-    _quality(
-        "changed lines that only look different ↓", lambda q: q["churn"] / q["lines"] if q["lines"] else None, rate=True
-    ),
-    _quality("leaves a file that is not Python ↓", lambda q: q["unparsable"] > 0, rate=True),
+    _quality("changed lines that only look different ↓", lambda q: _share(q["churn"], q["lines"]), rate=True),
+    _leaves("leaves a file that is not Python ↓", "unparsable"),
 )
 EFFICIENCY = (
     WRITTEN, _tokens("– thinking", "thinking"), _tokens("– calls", "calls"), _tokens("– said", "said"),
@@ -138,13 +141,8 @@ def effort(trace: Trace) -> dict[str, Any]:
     tokens = {kind: counts.get(f"tokens_{kind}", 0) for kind in ("thinking", "calls", "said", "summary", "answers")}
     tokens |= {"written": counts.get("sampled", 0), "read": read, "cached": cached}
     seconds = max((node.began + node.seconds for node in trace.nodes), default=0.0)
-    return {
-        "tokens": tokens,
-        "calls": counts.get("calls", 0),
-        "turns": counts.get("turns", 0),
-        "seconds": seconds,
-        "stop": trace.stop,
-    }
+    made = {name: counts.get(name, 0) for name in ("calls", "turns")}
+    return {"tokens": tokens, **made, "seconds": seconds, "stop": trace.stop}
 
 
 def set_statistics(tasks: Sequence[Task], prompts: Mapping[str, str]) -> dict[str, float]:

@@ -4,10 +4,8 @@ What Composer 2's makers measured before they trained anything: how well a base 
 follow the state of a file through edits, and what it costs to run. Agentic benchmarks are left out on purpose: RL
 changes those abilities so much that they say little about which base to start from.
 
-How fast a model reads and writes on this machine, and how much memory it takes.
-
-Plain transformers with a key-value cache, so that every family is measured the same way. Median of several repeats
-after one that warms up. Memory is the highest the process (CPU) or the allocator (GPU) reached while measuring.
+Speed of prefill and decode is that of plain transformers with a key-value cache, so that every family is measured the same way: the
+median of several repeats after one that warms up. Memory is the highest the process (CPU) or the allocator (GPU) reached meanwhile.
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ class CandidateResult:
     duties: list[str]
     bits: BitsResult
     state: StateResult | None
-    speed: dict[str, Any]  # a SpeedResult; differs from run to run, unlike everything above
+    speed: dict[str, Any]  # of measure_speed; differs from run to run, unlike everything above
 
     def quality(self) -> dict[str, Any]:
         """Return what is the same on every run."""
@@ -112,15 +110,15 @@ class Candidate:
 def _licence(folder: Path, listed: str | None) -> tuple[str, list[str]]:
     """Return the licence of a model's folder and its duties: by its text, else as our registry lists it."""
     texts = [file for file in licence_files(folder) if not file.name.upper().startswith("NOTICE")]
-    found = [identify(file.read_text(encoding="utf-8", errors="replace")) for file in texts]
-    known = sorted({licence for licence in found if licence})
+    licences = [identify(file.read_text(encoding="utf-8", errors="replace")) for file in texts]
+    known = sorted({licence for licence in licences if licence})
     if known:
-        unread = None in found  # one text we know beside one we do not: the second may be the one for the weights
+        unread = None in licences  # one text we know beside one we do not: the second may be the one for the weights
         duties = [duty for licence in known for duty in headline_duties(licence)]
         return " + ".join([*known, *["unknown text"] * unread]), duties + headline_duties(None) * unread
     if listed:
         return f"{listed} (as listed, text not seen)", headline_duties(listed)
-    return ("unknown text" if found else "no licence file"), headline_duties(None)
+    return ("unknown text" if licences else "no licence file"), headline_duties(None)
 
 
 def check_fits(candidate: Candidate, chains: list[EditChain], config: CompareConfig) -> None:
@@ -179,7 +177,6 @@ def _measure_state(candidate: Candidate, chains: list[EditChain], work: Work, se
 
 
 def _measure_speed(candidate: Candidate, config: CompareConfig, work: Work) -> dict[str, Any]:
-
     unit = Unit(f"{candidate.rows}/speed", None, ROUNDS)
     prompt, steps, batch, rounds = config.speed_prompt, config.speed_steps, config.speed_batch, REPEATS + 1
     for _ in work.pending(f"{candidate.name}: measuring speed", [unit], "rounds"):
@@ -189,7 +186,7 @@ def _measure_speed(candidate: Candidate, config: CompareConfig, work: Work) -> d
         tokens = rounds * (prompt + (1 + batch) * (prompt + steps))
         read, written = (forward_flops(candidate.shape.compute, length) for length in (prompt, prompt + steps))
         flops = rounds * (read + (1 + batch) * written)
-        work.metrics.put(unit.key, speed=asdict(speed), tokens=tokens, flops=flops, device_seconds=round(seconds, 4))
+        work.metrics.put(unit.key, speed=speed, tokens=tokens, flops=flops, device_seconds=round(seconds, 4))
     row = work.metrics.get(unit.key)
     assert row is not None
     return dict(row["speed"])
@@ -199,29 +196,16 @@ REPEATS = 3
 ROUNDS = 3 * (REPEATS + 1)  # calls of `on_round`: three measurements, each with a round to warm up
 
 
-@dataclass(frozen=True)
-class SpeedResult:
-    """Tokens a second and bytes."""
-
-    prefill: float
-    decode_single: float
-    decode_batch: float
-    batch: int
-    prompt: int  # tokens
-    weight_bytes: int
-    peak_bytes: int
-    peak_of: str  # whose peak it is: the process's, or the GPU allocator's
-
-
 @torch.inference_mode()  # type: ignore[untyped-decorator]
-def measure_speed(model: Any, prompt: int, steps: int, batch: int, on_round: Callable[[], object]) -> SpeedResult:
-    """Measure one model; `on_round` is called ROUNDS times, for a progress bar."""
+def measure_speed(model: Any, prompt: int, steps: int, batch: int, on_round: Callable[[], object]) -> dict[str, Any]:
+    """Return tokens a second, and bytes with whose peak they are; `on_round` is called ROUNDS times, for a progress bar."""
     _reset_peak(model.device)
     prefill = prompt / _median(lambda: _prefill_seconds(model, prompt), on_round)
     single = steps / _median(lambda: _decode_seconds(model, prompt, steps, 1), on_round)
     several = batch * steps / _median(lambda: _decode_seconds(model, prompt, steps, batch), on_round)
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    return SpeedResult(prefill, single, several, batch, prompt, weights, *_peak(model.device))
+    weights, (peak, peak_of) = sum(parameter.nbytes for parameter in model.parameters()), _peak(model.device)
+    return {"prefill": prefill, "decode_single": single, "decode_batch": several, "batch": batch, "prompt": prompt,
+            "weight_bytes": weights, "peak_bytes": peak, "peak_of": peak_of}  # fmt: skip
 
 
 def _prefill_seconds(model: Any, prompt: int) -> float:

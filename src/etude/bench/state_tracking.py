@@ -43,12 +43,11 @@ class StateResult:
 
 def make_chains(code: Codebase, count: int, steps: int, most_chars: int, seed: int) -> list[EditChain]:
     """Return chains from the tree's git history, topped up with made ones."""
-    found: list[EditChain] = []
-    if code.root.is_dir():
-        found = git_chains(code.root, [file.path for file in code.files], count, steps, most_chars)
-    taken = {chain.path for chain in found}
-    made = made_chains(code, count + len(found), steps, most_chars, seed)
-    return [*found, *(chain for chain in made if chain.path not in taken)][:count]
+    paths = [file.path for file in code.files]
+    real = git_chains(code.root, paths, count, steps, most_chars) if code.root.is_dir() else []
+    taken = {chain.path for chain in real}
+    made = made_chains(code, count + len(real), steps, most_chars, seed)
+    return [*real, *(chain for chain in made if chain.path not in taken)][:count]
 
 
 def prompt(chain: EditChain) -> str:

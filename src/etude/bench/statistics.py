@@ -15,8 +15,6 @@ Redrawn trials hold repeats, which biases pass@k and pass^k: the interval is mov
 Two things no bootstrap can see are put right: a rate's interval never excludes what would not surprise us if all n tasks had ended
 alike (0 passes of 100 tasks is no proof of 0: up to 1 − 0.025^(1/n), Clopper and Pearson), and two models that differ on no task
 may still differ that much on others.
-
-How sure a mean is: a seeded bootstrap.
 """
 
 from __future__ import annotations
@@ -56,7 +54,6 @@ class Sample(NamedTuple):
 
 
 def average(sums: Array, counts: Array) -> Array:
-    """Return the mean of each task's trials."""
     return sums / counts
 
 
@@ -87,20 +84,16 @@ def estimate(
     task hard for both cancels; trials of each are redrawn on their own. `rate`: values lie between 0 and 1;
     `signed`: they may lie below 0.
     """
-    found = [_by_task(each, least) for each in (rows, against) if each is not None]
-    common = set.intersection(*(set(each) for each in found))
+    by_task = [_by_task(each, least) for each in (rows, against) if each is not None]
+    common = set.intersection(*(set(each) for each in by_task))
     if not common:
         return None
-    samples = [_sample(each, common) for each in found]
-    worth = _difference(
-        [statistic(np.add.reduceat(each.values, _starts(each.counts)), each.counts) for each in samples]
-    )
+    samples = [_sample(each, common) for each in by_task]
+    sums = [np.add.reduceat(each.values, _starts(each.counts)) for each in samples]
+    worth = _difference([statistic(total, each.counts) for total, each in zip(sums, samples, strict=True)])
     value, redrawn = float(worth.mean()), _redrawn(samples, worth, statistic, np.random.default_rng(seed))
-    low, high = (
-        value + _stretch(samples[0].sizes) * float(end)
-        for end in np.quantile(redrawn, [TAIL, 1 - TAIL]) - redrawn.mean()
-    )
-    low, high = min(low, value), max(high, value)
+    ends = _stretch(samples[0].sizes) * (np.quantile(redrawn, [TAIL, 1 - TAIL]) - redrawn.mean())
+    low, high = min(value + float(ends[0]), value), max(value + float(ends[1]), value)
     if against is None and not signed:
         low = max(low, 0.0)  # that of skewed values, stretched to both sides, may reach where no truth can be
     if rate:
@@ -114,17 +107,17 @@ def estimate(
 
 
 def _by_task(rows: Iterable[Row], least: int) -> dict[tuple[str, str], list[float]]:
-    found: dict[tuple[str, str], list[float]] = {}
+    trials: dict[tuple[str, str], list[float]] = {}
     for repository, task, value in rows:
-        found.setdefault((repository, task), []).append(value)
-    return {name: values for name, values in found.items() if len(values) >= least}
+        trials.setdefault((repository, task), []).append(value)
+    return {name: values for name, values in trials.items() if len(values) >= least}
 
 
-def _sample(found: dict[tuple[str, str], list[float]], wanted: Container[tuple[str, str]]) -> Sample:
-    tasks = tuple(sorted(name for name in found if name in wanted))
+def _sample(trials: dict[tuple[str, str], list[float]], wanted: Container[tuple[str, str]]) -> Sample:
+    tasks = tuple(sorted(name for name in trials if name in wanted))
     _, sizes = np.unique([repository for repository, _ in tasks], return_counts=True)
-    counts = np.array([len(found[name]) for name in tasks])
-    return Sample(tasks, sizes, counts, np.array([value for name in tasks for value in found[name]], float))
+    counts = np.array([len(trials[name]) for name in tasks])
+    return Sample(tasks, sizes, counts, np.array([value for name in tasks for value in trials[name]], float))
 
 
 def _difference(parts: Sequence[Array]) -> Array:

@@ -84,15 +84,14 @@ class TrialLog(MetricsLog):
 
     def __init__(self, folder: Path, header: Header) -> None:
         super().__init__(folder / FILE)
-        found = self.get("header")
-        if found is None:
+        stored = self.get("header")
+        if stored is None:
             self.put("header", **header.model_dump())
-        elif differing := _read(Header, found, self.path).differing(header):
+        elif differing := _read(Header, stored, self.path).differing(header):
             self.close()
             raise UserError(f"{folder} holds trials made with another {' and '.join(differing)}; choose another folder")
 
     def add(self, trial: Trial) -> None:
-        """Append a trial."""
         self.put(trial_key(trial.model, trial.task, trial.number), **trial.model_dump())
 
 
@@ -133,22 +132,22 @@ def read_results(folder: Path) -> Results:
 
 def read_together(folders: Sequence[Path]) -> Results:
     """Read several folders to be compared. A model that is in more than one is told apart by its folder."""
-    found = {folder: read_results(folder) for folder in dict.fromkeys(folders)}
-    first, *others = found
-    differing: list[str] = []
+    by_folder = {folder: read_results(folder) for folder in dict.fromkeys(folders)}
+    first, *others = by_folder
+    header, differing = by_folder[first].header, list[str]()
     for other in others:
-        rules = found[first].header.differing(found[other].header)
+        rules = header.differing(by_folder[other].header)
         if unlike := [rule for rule in rules if rule in KEPT_APART]:
             raise UserError(f"{first} and {other} differ in {' and '.join(unlike)}; they are not shown side by side")
         differing += rules
-    owners = Counter(model for results in found.values() for model in results.models)
-    folder_names = Counter(folder.name for folder in found)
+    owners = Counter(model for results in by_folder.values() for model in results.models)
+    names = Counter(folder.name for folder in by_folder)
     trials: list[Trial] = []
-    for folder, results in found.items():
-        label = folder.name if folder_names[folder.name] == 1 else str(folder)
+    for folder, results in by_folder.items():
+        label = folder.name if names[folder.name] == 1 else str(folder)
         named = {model: f"{model} ({label})" if owners[model] > 1 else model for model in results.models}
         trials += (trial.model_copy(update={"model": named[trial.model]}) for trial in results.trials)
-    return Results(found[first].header, tuple(trials), tuple(dict.fromkeys(differing)))
+    return Results(header, tuple(trials), tuple(dict.fromkeys(differing)))
 
 
 def _read(kind: type[Stored], row: bytes | dict[str, Any], where: object) -> Stored:
