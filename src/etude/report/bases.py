@@ -17,16 +17,8 @@ if TYPE_CHECKING:
     from etude.bench.base_comparison import CandidateResult
     from etude.data.codebase import Codebase
 
-ROWS = (
-    "parameters",
-    "bits/byte ↓",
-    "state ↓",
-    "prefill, tokens/s ↑",
-    "decode, tokens/s ↑",
-    "memory ↓",
-    "context",
-    "licence",
-)
+ROWS = ("parameters", "bits/byte ↓", "state ↓", "prefill, tokens/s ↑", "decode, tokens/s ↑", "memory ↓", "context",
+        "licence")  # fmt: skip
 
 
 def ranked(results: Sequence[CandidateResult]) -> list[CandidateResult]:
@@ -40,17 +32,15 @@ def _rows(results: Sequence[CandidateResult]) -> list[tuple[str, ...]]:
 
 def _cells(result: CandidateResult) -> tuple[str, ...]:
     active = f" ({human(result.active_parameters)} active)" if result.active_parameters != result.parameters else ""
-    speed = result.speed
-    return (
-        human(result.parameters) + active,
-        _with_interval(result.bits.bits_per_byte, result.bits.interval),
-        _with_interval(result.state.distance_per_character, result.state.interval) if result.state else "–",
-        f"{speed['prefill']:,.0f}",
+    bits, state, speed = result.bits, result.state, result.speed
+    decode, memory = (
         f"{speed['decode_single']:,.1f} / {speed['decode_batch']:,.1f}",
         f"{speed['peak_bytes'] / 1e9:.2f} GB",
-        f"{result.context:,}",
-        result.licence,
     )
+    quality = (_with_interval(bits.bits_per_byte, bits.interval),
+               _with_interval(state.distance_per_character, state.interval) if state else "–")  # fmt: skip
+    speeds = (f"{speed['prefill']:,.0f}", decode, memory)
+    return (human(result.parameters) + active, *quality, *speeds, f"{result.context:,}", result.licence)
 
 
 def _with_interval(value: float, interval: Interval) -> str:
