@@ -96,7 +96,7 @@ class Harness:
         }  # fmt: skip
 
     async def run(self, system: str, task: str) -> Trace:
-        """Return the finished trace. What the sandbox or the policy's machinery raises is no episode, and is raised."""
+        """Return the finished trace. What the sandbox or the inference server raises is no episode, and is raised."""
         self._add("opening", None, self.talk.opening(system, self.tools.specs, task), f"{system}\n\n{task}")
         bad = 0
         while not (stop := self._limit()):

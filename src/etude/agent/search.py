@@ -203,11 +203,8 @@ class Searcher:
         places, ranking = await asyncio.to_thread(self.rank, every, query)
         nearest = [every[at] for at in places[:k]]
         paths = [f"{chunk.path}:{chunk.first}-{chunk.last}" for chunk in nearest]
-        return (
-            "\n\n".join(map(_shown, nearest)) or "nothing found",
-            {**details, "ranking": ranking, "paths": paths},
-            False,
-        )
+        text = "\n\n".join(map(_shown, nearest)) or "nothing found"
+        return text, {**details, "ranking": ranking, "paths": paths}, False
 
     def rank(self, every: Sequence[Chunk], query: str) -> tuple[list[int], str]:
         """Return places of chunks, best first, and how they were ranked."""

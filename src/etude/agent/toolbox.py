@@ -320,11 +320,6 @@ def nearest(old: str, lines: list[str]) -> str:
     return "; nearest:\n" + "\n".join(f"{n + 1:5}\t{clip(lines[n], LINE)}" for n in window)
 
 
-def shared(first: str, second: str) -> int:
-    """Return how many characters two texts have in common at their beginning."""
-    return next((n for n, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))  # noqa: B905 - Python 3.8
-
-
 def replace(text: str, old: str, new: str, path: str) -> tuple[str, int]:
     """Return a text with its one `old` replaced, and the line where. Ends of lines are matched whichever they are, and kept."""
     plain, old, new = (each.replace("\r\n", "\n") for each in (text, old, new))
@@ -333,12 +328,10 @@ def replace(text: str, old: str, new: str, path: str) -> tuple[str, int]:
         raise Refused(f"old is not in {shown(path)}{nearest(old, lines_of(text))}", "not found")
     lines = [plain.count("\n", 0, place) + 1 for place in places[:10]]
     if len(places) > 1:
-        known = ", ".join(map(str, lines)) + (", …" if len(places) > 10 else "")
-        raise Refused(
-            f"old is {len(places)} times in {shown(path)}, at lines {known}; add lines around it", "not unique"
-        )
-    same = shared(old, new)
-    tail = shared(old[same:][::-1], new[same:][::-1])
+        where = f"{shown(path)}, at lines {', '.join(map(str, lines))}{', …' if len(places) > 10 else ''}"
+        raise Refused(f"old is {len(places)} times in {where}; add lines around it", "not unique")
+    same = len(os.path.commonprefix([old, new]))  # noqa: RUF071 - of characters
+    tail = len(os.path.commonprefix([old[same:][::-1], new[same:][::-1]]))  # noqa: RUF071 - of characters
     ends = [match.start() - n for n, match in enumerate(re.finditer("\r\n", text))]  # where they are in `plain`
     first, last = (place + bisect.bisect_left(ends, place) for place in (places[0] + same, places[0] + len(old) - tail))
     newline = "\r\n" if 2 * len(ends) > plain.count("\n") else "\n"

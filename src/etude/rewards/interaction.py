@@ -126,11 +126,8 @@ def _noticed(premise: Premise, said: str, thoughts: str) -> bool:
     """Return whether the true place is named, and no sentence of the final message upholds the blamed one."""
     true, blamed = names_of(premise.true), names_of(premise.blamed)
     true, blamed = true - blamed, blamed - true
-    upheld = (
-        mentions(each, blamed) and not mentions(each, true) and not CONTRAST.search(each)
-        for each in SENTENCE.split(said)
-    )
-    return mentions(f"{said}\n{thoughts}", true) and not any(upheld)
+    upheld = [each for each in SENTENCE.split(said) if mentions(each, blamed) and not mentions(each, true)]
+    return mentions(f"{said}\n{thoughts}", true) and all(CONTRAST.search(each) for each in upheld)
 
 
 def names_of(places: Iterable[str]) -> set[str]:

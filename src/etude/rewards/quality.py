@@ -71,11 +71,8 @@ def size(change: Change) -> int:
 def churn(pair: Pair) -> int:
     """Return how many changed lines say the same as before: other spaces, line breaks, quotes, brackets or commas, same syntax."""
     before, after = ((text or "").splitlines() for text in pair)
-    return sum(
-        hunk.size
-        for hunk in hunks(pair)
-        if _meaning(before[hunk.first : hunk.last]) == _meaning(after[hunk.start : hunk.end])
-    )
+    same = (h for h in hunks(pair) if _meaning(before[h.first : h.last]) == _meaning(after[h.start : h.end]))
+    return sum(hunk.size for hunk in same)
 
 
 def _meaning(lines: list[str]) -> tuple[str, ...]:
@@ -203,10 +200,8 @@ def measure(works: Sequence[Work]) -> list[Quality]:
 
 
 def _quality(work: Work, findings: Findings) -> Quality:
-    own, reference = (
-        {path: pair for path, pair in change.items() if not _below(path, work.tests)}
-        for change in (work.change, work.reference)
-    )
+    changes = work.change, work.reference
+    own, reference = ({path: pair for path, pair in each.items() if not _below(path, work.tests)} for each in changes)
     python, solution = _python(own), _python(reference)
     new, expected = _introduced(python, findings), _introduced(solution, findings)
     unrelated = {

@@ -53,7 +53,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """The machinery failed. `final`: it is not tried again and the group goes without it."""
+    """The infrastructure failed. `final`: it is not tried again and the group goes without it."""
 
     group: int
     episode: int

@@ -2,7 +2,7 @@
 
 The orchestrator asks a question, writes the event that answers it to the ledger, and applies it here:
 
-    next_group() → Opened     wanted(): episodes to play → Finished or Failed     closing() → Closed
+    next_group() → Opened     wanted(): episodes to run →  Finished or Failed     closing() → Closed
     stale() → Stale           batch() → Batched                                   Trained when the trainer reports
 
 A group's staleness in a step is the version that step begins with, less the oldest version among the group's tokens. The version is
@@ -82,7 +82,7 @@ class State:
             case Opened():
                 self._open(event)
             case Finished() | Failed():
-                self._hear(event)
+                self._end_episode(event)
             case Closed(number, fate, rewards):
                 self._move(number, "open", fate).rewards = dict(rewards)
             case Stale(number):
@@ -112,7 +112,7 @@ class State:
         self._waiting[group.number] = group
         self.counts["opened"] += 1
 
-    def _hear(self, event: Finished | Failed) -> None:
+    def _end_episode(self, event: Finished | Failed) -> None:
         assert (event.group, event.episode) in self.wanted(), f"episode {event.group}/{event.episode} was over before"
         group = self._groups[event.group]
         if isinstance(event, Finished):
@@ -137,15 +137,12 @@ class State:
 
     @property
     def batched(self) -> int:
-        """Return how many steps were given to the trainer."""
         return len(self._batches)
 
     def group(self, number: int) -> Group:
-        """Return a group."""
         return self._groups[number]
 
     def attempts(self, group: int, episode: int) -> int:
-        """Return how often an episode has failed."""
         return self._groups[group].failures[episode]
 
     def groups_of(self, step: int) -> tuple[int, ...]:
@@ -177,7 +174,7 @@ class State:
         return Opened(number, drawn, epoch, self._drawn[epoch, drawn])
 
     def wanted(self) -> list[tuple[int, int]]:
-        """Return the episodes to be played, as (group, episode): of open groups, neither finished nor finally failed."""
+        """Return the episodes to run, as (group, episode): of open groups, neither finished nor finally failed."""
         episodes = range(self.settings.group_size)
         return [
             (group.number, episode)
