@@ -158,7 +158,7 @@ def demos(  # noqa: PLR0913, PLR0917 - an argument for every option
     template: Annotated[str, typer.Option(help="As in [sft]: auto, base, chatml, or a .jinja file.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Folder to write to; default runs/demos/NAME.")] = None,
     each: Annotated[int, typer.Option(min=1, max=6, help="Demonstrations of each task, in different styles of prompt.")] = 1,
-    styles: Annotated[str, typer.Option(help="Of the requests; shown and told are easier ones.")] = "terse,trace,premise,full",
+    styles: Annotated[str, typer.Option(help="Styles; easier: shown (the code), told (the change).")] = "terse,trace,premise,full",
     most: Annotated[int, typer.Option(min=0, help="Demonstrations in all, spread over the set; 0: no bound.")] = 0,
     tools: ToolNames = "",
     only: Annotated[str, typer.Option(help="Only tasks whose ids begin with one of these words.")] = "",

@@ -266,8 +266,8 @@ def _build(folder: Path, wanted: Sequence[str], *, exact: bool, what: str) -> No
           "--prefer-binary", *exactly, *wanted], what)  # fmt: skip
     asked = "import json, site, sys, sysconfig; print(json.dumps([sysconfig.get_path('purelib'), sys.base_prefix]))"
     site, base = json.loads(_run([python, "-I", "-c", asked], what))
-    found = importlib.metadata.distributions(path=[site])
-    installed = sorted(f"{canonicalize_name(each.name)}=={each.version}" for each in found)
+    packages = importlib.metadata.distributions(path=[site])
+    installed = sorted(f"{canonicalize_name(each.name)}=={each.version}" for each in packages)
     library = Path(base, "lib", f"python{sys.version_info.major}.{sys.version_info.minor}")
     local = Path("/usr/local/lib", library.name)
     hidden = [library / "site-packages", library / "ensurepip", local / "dist-packages", local / "site-packages",
@@ -280,8 +280,8 @@ def _run(command: Sequence[str], what: str) -> str:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, env=environ)
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or ["it said nothing"]
-        raise UserError(f"{what}: no environment for its tests: {said[-1].strip()[:300]}; set `needs` or `drop`")
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it said nothing"]
+        raise UserError(f"{what}: no environment for its tests: {lines[-1].strip()[:300]}; set `needs` or `drop`")
     return done.stdout
 
 

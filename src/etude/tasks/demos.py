@@ -62,7 +62,7 @@ class DemoSettings(BaseModel):
 
     tasks: str = Field(description="a manifest of a training set, as `etude tasks make` writes it")
     only: str = Field(default="", description="only tasks whose ids begin with one of these words")
-    styles: list[Style] = Field(default=[*STORED], min_length=1, description="of requests; shown and told are easier")
+    styles: list[Style] = Field(default=[*STORED], min_length=1, description="request styles (docs/tasks.md)")
     each: int = Field(default=1, ge=1, le=6, description="demonstrations of a task, in different styles")
     most: int = Field(default=0, ge=0, description="demonstrations in all, spread over the set; 0: no bound")
     tools: list[ToolName] = Field(default=ToolSettings().tools, min_length=1, description="tools offered and used")

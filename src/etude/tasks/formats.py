@@ -58,14 +58,14 @@ try:
     lines, code = done.stdout.splitlines(), done.returncode
 except subprocess.TimeoutExpired:
     lines, code = [], -1
-said, outcomes = [], {{}}
+messages, outcomes = [], {{}}
 for line in lines:
-    if line.startswith(f"{{nonce}} {{len(said)}} "):
-        said.append(json.loads(line.split(" ", 2)[2]))
-for kind, *rest in said:
+    if line.startswith(f"{{nonce}} {{len(messages)}} "):
+        messages.append(json.loads(line.split(" ", 2)[2]))
+for kind, *rest in messages:
     if kind == "test":
         outcomes[rest[0]] = rest[1]
-whole = bool(said) and said[-1][0] == "end" and said[-1][1:] == [code, len(outcomes)]
+whole = bool(messages) and messages[-1][0] == "end" and messages[-1][1:] == [code, len(outcomes)]
 def share(tests):
     return sum(outcomes.get(test) == "passed" for test in tests) / max(len(tests), 1) if whole else 0.0
 fractions = {{name: share(order[name]) for name in ("fail_to_pass", "pass_to_pass")}}

@@ -65,10 +65,10 @@ class Failure:
 def failure_of(test: str, output: str) -> Failure:
     """Read what pytest printed of a failure, in any of its traceback styles."""
     lines = [line for line in map(str.rstrip, output.splitlines()) if line and not NO_NEWS.fullmatch(line)]
-    said = [line[1:] for line in lines if line.startswith("E ")] or lines
-    raised = [match for line in said if (match := RAISED.match(line))]
+    shown = [line[1:] for line in lines if line.startswith("E ")] or lines
+    raised = [match for line in shown if (match := RAISED.match(line))]
     error, message = (raised[-1][1].split(".")[-1], raised[-1][2] or "") if raised else ("AssertionError", "")
-    text = "\n".join(said)
+    text = "\n".join(shown)
     pair = re.search(r"^\s*(?:AssertionError: )?assert (.+?) == (.+)$", text, re.MULTILINE)
     pair = pair or re.search(r"^\s*AssertionError: (.+?) != (.+?)(?: : .*)?$", text, re.MULTILINE)
     got, expected = pair.groups() if pair and error == "AssertionError" else ("", "")
@@ -81,9 +81,9 @@ def failure_of(test: str, output: str) -> Failure:
     return Failure(test, error, message[:120], call if len(call) <= MOST_VALUE else "", got, expected, _tail(lines))
 
 
-def _tail(said: Sequence[str]) -> str:
+def _tail(output: Sequence[str]) -> str:
     """Return the last lines that fit, less indented."""
-    lines = [re.sub(r"^E  |^>", "", line) for line in said]
+    lines = [re.sub(r"^E  |^>", "", line) for line in output]
     kept: list[str] = []
     for line in reversed(lines):
         if sum(map(len, kept)) + len(kept) + min(len(line), MOST_LINE) > MOST_TRACE:
