@@ -240,15 +240,18 @@ def test_fim_needs_its_tokens(
         Build(data, Work(tmp_path, metrics, quiet, tmp_path), 0, tiny_base).run()
 
 
-def test_replay_from_the_base_itself(repositories: tuple[Path, Planted], tmp_path: Path, quiet: Reporter) -> None:
-    replay = {"share": 0.25, "source": "self", "tokens": 256, "length": 32, "batch": 4}
-    settings = planted_settings(repositories[0]) | {"replay": replay} | UNSCRUBBED
+def test_replay_from_the_base_itself(tmp_path: Path, quiet: Reporter) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "core.py").write_text(code("core"))
+    source = {"name": "one", "folder": str(tmp_path / "code"), "licence": "MIT"}
+    replay = {"share": 0.25, "source": "self", "tokens": 32, "length": 8, "batch": 2}
+    settings = {"source": [source], "replay": replay, **UNSCRUBBED}
     one = build(tmp_path / "one", quiet, **settings)
     entry = one.manifest.sources[-1]
     assert (entry.name, entry.domain) == ("self", "replay")
     assert entry.generated_by is not None
     assert one.manifest.shares["self"] == pytest.approx(0.25)
-    assert 0 < sum(entry.tokens.values()) <= 256 + entry.kept
+    assert 0 < sum(entry.tokens.values()) <= 32 + entry.kept
     shutil.rmtree(tmp_path / "one" / "units", ignore_errors=True)
     again = build(tmp_path / "two", quiet, **settings)
     assert again.manifest.digest == one.manifest.digest

@@ -98,7 +98,7 @@ def test_no_warning_of_the_code_reaches_the_user() -> None:
         conversations_from_code(codebase(a_py='def f():\n    """Has an odd escape."""\n    return "\\d"\n'))
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(most=st.integers(200, 6000), seed=st.integers(0, 5))
 def test_a_whole_package_within_bounds_and_the_same_again(most: int, seed: int) -> None:
     package = read_codebase(Path(etude.__file__).parent / "data")
@@ -120,7 +120,9 @@ def test_a_whole_package_within_bounds_and_the_same_again(most: int, seed: int) 
 
 def test_the_seed_changes_words_and_order_but_not_what_is_asked_for() -> None:
     package = read_codebase(Path(etude.__file__).parent / "data")
-    (one, counts), (other, same_counts) = (conversations_from_code(package, seed=seed) for seed in (0, 1))
+    (one, counts), (other, same_counts) = (
+        conversations_from_code(package, seed=seed, most_chars=10**6) for seed in (0, 1)
+    )
     assert counts == same_counts
     assert [each.origin for each in one] != [each.origin for each in other]
     assert {each.digest for each in one} != {each.digest for each in other}

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.data.document import Drop, LicenceFile, Raw
@@ -199,6 +199,7 @@ NAMES = st.sampled_from(["a", "B", "ä", "a b", ".x"]).map(lambda name: name + "
 PATHS = st.lists(NAMES, min_size=1, max_size=3).map("/".join)
 
 
+@settings(max_examples=30)
 @given(st.dictionaries(PATHS, st.binary(max_size=3), min_size=1, max_size=6))
 def test_everything_below_a_folder_is_listed_once(contents: dict[str, bytes]) -> None:
     contents = {
