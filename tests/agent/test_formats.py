@@ -18,7 +18,7 @@ from etude.agent.chat_tokens import Talk
 from etude.agent.formats import ChatFormat, JsonCalls, PlainCalls, Style, TagCalls, choose_format, read_turn
 from etude.errors import UserError
 from tests import tiny
-from tests.data.chat.talks import SPROUT, call, said
+from tests.data.talks import SPROUT, call, said
 from tests.lineage.refusals import one_line
 
 EDIT = ToolSpec("edit", "Replace text.", (Parameter("path", str, "the file"), Parameter("old", str, "what is there")))

@@ -202,20 +202,20 @@ class Build:
                 task.advance()
 
     def _say_held_out(self) -> None:
-        """Say where whole repositories could not give the share that was asked for."""
-        say, wanted = self.work.reporter.say, self.data.heldout
-        whole = {source.name for source in self.data.source if source.hold_out == "all"}
-        for domain in dict.fromkeys(entry.domain for entry in self.entries.values()):
-            mine = [entry for entry in self.entries.values() if entry.domain == domain]
-            held, total = (sum(e.tokens["heldout"] for e in mine), sum(e.tokens.total() for e in mine))
-            if wanted and not held:
-                why = f"no repository is as small as {wanted:.0%} of it"
-                say(f"data: nothing of {domain!r} is held out: {why}; raise data.heldout")
-            elif held:
-                names = list(dict.fromkeys(name for entry in mine for name in entry.heldout_repositories))
-                listed = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+        """Say what is held out, and where whole repositories could not give the share that was asked for."""
+        say, entries = self.work.reporter.say, self.entries.values()
+        for domain in dict.fromkeys(entry.domain for entry in entries):
+            mine = [entry for entry in entries if entry.domain == domain]
+            held, total = sum(entry.tokens["heldout"] for entry in mine), sum(entry.tokens.total() for entry in mine)
+            names = list(dict.fromkeys(name for entry in mine for name in entry.heldout_repositories))
+            listed = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+            if held:
                 say(f"data: {held / total:.1%} of {domain!r} is held out: {listed or 'single rows'}")
-        for entry in self.entries.values():
+            elif self.data.heldout:
+                why = f"no repository is as small as {self.data.heldout:.0%} of it"
+                say(f"data: nothing of {domain!r} is held out: {why}; raise data.heldout")
+        whole = {source.name for source in self.data.source if source.hold_out == "all"}
+        for entry in entries:
             if not entry.tokens["train"] and entry.name not in whole:
                 say(f"data: the source {entry.name!r} is held out whole; nothing of it will be trained on")
 

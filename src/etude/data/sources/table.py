@@ -12,6 +12,9 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pyarrow import ArrowException
+from pyarrow.parquet import ParquetFile
+
 from etude.data.document import Drop, Part, Raw
 from etude.data.filters.licence import all_of
 from etude.data.sources.source import TOO_LARGE, USUAL_RATIO, OpenSource, local, printable
@@ -99,8 +102,6 @@ def _parts(files: list[Path], root: Path, settings: SourceSettings, most_bytes: 
 
 def _read(settings: SourceSettings, most_bytes: int, file: str, rows: Rows) -> Iterator[Raw | Drop]:
     """Yield each row; what is lost with the rest of a damaged piece is one drop."""
-    from pyarrow import ArrowException
-
     try:
         for number, columns, size, fault in rows():
             name = f"{file}#{number}"
@@ -152,9 +153,6 @@ def _parsed(line: bytes) -> tuple[dict[str, Any], str]:
 
 def _row_groups(path: Path, settings: SourceSettings) -> Iterator[tuple[int, Rows]]:
     """Yield the size of each row group of a Parquet file, and what reads it."""
-    from pyarrow import ArrowException
-    from pyarrow.parquet import ParquetFile
-
     named = (settings.text, settings.repository_column, settings.licence_column)
     columns = [name for name in dict.fromkeys(named) if name]
     try:
@@ -173,8 +171,6 @@ def _row_groups(path: Path, settings: SourceSettings) -> Iterator[tuple[int, Row
 
 
 def _group_rows(path: Path, columns: list[str], group: int, number: int) -> Iterator[Row]:
-    from pyarrow.parquet import ParquetFile
-
     with ParquetFile(path, pre_buffer=False, buffer_size=BLOCK) as file:  # else all of the group is in memory
         for batch in file.iter_batches(ROWS_AT_ONCE, [group], columns, use_threads=False):
             texts = batch.column(columns[0]).cast("large_binary").to_pylist()  # nobody has checked that they are UTF-8

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from etude.data.chat import Conversation, read_conversations, split
 from etude.errors import UserError
-from tests.data.chat.talks import CONVERSATIONS, TOOLS, call, said
+from tests.data.talks import CONVERSATIONS, TOOLS, call, said
 from tests.lineage.refusals import one_line
 
 GOOD = {"messages": [said("user", "q"), said("assistant", "a")]}

@@ -15,7 +15,7 @@ import etude
 from etude.data.chat import Conversation, conversations_from_code, split
 from etude.data.codebase import Codebase, SourceFile, read_codebase
 from etude.errors import UserError
-from tests.data.chat.test_template import chatml
+from tests.data.test_chat_template import chatml
 from tests.lineage.refusals import one_line
 
 CODE = '''"""A module."""

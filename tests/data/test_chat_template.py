@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from etude.data.chat import CHATML_TOKENS, ChatTemplate, Conversation, Encoded, choose_template
 from etude.errors import UserError
 from tests import tiny
-from tests.data.chat.talks import CONVERSATIONS, SPROUT, TOOLS, answers, call, said, tokeniser
+from tests.data.talks import CONVERSATIONS, SPROUT, TOOLS, answers, call, said, tokeniser
 from tests.lineage.refusals import one_line
 
 TRACE = Conversation(
