@@ -23,7 +23,11 @@ class ChatServer:
                 self.answer(200, {"data": [{"id": "scripted"}]})
 
             def do_POST(self) -> None:
-                asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"])
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if not self.path.endswith("/chat/completions"):  # it speaks text only
+                    self.answer(404, {"error": {"message": "not found"}})
+                    return
+                asked.append(body["messages"])
                 line = next(said, "There is nothing left to say.")
                 message = {"message": {"role": "assistant", "content": line}, "finish_reason": "stop"}
                 status = line if isinstance(line, int) else 200

@@ -106,7 +106,7 @@ def test_what_a_user_gets_wrong_is_one_line(etude: Etude, calc: tuple[Path, Path
         "folder holds no tasks": ("noop", "--tasks", tmp_path / "folder"),
         "nosuch": ("nosuch-model",),
         "other": (other,),
-        "is it running": ("http://127.0.0.1:9/v1",),
+        "no server at http://127.0.0.1:9": ("http://127.0.0.1:9/v1",),
         "noop is named twice": ("noop", "noop"),
         "the oracle needs the tools edit and write": ("oracle", "--tools", "bash"),
     }
