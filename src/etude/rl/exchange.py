@@ -66,13 +66,13 @@ class Exchange:
 
     def batch(self, step: int) -> Batch | None:
         """Return the batch of a step, if it is there."""
-        if (found := _get(self.folder / "batches" / _name(step))) is None:
+        if (payload := _get(self.folder / "batches" / _name(step))) is None:
             return None
         groups = tuple(
             TrainedGroup(each["group"], each["task"], tuple(TrainedEpisode(**episode) for episode in each["episodes"]))
-            for each in found["groups"]
+            for each in payload["groups"]
         )
-        return Batch(found["step"], groups)
+        return Batch(payload["step"], groups)
 
     def put_report(self, report: Report) -> None:
         """Say that a step is trained and published. One that a kill made the trainer do again is kept apart: it was spent again."""
@@ -84,8 +84,8 @@ class Exchange:
 
     def report(self, step: int) -> Report | None:
         """Return the report of a step, if it is there."""
-        found = _get(self.folder / "reports" / _name(step))
-        return Report(**found) if found else None
+        payload = _get(self.folder / "reports" / _name(step))
+        return Report(**payload) if payload else None
 
     def spent_again(self) -> list[Report]:
         """Return the reports of steps that were done again after a kill."""
@@ -117,7 +117,7 @@ def _put(path: Path, value: dict[str, Any]) -> None:
 
 def _get(path: Path) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        payload: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    return found
+    return payload

@@ -22,11 +22,9 @@ class CorrectionSettings(Settings):
     """What is done about tokens that the policy would now sample with another probability: ratio = new / old."""
 
     level: Literal["token", "sequence", "geometric"] = Field(
-        default="token", description="ratio of each token; product over a branch; or its geometric mean, a token"
+        default="token", description="ratio: of a token, or over a branch"
     )
-    mode: Literal["mask", "truncate", "off"] = Field(
-        default="mask", description="outside the bounds: no gradient; bounded above; off: no ratio at all"
-    )
+    mode: Literal["mask", "truncate", "off"] = Field(default="mask", description="what the bounds do")
     low: float = Field(default=0.125, ge=0, description="smallest ratio that is used; mask only")
     high: float = Field(default=8.0, gt=1, description="largest ratio that is used")
 
@@ -38,9 +36,7 @@ class KlSettings(Settings):
     estimator: Literal["k1", "k2", "k3"] = Field(
         default="k1", description="k1 as Composer 2; the others to compare with"
     )
-    reference: Literal["start", "average"] = Field(
-        default="start", description="the stage's start, or an exponential average of the policy"
-    )
+    reference: Literal["start", "average"] = Field(default="start", description="or a moving average")
     decay: float = Field(default=0.99, gt=0, lt=1, description="average: what stays of it, a step")
 
 
@@ -52,7 +48,7 @@ class CurriculumSettings(Settings):
         default=0.8, ge=0, lt=1, description="how much rarer tasks become whose family is always or never solved"
     )
     begin: float = Field(
-        default=0.25, ge=0, le=1, description="share of the steps after which it begins; it is full at twice that"
+        default=0.25, ge=0, le=1, description="share of steps after which it begins; full at twice that"
     )
 
 
@@ -66,19 +62,13 @@ class RlSettings(TrainerSettings):
     groups: int = Field(default=8, ge=1, description="groups a step")
     group_size: int = Field(default=8, ge=2, description="episodes of one task, compared with each other")
     epochs: int = Field(default=1, ge=1, description="how often a task may be used in a run")
-    mode: Literal["async", "sync"] = Field(
-        default="async", description="async: sample while training; sync: one after the other, the baseline"
-    )
-    staleness: int = Field(
-        default=4, ge=0, description="versions that the oldest token of a group may be behind when it is trained on"
-    )
+    mode: Literal["async", "sync"] = Field(default="async", description="sync: one after the other")
+    staleness: int = Field(default=4, ge=0, description="versions a group's oldest token may be behind when trained on")
     late: Literal["drop", "wait"] = Field(
         default="drop", description="a group too old: its task goes back; or no new group begins that might become so"
     )
     concurrency: int = Field(default=0, ge=0, description="episodes at once; 0: those of one step")
-    seconds: float = Field(
-        default=900.0, gt=0, description="of an episode and its scoring; then it is invalid, as a hung sandbox is"
-    )
+    seconds: float = Field(default=900.0, gt=0, description="longest episode with its scoring; then it is invalid")
 
     rewards: RewardSettings = RewardSettings()
     algorithm: str = Field(default="composer2", description=f"one of {', '.join(ALGORITHMS)}")
@@ -86,9 +76,7 @@ class RlSettings(TrainerSettings):
         default=None, strict=False, description="grpo, gspo, icepop, kimi: bounds of the ratio; default the algorithm's"
     )
     tau: float = Field(default=0.001, ge=0, description="kimi: strength of the pull back to the sampler")
-    train_summaries: bool = Field(
-        default=True, description="false: no gradient on the tokens of summaries, for ablation"
-    )
+    train_summaries: bool = Field(default=True, description="gradient on the tokens of summaries")
     kl: KlSettings = KlSettings()
     correction: CorrectionSettings = CorrectionSettings()
     curriculum: CurriculumSettings = CurriculumSettings()
@@ -97,18 +85,10 @@ class RlSettings(TrainerSettings):
     tools: ToolSettings = ToolSettings()
 
     optimiser: OptimiserSettings = OptimiserSettings(lr=2e-6, weight_decay=0.0)
-    warmup: int = Field(
-        default=0, ge=0, description="steps in which the learning rate rises to its peak; then it is constant"
-    )
-    normaliser: int = Field(
-        default=1024, ge=1, description="tokens the loss of an episode is divided by, whatever its length"
-    )
-    length: int = Field(
-        default=0, ge=0, description="tokens of a training row; longer branches fail; 0: the model's context"
-    )
-    lora: LoraSettings | None = Field(
-        default=None, description="train small matrices only; leave out to train all weights"
-    )
+    warmup: int = Field(default=0, ge=0, description="steps in which the learning rate rises; then constant")
+    normaliser: int = Field(default=1024, ge=1, description="tokens the loss of any episode is divided by")
+    length: int = Field(default=0, ge=0, description="tokens of a training row; 0: the model's context")
+    lora: LoraSettings | None = Field(default=None, description="train small matrices only")
     ranks: int = Field(default=1, ge=1, description="processes that train together, each on a GPU of its own")
     processes: bool = Field(default=True, description="engine and trainer in processes of their own; false: all in one")
     engine: str = Field(
@@ -116,13 +96,9 @@ class RlSettings(TrainerSettings):
         description="address of a running vLLM server that samples, such as http://127.0.0.1:8000; empty: our own engine",
     )
     engine_memory: float = Field(default=0.0, ge=0, description="GB for the engine's cache; 0: a share of what is free")
-    anchor_every: int = Field(
-        default=20, ge=1, description="versions between whole copies of the weights; deltas between"
-    )
+    anchor_every: int = Field(default=20, ge=1, description="versions between whole copies of the weights")
     checkpoint_every: int = Field(default=10, ge=1, description="steps between checkpoints of the trainer")
-    keep_traces: bool = Field(
-        default=False, description="keep all traces of a finished run, not only the samples of each step"
-    )
+    keep_traces: bool = Field(default=False, description="keep all traces of a finished run")
 
     @field_validator("algorithm")
     @classmethod

@@ -138,10 +138,10 @@ class Trainer:
 
     def packed(self, batch: Batch, micro: int, *, fixed: bool) -> Packed:
         """Read the episodes of a batch, pack their branches into this rank's rows, and weigh them by their advantages."""
-        found = self._read(batch)
-        length = row_length(found, self.length, fixed=fixed)
+        read = self._read(batch)
+        length = row_length(read, self.length, fixed=fixed)
         rows = micro if fixed or self.settings.micro else max(1, micro * self.length // length)
-        parts = list(pack(found, length, rows, fixed=fixed, rank=self.world.rank, ranks=self.world.size))
+        parts = list(pack(read, length, rows, fixed=fixed, rank=self.world.rank, ranks=self.world.size))
         sizes = [len(group.episodes) for group in batch.groups]
         apart = self._divergences(parts, sum(sizes)) if self.reference else np.zeros(sum(sizes))
         rewards = np.array([episode.reward for group in batch.groups for episode in group.episodes])
@@ -149,11 +149,11 @@ class Trainer:
         by_group = np.split(rewards, np.cumsum(sizes)[:-1])
         gains = [gain for group in by_group for gain in self.algorithm.advantages(group.tolist())]
         tokens = Counter[int]()
-        for branch in found:
+        for branch in read:
             tokens[branch.episode] += int(branch.learnt.sum())
         weights = [gain * self.algorithm.share(tokens[episode]) for episode, gain in enumerate(gains)]
         divisor = self.algorithm.divisor([tokens[episode] for episode in range(len(gains))])
-        return Packed(found, parts, gains, weights, divisor, float(apart.sum()))
+        return Packed(read, parts, gains, weights, divisor, float(apart.sum()))
 
     def _read(self, batch: Batch) -> list[Branch]:
         files = [self._root / episode.file for group in batch.groups for episode in group.episodes]

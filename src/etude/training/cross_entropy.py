@@ -157,9 +157,9 @@ def distilled_sum(
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def accepted(drafts_KND: torch.Tensor, target_ND: torch.Tensor, head_VD: torch.Tensor) -> torch.Tensor:
     """Return Σ min(p, q) of every depth and position, [K, N]: the chance that a token drafted by q stands where p decides."""
-    found = drafts_KND.new_empty(drafts_KND.shape[:2], dtype=torch.float32)
+    accepted_KN = drafts_KND.new_empty(drafts_KND.shape[:2], dtype=torch.float32)
     for here in _chunks(len(target_ND), len(head_VD)):
         target_NV = (target_ND[here] @ head_VD.T).float().softmax(-1)
         for depth, draft_ND in enumerate(drafts_KND[:, here]):
-            found[depth, here] = torch.minimum((draft_ND @ head_VD.T).float().softmax(-1), target_NV).sum(-1)
-    return found
+            accepted_KN[depth, here] = torch.minimum((draft_ND @ head_VD.T).float().softmax(-1), target_NV).sum(-1)
+    return accepted_KN

@@ -66,16 +66,16 @@ def _available(device: torch.device) -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def choose_micro(wish: int, rows: int, found: Estimate, *, recompute: bool) -> int:
+def choose_micro(wish: int, rows: int, estimated: Estimate, *, recompute: bool) -> int:
     """Return how many rows to work on at once: as wished, or the largest divisor of a rank's rows that fits; refuse what will not."""
-    fits, wish = found.rows(), min(wish, rows)
+    fits, wish = estimated.rows(), min(wish, rows)
     other = "" if recompute else ", or recompute = true"
-    there = f"{_gb(found.available * SHARE)} may be used, {SHARE:.0%} of what is free"
+    there = f"{_gb(estimated.available * SHARE)} may be used, {SHARE:.0%} of what is free"
     if fits < 1:
-        raise UserError(f"not even one row fits: about {_gb(found.fixed + found.row)} are needed and {there};"
+        raise UserError(f"not even one row fits: about {_gb(estimated.fixed + estimated.row)} are needed and {there};"
                         f" set a shorter `length`{other}, or take a smaller base or LoRA")  # fmt: skip
     if wish > fits:
-        raise UserError(f"micro = {wish} rows will not fit: about {_gb(found.fixed + wish * found.row)} are needed and"
+        raise UserError(f"micro = {wish} rows will not fit: about {_gb(estimated.fixed + wish * estimated.row)} are needed and"
                         f" {there}; set micro = {fits}{other}")  # fmt: skip
     return wish or max(size for size in range(1, rows + 1) if rows % size == 0 and size <= fits)
 

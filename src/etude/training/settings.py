@@ -25,18 +25,10 @@ class Settings(BaseModel):
 class OptimiserSettings(Settings):
     """How weights change."""
 
-    name: Literal["adamw", "muon"] = Field(
-        default="adamw", description="adamw; or muon for matrices, adamw for the rest"
-    )
-    lr: float = Field(
-        default=3e-4, gt=0, description="peak learning rate (muon: of the matrices; their update has AdamW's size)"
-    )
-    other_lr: float | None = Field(
-        default=None, gt=0, description="muon: peak rate of embeddings and vectors; default lr"
-    )
-    betas: tuple[Beta, Beta] = Field(
-        default=(0.9, 0.95), strict=False, description="AdamW's memory of gradients and squares"
-    )
+    name: Literal["adamw", "muon"] = Field(default="adamw", description="adamw, or muon for matrices only")
+    lr: float = Field(default=3e-4, gt=0, description="peak learning rate (muon: of the matrices)")
+    other_lr: float | None = Field(default=None, gt=0, description="muon: peak rate of all else; default lr")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False, description="AdamW's decay rates")
     momentum: float = Field(default=0.95, ge=0, lt=1, description="muon: its memory of gradients")
     eps: float = Field(default=1e-8, gt=0, description="AdamW's guard against division by zero")
     weight_decay: float = Field(default=0.1, ge=0, description="of matrices; embeddings and vectors have none")
@@ -53,9 +45,7 @@ class ScheduleSettings(Settings):
     """How the learning rate goes."""
 
     kind: Literal["linear", "cosine", "wsd", "infinite"] = Field(default="cosine", description="the form of the curve")
-    warmup: float = Field(
-        default=0.01, ge=0, lt=1, description="share of the steps in which the rate rises to its peak"
-    )
+    warmup: float = Field(default=0.01, ge=0, lt=1, description="share of steps in which the rate rises")
     decay: float = Field(default=0.2, gt=0, le=1, description="wsd, infinite: share of the steps of the last fall")
     cool: float = Field(default=0.1, gt=0, lt=1, description="infinite: share of the steps of the first fall")
     constant: float = Field(default=0.5, gt=0, le=1, description="infinite: the factor between the two falls")
@@ -79,12 +69,8 @@ class GuardSettings(Settings):
     """When a step is skipped."""
 
     sigmas: float = Field(default=6.0, gt=0, description="a loss this many deviations above the mean is an outlier")
-    window: int = Field(
-        default=128, ge=8, description="accepted steps that mean and deviation are taken over; fewer: no outliers"
-    )
-    patience: int = Field(
-        default=50, ge=1, description="skipped steps in a row after which training stops with an error"
-    )
+    window: int = Field(default=128, ge=8, description="accepted steps compared with; fewer: no outliers")
+    patience: int = Field(default=50, ge=1, description="skipped steps in a row that end training")
 
 
 class LoraSettings(Settings):
@@ -92,16 +78,14 @@ class LoraSettings(Settings):
 
     rank: int = Field(default=16, ge=1, description="width of the small matrices")
     alpha: float = Field(default=32.0, gt=0, description="their product is scaled by alpha / rank")
-    targets: str | list[str] = Field(
-        default="all-linear", description="which layers: all-linear (not the head), or a list of names"
-    )
+    targets: str | list[str] = Field(default="all-linear", description="all-linear (not the head), or names")
 
 
 class JointMtpSettings(Settings):
     """Train the parent's MTP heads jointly with it, by self-distillation."""
 
     weight: float = Field(default=0.1, gt=0, description="of the heads' loss beside that of the next token")
-    beta: float = Field(default=0.6, gt=0, le=1, description="weight of each depth relative to the one before it")
+    beta: float = Field(default=0.6, gt=0, le=1, description="weight of each depth relative to the last")
     detach: bool = Field(default=True, description="the heads' loss does not change the trunk; false: it does")
 
 
@@ -110,22 +94,14 @@ class TrainerSettings(Settings):
 
     optimiser: OptimiserSettings = OptimiserSettings()
     micro: int = Field(default=0, ge=0, description="rows a device works on at once; 0: as many as fit by estimate")
-    attention: Literal["auto", "documents", "sdpa"] = Field(
-        default="auto", description="documents: fast; sdpa: transformers' own; both keep documents apart"
-    )
-    recompute: bool = Field(
-        default=False, description="compute layers again in the backward pass: a third slower, far less memory"
-    )
-    compile: Literal["auto", "on", "off"] = Field(
-        default="auto", description="torch.compile of the layers; auto: on a GPU"
-    )
+    attention: Literal["auto", "documents", "sdpa"] = Field(default="auto", description="documents is ours")
+    recompute: bool = Field(default=False, description="recompute layers in the backward pass: slower, less memory")
+    compile: Literal["auto", "on", "off"] = Field(default="auto", description="torch.compile; auto: on a GPU")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto, cpu or cuda")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="of the saved weights; auto: as the base's"
+        default="auto", description="of saved weights; auto: the base's"
     )
-    checkpoint_every: int = Field(
-        default=200, ge=1, description="steps between checkpoints; an interrupted run has one more"
-    )
+    checkpoint_every: int = Field(default=200, ge=1, description="steps between checkpoints")
     keep: int = Field(default=2, ge=1, description="checkpoints kept while training; none remains after it")
 
     @model_validator(mode="before")
@@ -143,18 +119,12 @@ class TrainSettings(TrainerSettings):
     """What the stages that learn from a corpus or from conversations have in common."""
 
     tokens: int = Field(ge=1, description="budget: tokens that go through the model, in whole steps, rounded up")
-    length: int | None = Field(
-        default=None, ge=16, description="tokens in a row; a divisor of data.length, which is the default"
-    )
+    length: int | None = Field(default=None, ge=16, description="tokens in a row; divides data.length, the default")
     batch: int = Field(default=64, ge=1, description="rows a step, on all devices together")
-    shares: dict[str, float] = Field(
-        default={}, description="share of tokens by domain, for this stage; default data.shares"
-    )
+    shares: dict[str, float] = Field(default={}, description="share of tokens by domain; default data.shares")
     schedule: ScheduleSettings = ScheduleSettings()
     guard: GuardSettings = GuardSettings()
-    evaluations: int = Field(
-        default=12, ge=0, description="how often to measure between before and after, mostly early on"
-    )
+    evaluations: int = Field(default=12, ge=0, description="measurements on the way, mostly early")
     evaluation_rows: int = Field(default=64, ge=1, description="held-out rows measured each time, of each domain")
     loader_workers: int = Field(default=1, ge=0, description="threads that read batches ahead; the result is the same")
 

@@ -32,19 +32,13 @@ class ExtendSettings(TrainSettings):
     length: int = Field(ge=16, description="the new context; a divisor of data.length")
     rope: RopeSettings = RopeSettings()
     optimiser: OptimiserSettings = OptimiserSettings(lr=1e-4)
-    mtp: JointMtpSettings | None = Field(
-        default=None, description="train the parent's MTP heads along; leave out not to"
-    )
+    mtp: JointMtpSettings | None = Field(default=None, description="train the parent's MTP heads jointly")
     retrieval_items: int = Field(default=50, ge=0, description="planted constants to ask for, at each length; 0: none")
-    retrieval_keys: int = Field(
-        default=4, ge=1, le=512, description="constants planted in each item; chance is one in so many"
-    )
+    retrieval_keys: int = Field(default=4, ge=1, le=512, description="constants planted in each item")
     retrieval_lengths: list[int] = Field(
-        default=[], description="lengths to ask at; default half the new context, all of it and twice"
+        default=[], description="lengths to ask at; default half the context, all, twice"
     )
-    position_rows: int = Field(
-        default=16, ge=0, description="held-out rows measured by position, of each domain; 0: none"
-    )
+    position_rows: int = Field(default=16, ge=0, description="held-out rows of a domain measured by position")
 
 
 class ExtendStage(TrainingStage):
@@ -99,7 +93,7 @@ def measured(
     device = choose_device(settings.device)
     model = load_model(model_folder, device)
     tokeniser = load_tokeniser(model_folder)
-    found: dict[str, Any] = {"positions": dict(_positions(model, corpus, settings, device)), "retrieval": {}}
+    retrieval, positions = {}, dict(_positions(model, corpus, settings, device))
     model.set_attn_implementation("sdpa")
     lengths = settings.retrieval_lengths or [settings.length // 2, settings.length, 2 * settings.length]
     texts = _texts(corpus, tokeniser)
@@ -110,11 +104,11 @@ def measured(
     with reporter.task("asking at long contexts", settings.retrieval_items * sum(lengths), "tokens") as task:
         for length in lengths if settings.retrieval_items else []:
             items = make_retrieval(encode, texts, length, settings.retrieval_keys, settings.retrieval_items, seed)
-            found["retrieval"][str(length)] = score_retrieval(model, _counted(items, task))
+            retrieval[str(length)] = score_retrieval(model, _counted(items, task))
     del model
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return found
+    return {"positions": positions, "retrieval": retrieval}
 
 
 def _counted(items: Iterable[Retrieval], task: Task) -> Iterator[Retrieval]:

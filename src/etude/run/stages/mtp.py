@@ -24,17 +24,13 @@ class MtpSettings(TrainSettings):
     shared: bool = Field(default=True, description="one layer for all depths; false: one each")
     beta: float = Field(default=0.6, gt=0, le=1, description="weight of each depth relative to the one before it")
     optimiser: OptimiserSettings = OptimiserSettings(lr=1e-3)
-    speed_texts: int = Field(
-        default=4, ge=0, description="held-out texts to go on with, to see what heads are worth; 0: none"
-    )
-    speed_tokens: int = Field(default=96, ge=8, description="tokens to write after each of them")
+    speed_texts: int = Field(default=4, ge=0, description="held-out texts to decode for the speed-up; 0: none")
+    speed_tokens: int = Field(default=96, ge=8, description="tokens to decode after each of them")
 
     @model_validator(mode="after")
     def _dtype_is_the_parents(self) -> MtpSettings:
         if self.dtype != "auto":
-            raise ValueError(
-                "`dtype` means nothing here: the model stays as it is, and heads are saved as its weights are"
-            )
+            raise ValueError("`dtype` means nothing here: heads are saved as the model's weights are")
         return self
 
 
@@ -89,5 +85,5 @@ def _worth(training: Training, saved: Path) -> dict[str, Any]:
         row for domain in domains for batch in corpus.heldout(domain, rows=settings.speed_texts) for row in batch.tokens
     ]
     prompts = [row[:most].tolist() for row in rows][: settings.speed_texts]
-    found = measure_speculation(model, load_heads(saved, model), prompts, settings.speed_tokens)
-    return {"speed": found.as_dict(), "lines": found.lines}
+    speed = measure_speculation(model, load_heads(saved, model), prompts, settings.speed_tokens)
+    return {"speed": speed.as_dict(), "lines": speed.lines}

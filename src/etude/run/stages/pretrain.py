@@ -76,9 +76,9 @@ class PretrainStage(TrainingStage):
             raise UserError(
                 "pretrain starts from random weights, but this recipe has a base; leave `base` out, or use `cpt`"
             )
-        found = super().inputs(settings, "none", seed)
+        inputs = super().inputs(settings, "none", seed)
         licence = sha256_file(Path(settings.licence).expanduser()) if settings.licence else None
-        return {**found, "settings": {**found["settings"], "licence": licence}}
+        return {**inputs, "settings": {**inputs["settings"], "licence": licence}}
 
     def run(self, settings: PretrainSettings, job: Job) -> Outcome:
         """Train, and give the model its licence."""
@@ -127,9 +127,7 @@ class CptSettings(TrainSettings):
     """Continued pretraining."""
 
     optimiser: OptimiserSettings = OptimiserSettings(lr=3e-4)
-    lora: LoraSettings | None = Field(
-        default=None, description="train small matrices only; leave out to train all weights"
-    )
+    lora: LoraSettings | None = Field(default=None, description="train small matrices only")
 
 
 class CptStage(TrainingStage):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import shutil
 from collections import Counter
@@ -11,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError
 from etude.files import fsync_tree, read_json, sha256_file, write_json
-from etude.lineage import environment
+from etude.lineage.environment import device_name
 from etude.lineage.record import DataUse, Parent
-from etude.models.load import weight_files
 from etude.rl.settings import RlSettings
 from etude.run.folder import MODEL
-from etude.run.stage import Job, Outcome, Stage
-from etude.run.stages.training import UNTRAINED_HEADS, carry_heads, copy_side_files
+from etude.run.stage import Job, Outcome, Stage, file_used
+from etude.run.stages.training import UNTRAINED_HEADS, carry_heads, copy_side_files, is_trained
 from etude.tasks.demos import refuse_benchmarks
 from etude.tasks.manifest import find_manifest, load_set, picked, read_rows
 
@@ -32,7 +30,7 @@ RESULTS = "results.json"
 WITHOUT_EFFECT = {
     "micro", "checkpoint_every", "keep", "ranks", "anchor_every", "engine_memory", "processes", "keep_traces", "tasks"
 }  # fmt: skip
-LATER = {"algorithm", "window", "tau", "lora", "attention"}
+LATER = {"algorithm", "window", "tau", "lora", "attention", "engine"}
 SCRATCH = ("exchange", "weights", "trainer", "job.json", "engine.log", "trainer.log", "reward_weights.json")
 CHECKED = 2  # tasks whose check is tried before any time is spent on episodes
 
@@ -67,11 +65,9 @@ class RlStage(Stage):
         """Train, unless that was done before the session was interrupted, and tidy up."""
         assert job.parent is not None
         folder, record = job.work.folder, job.parent.record
-        if not _is_trained(folder):
-            found = load_set(
-                find_manifest(settings.tasks, "rl.tasks"), job.work.cache, job.work.reporter, settings.only
-            )
-            _trained(found, settings, job)
+        if not is_trained(folder):
+            manifest = find_manifest(settings.tasks, "rl.tasks")
+            _trained(load_set(manifest, job.work.cache, job.work.reporter, settings.only), settings, job)
         for name in (*SCRATCH, *([] if settings.keep_traces else ["episodes"])):
             path = folder / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -92,22 +88,15 @@ class RlStage(Stage):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _is_trained(folder: Path) -> bool:
-    """Return whether a training came to its end here: its results are written last."""
-    with contextlib.suppress(UserError):
-        return (folder / RESULTS).exists() and bool(weight_files(folder / MODEL))
-    return False
-
-
-def _trained(found: TaskSet, settings: RlSettings, job: Job) -> None:
+def _trained(tasks: TaskSet, settings: RlSettings, job: Job) -> None:
     from etude.models.load import choose_device
     from etude.rl.environment import CodingEnvironment
     from etude.rl.orchestrator import conduct
 
     assert job.parent is not None
     parent, work, model = job.parent.folder, job.work, job.work.folder / MODEL
-    tasks = CodingEnvironment(found, settings, work.cache)
-    asyncio.run(conduct(tasks, parent.absolute(), settings, work, job.seed, before=lambda: _tasks_work(found)))
+    environment = CodingEnvironment(tasks, settings, work.cache)
+    asyncio.run(conduct(environment, parent.absolute(), settings, work, job.seed, before=lambda: _tasks_work(tasks)))
     # Imported here, as they take seconds, and others can begin before them.
     from etude.models.mtp_heads import keep_apart
     from etude.report.rl import write_report
@@ -118,22 +107,21 @@ def _trained(found: TaskSet, settings: RlSettings, job: Job) -> None:
     fsync_tree(model)  # before the results, which say that it is there
     write_report(work.folder, work.folder)
     notes = [UNTRAINED_HEADS] if heads else []
-    device = environment.device_name(choose_device(settings.device).type)
+    device = device_name(choose_device(settings.device).type)
     write_json(
         work.folder / RESULTS,
-        {"device": device, "tasks": len(found.tasks), "summary": _summary(work.folder), "notes": notes},
+        {"device": device, "tasks": len(tasks.tasks), "summary": _summary(work.folder), "notes": notes},
     )
 
 
-async def _tasks_work(found: TaskSet) -> None:
+async def _tasks_work(tasks: TaskSet) -> None:
     """Refuse a set whose checks are broken here: every reward would be 0, and nothing would be learnt from it."""
     from etude.tasks.score import check
 
-    spread = found.tasks[:: max(1, len(found.tasks) // CHECKED)][:CHECKED]
-    for task, wrong in zip(spread, await asyncio.gather(*(check(t, found.codebase(t)) for t in spread)), strict=True):
+    spread = tasks.tasks[:: max(1, len(tasks.tasks) // CHECKED)][:CHECKED]
+    for task, wrong in zip(spread, await asyncio.gather(*(check(t, tasks.codebase(t)) for t in spread)), strict=True):
         if wrong:
-            told = f"task {task.id}: its check is broken: {wrong}"
-            raise UserError(f"{told}; look at the set with `etude tasks check`, and make it anew")
+            raise UserError(f"task {task.id}: its check is broken: {wrong}; look at the set with `etude tasks check`")
 
 
 def _summary(folder: Path) -> dict[str, float | int]:
@@ -143,11 +131,11 @@ def _summary(folder: Path) -> dict[str, float | int]:
 
     rows = steps_of(folder)
     both = {name: ends(rows, name) or (0.0, 0.0) for name in ("reward", "solved")}
-    told = {
+    rewards = {
         f"{name}_{end}": round(both[name][place], 4) for name in both for place, end in enumerate(("first", "last"))
     }
     sums = {name: sum(row.get(name, 0) for row in rows) for name in ("episodes", "sampled_tokens")}
-    return {"steps": len(rows), **sums, **told}
+    return {"steps": len(rows), **sums, **rewards}
 
 
 def _data_use(settings: RlSettings, tasks: int) -> DataUse:
@@ -157,5 +145,4 @@ def _data_use(settings: RlSettings, tasks: int) -> DataUse:
     sizes: Counter[str] = Counter()
     for row in rows:
         sizes[licence[row["codebase"]]] += len(json.dumps(row))
-    return DataUse(name=f"{path.name} ({tasks} tasks)", source=f"file {path.absolute()}", revision=None, digest=sha256_file(path),
-                   files=1, bytes=path.stat().st_size, left_out={}, licences=dict(sizes))  # fmt: skip
+    return file_used(path, f"{path.name} ({tasks} tasks)", dict(sizes))

@@ -14,14 +14,8 @@ from etude.errors import UserError
 from etude.files import sha256_file
 from etude.lineage.record import DataUse
 from etude.run.folder import MODEL
-from etude.run.stages.training import (
-    Training,
-    TrainingStage,
-    finish,
-    joint_objective,
-    open_corpus,
-    training_run,
-)
+from etude.run.stage import file_used
+from etude.run.stages.training import Training, TrainingStage, finish, joint_objective, open_corpus, training_run
 from etude.tasks.demos import DemoSettings, licences_of, make_demos, read_samples, refuse_benchmarks
 from etude.tasks.manifest import picked, read_rows
 from etude.training.settings import JointMtpSettings, LoraSettings, OptimiserSettings, TrainSettings
@@ -45,36 +39,20 @@ class SftSettings(TrainSettings):
 
     tokens: int | None = Field(default=None, ge=1, description="budget instead of epochs")  # type: ignore[assignment]
     epochs: float = Field(default=2.0, gt=0, description="how often each conversation is seen, if tokens is not set")
-    length: int | None = Field(
-        default=None, ge=16, description="tokens in a row; default 2048, or the model's context if shorter"
-    )
+    length: int | None = Field(default=None, ge=16, description="tokens in a row; default 2048, or the context")
     conversations: list[str] = Field(default=[], description="JSONL files of conversations in OpenAI's form")
-    traces: list[str] = Field(
-        default=[], description="files of episodes, as `etude tasks demos` writes them; learnt token for token"
-    )
-    demos: DemoSettings | None = Field(
-        default=None, description="demonstrations to make of a training set and to learn from; leave out for none"
-    )
+    traces: list[str] = Field(default=[], description="JSONL files of episodes, from `etude tasks demos`")
+    demos: DemoSettings | None = Field(default=None, description="demonstrations to make and to learn from")
     code: str | None = Field(default=None, description="a folder of Python code to make conversations of")
-    licence: str | None = Field(
-        default=None, description="SPDX expression of `conversations` and `code`, for the record; leave out if unknown"
-    )
+    licence: str | None = Field(default=None, description="SPDX expression of `conversations` and `code`")
     template: str = Field(default="auto", description="auto: the base's, else chatml; base; chatml; or a .jinja file")
-    redraw: bool = Field(
-        default=True, description="draw anew the rows of special tokens that the base cannot tell apart; not with lora"
-    )
-    too_long: Literal["drop", "cut"] = Field(
-        default="drop", description="what to do with conversations longer than a row"
-    )
+    redraw: bool = Field(default=True, description="redraw embeddings of special tokens the base never learnt")
+    too_long: Literal["drop", "cut"] = Field(default="drop", description="conversations longer than a row")
     heldout: float = Field(default=0.05, ge=0, lt=1, description="share of the conversations to measure on")
     batch: int = Field(default=16, ge=1, description="rows a step, on all devices together")
     optimiser: OptimiserSettings = OptimiserSettings(lr=1e-4, weight_decay=0.0)
-    lora: LoraSettings | None = Field(
-        default=None, description="train small matrices only; leave out to train all weights"
-    )
-    mtp: JointMtpSettings | None = Field(
-        default=None, description="train the parent's MTP heads along; leave out not to"
-    )
+    lora: LoraSettings | None = Field(default=None, description="train small matrices only")
+    mtp: JointMtpSettings | None = Field(default=None, description="train the parent's MTP heads jointly")
 
     @model_validator(mode="after")
     def _has_data(self) -> SftSettings:
@@ -132,12 +110,12 @@ class SftStage(TrainingStage):
         ]
         content = [sha256_file(Path(name).expanduser()) for name in files]
         content += [read_codebase(Path(settings.code).expanduser()).digest] if settings.code else []
-        found = super().inputs(settings, parent_digest, seed)
+        inputs = super().inputs(settings, parent_digest, seed)
         paths = {"conversations", "traces", "code", "demos"}
-        kept = {k: v for k, v in found["settings"].items() if k not in paths}
+        kept = {k: v for k, v in inputs["settings"].items() if k not in paths}
         if settings.demos:
             kept["demos"] = settings.demos.model_dump(mode="json", exclude={"tasks"})
-        return {**found, "settings": kept, "content": content}
+        return {**inputs, "settings": kept, "content": content}
 
     def run(self, settings: SftSettings, job: Job) -> Outcome:
         """Make the demonstrations that are missing, and train: on those of this stage as on any other traces."""
@@ -199,12 +177,12 @@ class SftStage(TrainingStage):
         for name in [*settings.conversations, *settings.traces]:
             path = Path(name).expanduser()
             known = licences_of(path) if name in settings.traces else _stated(settings, path.stat().st_size)
-            named, source = path.name, f"file {path.absolute()}"
+            use = file_used(path, path.name, known)
             if settings.demos and path.parent == job.work.folder.absolute() / DEMOS:  # a place that is soon another
                 tasks = Path(settings.demos.tasks).expanduser()
                 named, source = f"demonstrations of {tasks.name}", f"made from file {tasks.absolute()}"
-            uses.append(DataUse(name=named, source=source, revision=None, digest=sha256_file(path), files=1,
-                                bytes=path.stat().st_size, left_out={}, licences=known))  # fmt: skip
+                use = use.model_copy(update={"name": named, "source": source})
+            uses.append(use)
         if settings.code:
             folder = Path(settings.code).expanduser()
             code = read_codebase(folder)
@@ -236,9 +214,9 @@ def _packed(settings: SftSettings, template: ChatTemplate, length: int, seed: in
         "train": [e for c in train for e in template.encode(c)],
         "heldout": [e for c in heldout for e in template.encode(c)],
     }
-    told = [each for name in settings.traces for each in read_samples(Path(name).expanduser(), template.tokeniser)]
-    held = choose_heldout({"chat": Counter(package for package, _ in told)}, settings.heldout, seed)
-    for package, episode in told:
+    episodes = [each for name in settings.traces for each in read_samples(Path(name).expanduser(), template.tokeniser)]
+    held = choose_heldout({"chat": Counter(package for package, _ in episodes)}, settings.heldout, seed)
+    for package, episode in episodes:
         encoded["heldout" if package in held else "train"].append(episode)
     chats, became = pack_chat(
         encoded,
@@ -259,10 +237,10 @@ def _untrained(settings: SftSettings, model: Any, tokeniser: Any, chats: Corpus,
     in_use = {token for _, shard, index in places for token in shard.row(index).tokens.tolist()}
     # An adapter is applied to the base's own weights, so these stay as they are.
     draw = settings.redraw and not settings.lora
-    found = tell_apart(model, tokeniser.added_tokens_decoder, in_use, seed, draw=draw)
+    untrained = tell_apart(model, tokeniser.added_tokens_decoder, in_use, seed, draw=draw)
     done = "drawn anew" if draw else "left as they are, so that it can hardly tell them apart"
-    named = ", ".join(tokeniser.convert_ids_to_tokens(found))
-    return [f"special tokens the base never learnt, their embeddings {done}: {named}"] if found else []
+    named = ", ".join(tokeniser.convert_ids_to_tokens(untrained))
+    return [f"special tokens the base never learnt, their embeddings {done}: {named}"] if untrained else []
 
 
 def _words(counts: dict[str, int]) -> str:

@@ -90,7 +90,7 @@ class TrainingStage(Stage):
         parent = job.parent.folder.absolute() if job.parent else None
         corpus = job.corpus.absolute() if job.corpus else None
         training = Training(self.kind, settings, folder, parent, corpus, job.seed)
-        if not _is_trained(folder):  # else it was interrupted after its end, and is not done again
+        if not is_trained(folder):  # else it was interrupted after its end, and is not done again
             if corpus is not None:
                 check_shards(corpus, job.work.reporter)
             world.tell(training)
@@ -125,7 +125,7 @@ class TrainingStage(Stage):
         show_report(folder, console)
 
 
-def _is_trained(folder: Path) -> bool:
+def is_trained(folder: Path) -> bool:
     """Return whether a training came to its end here: its results are written last, and its model is whole."""
     from etude.report.training import RESULTS
 
