@@ -141,7 +141,10 @@ def _fault(node: Node, place: int) -> str:
     if any(len(each) != wanted for each in (columns if numbers else columns[2:])):
         counts = " / ".join(str(len(each)) for each in columns)
         return f"it has {counts} log-probs / raw ones / versions, but {wanted} sampled tokens"
-    if not all(map(math.isfinite, [node.began, node.seconds, *([] if all(map(math.isnan, numbers)) else numbers)])):
+    reported = [
+        number for each in columns[:2] if not all(map(math.isnan, each)) for number in each
+    ]  # vLLM reports one of two
+    if not all(map(math.isfinite, [node.began, node.seconds, *reported])):
         return "a log-prob or a time of it is not finite"
     return "" if min(node.tokens, default=0) >= 0 else "it has a token below 0"
 

@@ -1,4 +1,4 @@
-"""`etude serve`: a model, answered for over HTTP as OpenAI's clients ask."""
+"""`etude serve`: a model over HTTP, as OpenAI's clients and vLLM's token API ask."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def serve(  # noqa: PLR0913, PLR0917 - an argument for every option
     context: Annotated[int | None, typer.Option(min=2, help="Tokens at most; default: the model's.")] = None,
     drain: Annotated[int, typer.Option(min=0, help="Seconds for running requests to end after SIGTERM.")] = 30,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    weights: Annotated[Path | None, typer.Option(help="Weight store; POST /update_weights loads its versions.")] = None,
     cache: CacheFolder = None,
 ) -> None:
-    """Serve a model: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics."""
+    """Serve a model: /v1/chat/completions, /v1/completions, /v1/models, /inference/v1/generate, /health, /metrics."""
     from etude.inference.http import Limits, bind, gate_for, server_of
     from etude.serve.process import read_token
 
@@ -37,6 +38,7 @@ def serve(  # noqa: PLR0913, PLR0917 - an argument for every option
     reporter = Reporter()
     with bind(host, port) as address:
         from etude.inference.local import LocalPolicy
+        from etude.inference.weight_sync import Receiver, WeightStore
         from etude.models.load import load_tokeniser
         from etude.serve.app import build_app
         from etude.serve.process import card_of
@@ -44,7 +46,8 @@ def serve(  # noqa: PLR0913, PLR0917 - an argument for every option
         called, folder, origin = locate(model, cache, reporter)
         card = card_of(name or called, folder, origin)
         policy = LocalPolicy.open(folder, name=card.id, device=device, context=context, say=reporter.say)
-        app = build_app(policy, load_tokeniser(folder), card, limits, gate)
+        receiver = Receiver(policy, WeightStore(weights, 1), reporter.say) if weights else None
+        app = build_app(policy, load_tokeniser(folder), card, limits, gate, receiver)
         for duty in card.display:
             reporter.say(f"licence {duty['licence']}: {duty['duty']}")
         reporter.say(f"serving {card.id} at http://{host}:{address.getsockname()[1]}/v1; Ctrl-C ends it")
