@@ -13,7 +13,8 @@ from etude.errors import UserError
 from etude.inference.http import Limits
 from etude.inference.policy import Busy, Sampling
 from etude.serve.process import ModelCard
-from tests.serve.scripted import CONTEXT, TOOLS, VOCABULARY, Running, Scripted, serving
+from tests.agent.test_formats import AS_TAGS, QWEN
+from tests.serve.scripted import CONTEXT, TOOLS, VOCABULARY, Running, Scripted, serving, sprout_tokeniser
 
 ASK: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls é"}}\n</tool_call>'
@@ -320,3 +321,43 @@ def test_a_model_without_a_chat_template(tiny_base: Any) -> None:
         with pytest.raises(openai.BadRequestError, match="no chat template; use /v1/completions"):
             server.client().chat.completions.create(model="tiny", messages=ASK)
         assert server.client().completions.create(model="tiny", prompt="a").choices[0].text == "import os"
+
+
+def coder() -> Any:
+    """Return a tokeniser with a template that teaches calls as tags and opens thinking, unless it is asked not to."""
+    made = sprout_tokeniser()
+    closed = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
+    made.chat_template = QWEN.replace("CALL", AS_TAGS).replace("\nPROMPT' }}", "\n' }}" + closed)
+    return made
+
+
+TURN = "Where is it?\n</think>\n\nI look.\n<tool_call>\n<function=bash>\n<parameter=command>\nls\n</parameter>\n</function>\n</tool_call>"
+
+
+def test_calls_as_tags_and_reasoning() -> None:
+    policy = Scripted(coder(), f"{TURN}<|im_end|>")
+    with serving(policy) as server:
+        create = server.client().chat.completions.create
+        message: Any = create(model="tiny", messages=ASK, tools=TOOLS).choices[0].message
+        assert (message.reasoning_content, message.content) == ("Where is it?", "I look.")
+        assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [
+            ("bash", '{"command": "ls"}')
+        ]
+        deltas: list[Any] = [
+            chunk.choices[0].delta for chunk in create(model="tiny", messages=ASK, tools=TOOLS, stream=True)
+        ]
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Where is it?"
+        assert "".join(delta.content or "" for delta in deltas) == "I look."
+        assert [call.function.name for delta in deltas for call in delta.tool_calls or []] == ["bash"]
+
+
+@pytest.mark.parametrize(("effort", "ends"), [("none", "</think>\n\n"), ("high", "<think>\n")])
+def test_reasoning_effort_is_the_templates_to_heed(server: Running, effort: Any, ends: str) -> None:
+    thinker = Scripted(coder(), "So be it.<|im_end|>")
+    with serving(thinker) as thinking:
+        answer: Any = thinking.client().chat.completions.create(model="tiny", messages=ASK, reasoning_effort=effort)
+        said = answer.choices[0].message
+        assert thinker.tokeniser.decode(thinker.asked[0][0]).endswith(ends)
+        assert (said.content if effort == "none" else said.reasoning_content) == "So be it."
+    with pytest.raises(openai.BadRequestError, match="knows no reasoning effort"):
+        server.client().chat.completions.create(model="tiny", messages=ASK, reasoning_effort=effort)
