@@ -365,7 +365,6 @@ def test_a_wrong_request_is_not_sent(prompt: list[int], sampling: Sampling, matc
     ("meaning", "sampling", "required"),
     [
         ("raw", WARM, {"require_logprob": True}),
-        ("processed", WARM, {"require_raw_logprob": True}),
         ("processed", Sampling(1, temperature=0.7, alternatives=2), {}),
     ],
 )

@@ -276,7 +276,17 @@ def test_a_bench_and_an_agent_sample_exact_tokens(server: str, tmp_path: Path) -
         "--repo",
         str(tmp_path / "repo"),
     ]
-    more = ["--turns", "1", "--temperature", "1", "--yes", "--trace", str(tmp_path / "agent.jsonl"), "--cache", str(cache)]
+    more = [
+        "--turns",
+        "1",
+        "--temperature",
+        "1",
+        "--yes",
+        "--trace",
+        str(tmp_path / "agent.jsonl"),
+        "--cache",
+        str(cache),
+    ]
     subprocess.run([sys.executable, "-m", "etude", *words, *more], check=True, cwd=ROOT, timeout=300)
     (other,), _ = read_traces(tmp_path / "agent.jsonl")
     for each in (trace, other):

@@ -3,7 +3,7 @@
 The harness speaks in tokens. An endpoint that takes messages and returns text has none to give, so its tokens are the bytes of the
 text, and four more mark where a message begins and ends. What comes of it can be read, scored and served; it cannot be trained on,
 since nobody knows the tokens that were sampled: log-probs are NaN. For training use a server that returns token ids
-(inference/remote.py).
+(inference/client.py).
 """
 
 from __future__ import annotations

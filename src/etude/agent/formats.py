@@ -3,30 +3,25 @@
 `native`: the template is shown a probe with a tool, a call and an answer; the style whose reader reads what the template wrote is the
 base's own. `plain`: the system text explains calls, and answers are messages of the user. Without a template there is a fixed layout.
 
-Sampled text taken apart: thinking, calls, and what is said besides. What comes first decides: a call in thinking is none.
+A sampled turn is taken apart into thinking, calls, and what is said besides. What comes first decides: a call in thinking is none.
+Three styles of calls are known:
 
-Calls as JSON: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Qwen's templates and sprout's teach them.
+- JSON, as Qwen's templates and sprout's teach it: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+- Tags, values as raw text, as Qwen3-Coder's template teaches them: `<function=…><parameter=…>` between the same marks. A newline
+  behind an opening and before a closing tag is the tag's. A value ends at a `</parameter>` that another parameter or the end of the
+  function follows, so it may spell one itself.
+- Raw text, for models that were taught none: nothing is escaped, so code is written as it is.
 
-Calls as tags, values as raw text: `<function=…><parameter=…>`, as Qwen3-Coder's template teaches them.
+      @edit
+      path: src/a.py
+      old<<END
+      any text
+      END
+      @end
 
-A newline behind an opening and before a closing tag is the tag's. A value ends at a `</parameter>` that another parameter or the
-end of the function follows, so it may spell one itself.
-
-Calls as raw text, for models that were taught none: nothing is escaped, so code is written as it is.
-
-    @edit
-    path: src/a.py
-    old<<END
-    any text
-    END
-    new<<END
-    …
-    END
-    @end
-
-A value without a newline stands behind `name: `, exactly as it is; any other between `name<<MARK` and the line `MARK`, the first of
-END, END1, END2 … that is no line of the value. So writing and reading are inverses for every string. A line such as `@property`
-in quoted code is no call: arguments or `@end` must follow.
+  A value without a newline stands behind `name: `, exactly as it is; any other between `name<<MARK` and the line `MARK`, the first of
+  END, END1, END2 … that is no line of the value. So writing and reading are inverses for every string. A line such as `@property`
+  in quoted code is no call: arguments or `@end` must follow.
 """
 
 from __future__ import annotations
@@ -45,6 +40,8 @@ from etude.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from etude.agent.endpoint import MessageTalk
 
 THINK, THOUGHT = "<think>", "</think>"
 
@@ -355,39 +352,10 @@ WINDOW = 16
 WISHES = ("auto", "native", "plain")
 
 
-class Layout(Protocol):
-    """What lays messages out as tokens: a `Talk` over a tokeniser, or bytes for an endpoint."""
-
-    own_layout: bool
-    opens_thinking: bool
-    end_token: int
-    stop_tokens: frozenset[int]
-
-    def opening(self, system: str, tools: Sequence[dict[str, Any]], task: str) -> list[int]:
-        """Return the tokens up to the first turn."""
-        ...
-
-    def after(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        """Return the tokens between the end token of a turn and the next turn."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of an untrusted text that follows others."""
-        ...
-
-    def tokens(self, text: str) -> list[int]:
-        """Return the tokens of a trusted text that follows others."""
-        ...
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """Return tokens as text."""
-        ...
-
-
 class ChatFormat:
     """A layout and a style of calls. Implements `Format`."""
 
-    def __init__(self, talk: Layout, style: Style) -> None:
+    def __init__(self, talk: Talk | MessageTalk, style: Style) -> None:
         self.talk, self.style = talk, style
         self.name = f"{style.name}-layout" if talk.own_layout else style.name
         self.stop_tokens = talk.stop_tokens

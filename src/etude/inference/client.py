@@ -79,7 +79,6 @@ class ClientSettings(BaseModel):
         default=False, description="wait for a lost server to come back, and go on after the tokens that came"
     )
     require_logprob: bool = Field(default=False, description="refuse requests whose log-prob as sampled would be NaN")
-    require_raw_logprob: bool = Field(default=False, description="refuse requests whose raw log-prob would be NaN")
 
 
 OUTLIVING = ClientSettings(
@@ -295,6 +294,8 @@ class RemotePolicy:
         await self.tell("/start_weight_update")
         await self.tell("/update_weights", {"update_info": {"version": version}})
         reply = await self.tell("/finish_weight_update", {"weight_version": str(version)})
+        if reply["version"] < version:  # another engine took over in between, and could not have it
+            raise BrokenStore(f"{self._url} is at version {reply['version']}, not {version}")
         self.version = version
         return Swap(**{name: reply[name] for name in asdict(Swap(0, 0, 0.0, 0.0))})
 
@@ -338,8 +339,7 @@ class RemotePolicy:
             asked = f"{len(prompt)} tokens of prompt and max_tokens = {sampling.max_tokens}"
             raise UserError(f"{asked} are more than the context of {self._info.context} tokens of {self._info.name}")
         sampled, raw = exact(self._meaning, sampling)
-        needs_raw = self._settings.require_raw_logprob or sampling.alternatives
-        if (self._settings.require_logprob and not sampled) or (needs_raw and not raw):
+        if (self._settings.require_logprob and not sampled) or (sampling.alternatives and not raw):
             why = f"{self._url} reports {self._meaning} log-probs, not the ones required at this temperature, top_p and top_k"
             raise UserError(f"{why}; use temperature 1 without top_p and top_k, or another --logprobs-mode of vLLM")
 

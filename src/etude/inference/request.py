@@ -1,11 +1,7 @@
-"""One request on its way through the engine, and what the engine counts.
-
-The rows of the batch as the host sees them: who has which, how far it is, what it may still write.
+"""Requests on their way through the engine, and the rows of the batch as the host sees them.
 
 With hundreds of rows and a step every few milliseconds the host has no time to ask each request: what is asked in every step is in
 arrays, and what few requests wish (top-p, alternatives, experts) is counted.
-
-When a request has written what it was to stop at.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Greedy writing with plain transformers, in a batch, until a stop text or a budget.
-
-The negative log-likelihood of a long text under a model, by a rolling window.
+"""Plain transformers as a reference: greedy decoding in a batch, and a long text's negative log-likelihood by a rolling window.
 
 Every token is scored once. The first window scores all its tokens; each later one moves on by `stride` and scores only
 the tokens that are new, so they have at least `window − stride` tokens before them. The sum is in nats.

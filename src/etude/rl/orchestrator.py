@@ -27,7 +27,7 @@ from etude.agent.formats import choose_format
 from etude.agent.trace import from_json, to_json
 from etude.errors import UserError
 from etude.files import digest_of, whole_file
-from etude.inference.client import OUTLIVING, ClientSettings, RemotePolicy
+from etude.inference.client import OUTLIVING, ClientSettings, RemotePolicy, ServerFailed
 from etude.inference.weight_sync import Receiver, WeightStore
 from etude.models.load import load_tokeniser
 from etude.models.shape import model_shape
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from etude.inference.policy import Completion, Policy, PolicyInfo, Sampling, Token
+    from etude.inference.weight_sync import Swap
     from etude.rl.settings import RlSettings
     from etude.rl.trainer import Trainer
 
@@ -130,7 +131,16 @@ def _apart(job: RlJob, say: Say) -> Parts:
         return Parts(policy, follower, follower.run, trainer.run, weights.ready, trained=trainer.progressed)
     engine = child("engine")
     policy = RemotePolicy(f"unix:{job.socket}", 0, settings=OUTLIVING)
-    follower = Follower(store, policy.update_weights, say)
+
+    async def update(version: int) -> Swap:
+        try:
+            return await policy.update_weights(version)
+        except ServerFailed as error:  # a failed update is a lost engine
+            say(f"the engine failed to take version {version} of the weights and is started again: {error}")
+            engine.kill()
+            return await policy.update_weights(version)
+
+    follower = Follower(store, update, say)
 
     async def run() -> None:
         await policy.connect()

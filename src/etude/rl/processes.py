@@ -3,7 +3,7 @@
 Whatever kills the parent, the system kills its children (PR_SET_PDEATHSIG), before they have done anything they could not do again.
 They are in sessions of their own, so that Ctrl-C reaches the parent alone, which then ends them in order.
 
-What engine and trainer are told when they are started: one file, the same for both.
+What engine and trainer are to do is in one file, the same for both (`RlJob`).
 """
 
 from __future__ import annotations
