@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from etude.errors import UserError
-from etude.lineage.audit.weights import open_weights
+from etude.lineage.audit.read_weights import open_weights
 from etude.models import fetch as fetching
 from etude.models import gguf
 from etude.models.bases import Wheel, known_bases, resolve

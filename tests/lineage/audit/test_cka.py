@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import ortho_group
 
-from etude.lineage.audit.similarity import attention_effect, hsic, unbiased_cka
+from etude.lineage.audit.descent_tests import attention_effect, hsic, unbiased_cka
 from tests.lineage.audit.made import gaussian
 
 

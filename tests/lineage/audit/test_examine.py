@@ -10,8 +10,8 @@ import pytest
 from gguf import GGMLQuantizationType
 from safetensors.numpy import load_file, save_file
 
+from etude.lineage.audit.descent_tests import EMBEDDING, MATCHING, NEURONS, ROUTER
 from etude.lineage.audit.examine import IDENTITY, Finding, Opened, examine, examine_library, open_model
-from etude.lineage.audit.similarity import EMBEDDING, MATCHING, NEURONS, ROUTER
 from etude.lineage.audit.sketch import Facts, Sketch, make_sketch
 from etude.progress import Reporter
 from tests.lineage.audit import zoo

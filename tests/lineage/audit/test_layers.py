@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from etude.lineage.audit.similarity import (
+from etude.lineage.audit.descent_tests import (
     align_dimensions,
     layer_similarity,
     match_rows,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from etude.lineage.audit.similarity import ASSIGNED_ROWS, RowMatch, match_rows, matching_test, neuron_test
+from etude.lineage.audit.descent_tests import ASSIGNED_ROWS, RowMatch, match_rows, matching_test, neuron_test
 from tests.lineage.audit.made import gaussian, look_uniform
 
 

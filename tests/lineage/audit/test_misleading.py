@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from etude.errors import UserError
-from etude.lineage.audit.weights import open_weights
+from etude.lineage.audit.read_weights import open_weights
 from tests.lineage.audit import zoo
 from tests.lineage.audit.zoo import FFN, HIDDEN, LAYERS
 

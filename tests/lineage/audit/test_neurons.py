@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from etude.lineage.audit.similarity import (
+from etude.lineage.audit.descent_tests import (
     ASSIGNED_ROWS,
     ROUTER,
     SAMPLED_ROWS,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm, ortho_group
 
-from etude.lineage.audit.similarity import (
+from etude.lineage.audit.descent_tests import (
     TESTED_DIMENSIONS,
     align_dimensions,
     embedding_test,

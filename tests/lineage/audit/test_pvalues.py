@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import combine_pvalues, norm, rankdata, t
 
-from etude.lineage.audit.similarity import LN10, fisher, log10_normal_tail, log10_t_tail, spearman, thin_tail
+from etude.lineage.audit.descent_tests import LN10, fisher, log10_normal_tail, log10_t_tail, spearman, thin_tail
 
 
 @pytest.mark.parametrize("values", [range(6), range(8), (0, 0, 1, 2, 3, 3, 3, 4)])

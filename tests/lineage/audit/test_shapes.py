@@ -9,7 +9,7 @@ import pytest
 
 from etude.errors import UserError
 from etude.lineage.audit.evidence import compare_shapes
-from etude.lineage.audit.weights import Shape, declared_by_config, declared_by_gguf
+from etude.lineage.audit.read_weights import Shape, declared_by_config, declared_by_gguf
 
 LLAMA_8B = Shape("llama", 4096, 32, 32, 8, 128, 14336, 128256, False, 500000.0, "gqa", dense_layers=32)
 LLAMA_3B = replace(LLAMA_8B, hidden=3072, layers=28, heads=24, ffn=8192, tied=True, dense_layers=28)

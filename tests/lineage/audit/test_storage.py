@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from etude.errors import UserError
-from etude.lineage.audit.weights import decoded, read_headers, weight_files
+from etude.lineage.audit.read_weights import decoded, read_headers, weight_files
 
 
 @pytest.fixture(scope="module")

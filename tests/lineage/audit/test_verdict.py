@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from etude.lineage.audit.descent_tests import ATTENTION, EMBEDDING, MATCHING, NEURONS, ROUTER, Test
 from etude.lineage.audit.examine import IDENTITY, Verdict, judge
-from etude.lineage.audit.similarity import ATTENTION, EMBEDDING, MATCHING, NEURONS, ROUTER, Test
 
 
 @dataclass(frozen=True)

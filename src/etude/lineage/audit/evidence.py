@@ -13,7 +13,7 @@ import numpy as np
 
 from etude.errors import UserError, one_line
 from etude.files import read_json
-from etude.lineage.audit.weights import UNREADABLE, Shape, read_headers, weight_files
+from etude.lineage.audit.read_weights import UNREADABLE, Shape, read_headers, weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

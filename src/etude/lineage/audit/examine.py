@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from rich.table import Table
 
-from etude.lineage.audit import similarity
+from etude.lineage.audit import descent_tests
+from etude.lineage.audit.descent_tests import EMBEDDING, NEURONS, ROUTER, Test
 from etude.lineage.audit.evidence import compare_shapes, compare_tokens, read_tokens, shared
-from etude.lineage.audit.similarity import EMBEDDING, NEURONS, ROUTER, Test
+from etude.lineage.audit.read_weights import open_weights
 from etude.lineage.audit.sketch import KEY_ROWS, Sketch, hashed, middles, project, thinned
-from etude.lineage.audit.weights import open_weights
 from etude.progress import BYTES, amount
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from etude.lineage.audit.descent_tests import Alignment, RowMatch
     from etude.lineage.audit.evidence import ShapeEvidence, TokenEvidence, Tokens
-    from etude.lineage.audit.similarity import Alignment, RowMatch
-    from etude.lineage.audit.weights import Matrix, Rows, Shape, Weights
+    from etude.lineage.audit.read_weights import Matrix, Rows, Shape, Weights
     from etude.progress import Reporter
 
     Carry = Callable[[Matrix], Matrix]  # brings rows of the suspect into the reference's residual dimensions
@@ -195,13 +195,13 @@ def _tests(
     if a.shape.hidden != b.shape.hidden:
         if words is None:
             return [], [*notes, "the widths differ, and without common words their dimensions cannot be matched"]
-        aligned = similarity.align_dimensions(*words)
+        aligned = descent_tests.align_dimensions(*words)
         carry = partial(_scatter, aligned, a.shape.hidden)
-        return [similarity.order_test(aligned), *_compare(a, b, carry, reporter)], notes
-    tests = [*([similarity.embedding_test(*words)] if words else []), *_compare(a, b, lambda rows: rows, reporter)]
+        return [descent_tests.order_test(aligned), *_compare(a, b, carry, reporter)], notes
+    tests = [*([descent_tests.embedding_test(*words)] if words else []), *_compare(a, b, lambda rows: rows, reporter)]
     if words and not any(test.log10_p is not None and test.log10_p < SECOND for test in tests):
-        turn = similarity.rotation(*words)
-        turned = _compare(a, b, lambda rows: similarity.rotate_back(rows, turn), reporter)
+        turn = descent_tests.rotation(*words)
+        turned = _compare(a, b, lambda rows: descent_tests.rotate_back(rows, turn), reporter)
         tests += [replace(test, rotated=True) for test in turned if test.name != IDENTITY]
     return tests, notes
 
@@ -255,7 +255,7 @@ def _layer_pairs(a: Opened | Sketch, b: Opened, carry: Carry) -> list[tuple[int,
     keys_b = {layer: carry(rows) for layer in range(b.shape.layers) if (rows := _part(b, layer, "key")) is not None}
     if not keys_a or not keys_b:  # no attention to know them by: layers at the same relative depth
         return [(layer, layer * b.shape.layers // a.shape.layers) for layer in middles(LAYERS, layers)]
-    pairs = similarity.pair_layers(similarity.layer_similarity(list(keys_a.values()), list(keys_b.values())))
+    pairs = descent_tests.pair_layers(descent_tests.layer_similarity(list(keys_a.values()), list(keys_b.values())))
     return [(list(keys_a)[mine], list(keys_b)[other]) for mine, other in pairs[:LAYERS]]
 
 
@@ -290,11 +290,11 @@ class _Matched:
         def match(part_a: str, part_b: str, expert: int = 0) -> RowMatch | None:
             if (rows := both(part_a, part_b, expert)) is None:
                 return None
-            return similarity.match_rows(rows[0], project(rows[1]) if isinstance(a, Sketch) else rows[1])
+            return descent_tests.match_rows(rows[0], project(rows[1]) if isinstance(a, Sketch) else rows[1])
 
         for part in ("key", "query"):
             if (rows := both(part, part)) is not None:
-                self.attention.append((at_a, similarity.unbiased_cka(*rows)))
+                self.attention.append((at_a, descent_tests.unbiased_cka(*rows)))
         experts = match("router", "router")
         self.routers += [(at_a, experts)] if experts else []
         twin = dict(zip(experts.rows.tolist(), experts.partners.tolist(), strict=True)).get(0, 0) if experts else 0
@@ -304,10 +304,10 @@ class _Matched:
             self.units += [(at_a, ups, gates)] if ups and gates else []
 
     def tests(self) -> list[Test]:
-        tests = [similarity.neuron_test(self.ups)] if self.ups else []
-        tests += [similarity.matching_test(self.units)] if self.units else []
-        tests += [similarity.neuron_test(self.routers, name=ROUTER)] if self.routers else []
-        tests += [similarity.attention_effect(self.attention)] if self.attention else []
+        tests = [descent_tests.neuron_test(self.ups)] if self.ups else []
+        tests += [descent_tests.matching_test(self.units)] if self.units else []
+        tests += [descent_tests.neuron_test(self.routers, name=ROUTER)] if self.routers else []
+        tests += [descent_tests.attention_effect(self.attention)] if self.attention else []
         if any(self.equal):
             note = f"{sum(self.equal)} of {len(self.equal)} compared tensors are equal, value for value"
             tests.append(Test(IDENTITY, None, sum(self.equal) / len(self.equal), note=note))

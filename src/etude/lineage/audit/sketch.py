@@ -31,7 +31,7 @@ from pydantic import BaseModel
 from etude.errors import UserError, one_line
 from etude.files import digest_of_files, sha256_file, whole_file
 from etude.lineage.audit.evidence import Tokens
-from etude.lineage.audit.weights import Shape
+from etude.lineage.audit.read_weights import Shape
 from etude.progress import BYTES
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from etude.lineage.audit.weights import Matrix, Rows, Weights
+    from etude.lineage.audit.read_weights import Matrix, Rows, Weights
     from etude.progress import Reporter
 
 FORMAT = "etude-sketch/1"  # of the file; also the seed of the signs, so that another format is another projection
