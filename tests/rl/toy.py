@@ -23,7 +23,7 @@ from etude.jsonl import MetricsLog
 from etude.models.load import load_tokeniser
 from etude.progress import Reporter
 from etude.rl.environment import Episode, InfrastructureError, Item
-from etude.rl.orchestrator import conduct
+from etude.rl.orchestrator import orchestrate
 from etude.rl.settings import RlSettings
 from etude.sandbox import probe
 from etude.sandbox.box import Place
@@ -125,7 +125,7 @@ def play(model: Path, folder: Path, settings: RlSettings, toy: Toy, *, seed: int
     folder.mkdir(parents=True, exist_ok=True)
     with MetricsLog(folder / "metrics.jsonl") as metrics:
         work = Work(folder, metrics, Reporter(quiet=quiet), folder / "cache")
-        asyncio.run(conduct(toy, model, settings, work, seed))
+        asyncio.run(orchestrate(toy, model, settings, work, seed))
 
 
 if __name__ == "__main__":

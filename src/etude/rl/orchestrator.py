@@ -209,7 +209,7 @@ REST = "rest"  # key of what was sampled and came too late for any step: it was 
 GIVE_UP = 20  # episodes in a row that failed so, of whatever cause: more would be spent in vain
 
 
-async def conduct(
+async def orchestrate(
     environment: Environment, model: Path, settings: RlSettings, work: Work, seed: int,
     before: Callable[[], Awaitable[None]] | None = None,
 ) -> None:  # fmt: skip
@@ -232,10 +232,10 @@ async def conduct(
                 raise UserError(f"{model}: {apart}; take a model whose files belong together")
             with View(work.reporter, settings.steps, list(work.metrics.rows("train/"))) as view:
                 talk = choose_format(tokeniser)
-                conductor = Conductor(environment, parts, talk, settings, work, seed, shape.compute, view)
-                await conductor.run(group)
+                orchestrator = Orchestrator(environment, parts, talk, settings, work, seed, shape.compute, view)
+                await orchestrator.run(group)
             await trainer
-            conductor.count_again()
+            orchestrator.count_again()
             engine.cancel()
     except ExceptionGroup as errors:
         raise _first(errors) from None
@@ -248,7 +248,7 @@ def _first(errors: ExceptionGroup) -> Exception:
 
 
 @dataclass
-class Conductor:
+class Orchestrator:
     """One session of one run."""
 
     environment: Environment

@@ -91,12 +91,14 @@ class RlStage(Stage):
 def _trained(tasks: TaskSet, settings: RlSettings, job: Job) -> None:
     from etude.models.load import choose_device
     from etude.rl.environment import CodingEnvironment
-    from etude.rl.orchestrator import conduct
+    from etude.rl.orchestrator import orchestrate
 
     assert job.parent is not None
     parent, work, model = job.parent.folder, job.work, job.work.folder / MODEL
     environment = CodingEnvironment(tasks, settings, work.cache)
-    asyncio.run(conduct(environment, parent.absolute(), settings, work, job.seed, before=lambda: _tasks_work(tasks)))
+    asyncio.run(
+        orchestrate(environment, parent.absolute(), settings, work, job.seed, before=lambda: _tasks_work(tasks))
+    )
     # Imported here, as they take seconds, and others can begin before them.
     from etude.models.mtp_heads import keep_apart
     from etude.report.rl import write_report

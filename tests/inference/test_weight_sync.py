@@ -202,7 +202,7 @@ KILLED = """
 import resource, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from tests.rl.test_store import filled, weights_at
+from tests.inference.test_weight_sync import filled, weights_at
 store = filled(Path(sys.argv[2]), 4)
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), -1))

@@ -29,7 +29,7 @@ from etude.progress import Reporter
 from etude.rl.environment import Episode, InfrastructureError, Item
 from etude.rl.exchange import Exchange, Report, episode_file
 from etude.rl.ledger import Batched, Closed, Event, Failed, Finished, Ledger, Trained, Weighted
-from etude.rl.orchestrator import GIVE_UP, Conductor
+from etude.rl.orchestrator import GIVE_UP, Orchestrator
 from etude.rl.processes import LEDGER, WISH
 from etude.rl.settings import RlSettings
 from etude.rl.view import View
@@ -151,17 +151,17 @@ class Run:
         )
 
         def check_stop() -> None:
-            each(conductor)
+            each(orchestrator)
             if next(left, None) is None:
                 raise Stopped
 
         with View(reporter, self.settings.steps) as view:
-            conductor = Conductor(self.environment, parts, None, self.settings, work, 5, SHAPE, view)  # type: ignore[arg-type]
+            orchestrator = Orchestrator(self.environment, parts, None, self.settings, work, 5, SHAPE, view)  # type: ignore[arg-type]
             reporter.check_stop = check_stop
             try:
                 async with asyncio.TaskGroup() as group:
                     trainer = group.create_task(parts.trainer())
-                    await conductor.run(group)
+                    await orchestrator.run(group)
                     await trainer
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
@@ -315,10 +315,10 @@ def test_machinery_that_is_down_stops_the_run_with_its_cause(tmp_path: Path) -> 
 def test_weights_of_the_reward_change_in_a_running_run(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", settings_of(steps=6, mode="sync"), Environment())
 
-    def wish(conductor: Conductor) -> None:
-        if conductor.state.trained == 2:
+    def wish(orchestrator: Orchestrator) -> None:
+        if orchestrator.state.trained == 2:
             write_json(run.folder / WISH, {"outcome": 0.25})
-        if conductor.state.trained == 4:
+        if orchestrator.state.trained == 4:
             (run.folder / WISH).write_text('{"outcom": 1}')
 
     run.session(each=wish)
