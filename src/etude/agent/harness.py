@@ -37,16 +37,16 @@ class HarnessSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    turns: int = Field(default=50, ge=1, description="turns of the policy")
-    tokens: int = Field(default=65_536, ge=1, description="sampled tokens, thinking and summaries included")
-    seconds: float = Field(default=1800.0, gt=0, description="seconds, waiting included")
-    turn_tokens: int = Field(default=4096, ge=1, description="sampled tokens of one turn")
+    turns: int = Field(default=50, ge=1, description="turn limit of an episode")
+    tokens: int = Field(default=65_536, ge=1, description="token limit of an episode: all sampled, summaries too")
+    seconds: float = Field(default=1800.0, gt=0, description="time limit of an episode in seconds, waiting included")
+    turn_tokens: int = Field(default=4096, ge=1, description="limit of sampled tokens in one turn")
     thinking_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="tokens of thinking in one turn; then it is ended for the policy; none: no bound",
+        description="limit of thinking tokens in one turn, after which the thinking block is closed; none: no limit",
     )
-    malformed: int = Field(default=3, ge=1, description="turns with malformed calls in a row that end the episode")
+    malformed: int = Field(default=3, ge=1, description="consecutive turns with malformed calls that end the episode")
     temperature: float = Field(default=1.0, ge=0, description="sampling temperature (0 = greedy)")
     top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling: probability mass that is sampled from")
     summary: SummarySettings = SummarySettings()

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from etude.inference.policy import Policy, Sampling
     from etude.progress import Reporter
 
+SCHEMES = ("http://", "https://", "unix:")  # of a server's address
+
 
 @dataclass(frozen=True)
 class ModelSource:
@@ -43,7 +45,7 @@ async def find(
 
     `tokeniser`: the folder or base whose tokeniser a server's model has; without it, the server's own word for its model is tried.
     """
-    if not word.startswith(("http://", "https://", "unix:")):
+    if not word.startswith(SCHEMES):
         called, folder, _ = locate(word, cache, reporter)
         return in_folder(called, folder, device, reporter, context)
     url, _, chosen = word.partition("#")

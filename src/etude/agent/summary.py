@@ -43,15 +43,13 @@ class SummarySettings(BaseModel):
 
     kind: Literal["self", "prompted", "truncate", "none"] = Field(
         default="self",
-        description="self: a short request; prompted: a long one; truncate: the oldest turns are dropped; none: the episode ends",
+        description="on a full context: summary (self: short prompt; prompted: long), truncate the oldest turns, or end",
     )
-    trigger: int = Field(default=8192, ge=64, description="tokens of context from which on it begins anew")
-    trigger_to: int | None = Field(
-        default=None, description="draw the trigger from trigger to this, each time; none: always trigger"
-    )
-    tokens: int = Field(default=1024, ge=1, description="most tokens of a summary, thinking included")
-    most: int = Field(default=20, ge=0, description="times the context of one episode may begin anew")
-    keep: float = Field(default=0.5, gt=0, lt=1, description="truncate: share of the trigger that is kept")
+    trigger: int = Field(default=8192, ge=64, description="context length in tokens that triggers compaction")
+    trigger_to: int | None = Field(default=None, description="upper end of a random trigger; none: always `trigger`")
+    tokens: int = Field(default=1024, ge=1, description="limit of tokens in a summary, thinking included")
+    most: int = Field(default=20, ge=0, description="limit of compactions in an episode")
+    keep: float = Field(default=0.5, gt=0, lt=1, description="truncate: share of the trigger that remains")
 
     @model_validator(mode="after")
     def _is_a_range(self) -> SummarySettings:

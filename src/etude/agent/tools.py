@@ -50,17 +50,17 @@ class ToolSettings(BaseModel):
         default=ALL_BUT_BASH, min_length=1, description="tools offered; ['bash'] alone to compare with mini-swe-agent"
     )
     strict_arguments: bool = Field(
-        default=False, description="refuse arguments that are unknown or of another type; else passed over or converted"
+        default=False, description="unknown or wrongly typed arguments are refused; false: ignored or converted"
     )
     output_characters: int = Field(
-        default=10_000, ge=1000, le=30_000, description="most characters of an answer; the middle is cut"
+        default=10_000, ge=1000, le=30_000, description="limit of characters in a tool's output; the middle is cut"
     )
-    read_lines: int = Field(default=400, ge=10, description="most lines of one read")
-    matches: int = Field(default=100, ge=1, description="most matches of a grep; entries of a glob or list, times five")
-    seconds: float = Field(default=20.0, gt=0, description="most seconds of a tool other than shell")
-    shell_seconds: int = Field(default=60, ge=1, description="seconds of a command that names no timeout")
-    shell_most_seconds: int = Field(default=600, ge=1, description="most seconds of a command, whatever it names")
-    shell: str = Field(default="bash", description="the shell inside the sandbox: bash, or sh where there is no bash")
+    read_lines: int = Field(default=400, ge=10, description="limit of lines in one read")
+    matches: int = Field(default=100, ge=1, description="match limit of a grep; a glob or list has five times that")
+    seconds: float = Field(default=20.0, gt=0, description="time limit of a tool other than shell in seconds")
+    shell_seconds: int = Field(default=60, ge=1, description="default timeout of a shell command in seconds")
+    shell_most_seconds: int = Field(default=600, ge=1, description="largest timeout of a shell command in seconds")
+    shell: str = Field(default="bash", description="shell inside the sandbox: bash, or sh where there is no bash")
 
 
 def _may(name: str, kind: type[str | int], about: str) -> Parameter:

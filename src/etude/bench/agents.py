@@ -68,10 +68,10 @@ class BenchSettings(BaseModel):
 
     harness: HarnessSettings = HarnessSettings()
     tools: ToolSettings = ToolSettings()
-    style: Style = Field(default="terse", description="style of the requests, where a task has one of this style")
-    k: int = Field(default=5, ge=1, description="attempts of an agent at a task")
-    limit: int = Field(default=0, ge=0, description="tasks to try; a larger number includes a smaller one's; 0: all")
-    concurrency: int = Field(default=0, ge=0, description="attempts at once; 0: two a core")
+    style: Style = Field(default="terse", description="style of the requests, where a task has it")
+    k: int = Field(default=5, ge=1, description="attempts of every agent at every task")
+    limit: int = Field(default=0, ge=0, description="number of tasks (0 = all); a larger number includes a smaller")
+    concurrency: int = Field(default=0, ge=0, description="concurrent attempts (0 = two a core)")
 
 
 Policies = Callable[[Task], tuple[Policy, Format]]  # who works on a task, and its chat format

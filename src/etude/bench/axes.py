@@ -25,9 +25,9 @@ class Prices(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    read: float = Field(default=0.0, ge=0, description="of prompts that were not cached")
-    cached: float = Field(default=0.0, ge=0, description="of prompts that were")
-    written: float = Field(default=0.0, ge=0, description="of sampled tokens")
+    read: float = Field(default=0.0, ge=0, description="price of a million prompt tokens, uncached")
+    cached: float = Field(default=0.0, ge=0, description="price of a million prompt tokens, cached")
+    written: float = Field(default=0.0, ge=0, description="price of a million sampled tokens")
 
     def cost(self, tokens: Mapping[str, int]) -> float:
         """Return what an episode costs."""

@@ -44,18 +44,18 @@ class CompareConfig(BaseModel, extra="forbid", strict=True):
     """Settings of the `compare` stage."""
 
     on: str = Field(description="folder with the code to compare on; relative to where the command is run")
-    bases: list[str] = Field(default=[], description="bases to compare, besides the model the stages before have made")
-    keep: Keep = Field(default="code", description="which files: source code, or prose such as .txt and .md")
-    window: int = Field(default=1024, ge=16, description="tokens a model sees at once while code is scored")
-    stride: int = Field(default=512, ge=1, description="tokens the window moves on by; smaller is slower and kinder")
-    max_bytes: int = Field(default=100_000, ge=0, description="score about this many bytes of whole files; 0 means all")
-    state_tasks: int = Field(default=8, ge=0, description="files to write out after a chain of edits; 0 turns it off")
+    bases: list[str] = Field(default=[], description="bases to compare with the model of the stages before")
+    keep: Keep = Field(default="code", description="kind of files: source code, or prose such as .txt and .md")
+    window: int = Field(default=1024, ge=16, description="context in tokens while code is scored")
+    stride: int = Field(default=512, ge=1, description="tokens between windows; smaller is slower, with more context")
+    max_bytes: int = Field(default=100_000, ge=0, description="bytes of code to score, in whole files (0 = all)")
+    state_tasks: int = Field(default=8, ge=0, description="state tracking: files to write after a chain of edits")
     state_diffs: int = Field(default=3, ge=1, description="edits in a chain")
     state_chars: int = Field(default=600, ge=80, description="longest file of a chain, in characters")
-    speed_prompt: int = Field(default=256, ge=1, description="tokens of the prompt when speed is measured")
-    speed_steps: int = Field(default=16, ge=1, description="tokens decoded when speed is measured")
-    speed_batch: int = Field(default=8, ge=1, description="sequences decoded together, besides one alone")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to compute")
+    speed_prompt: int = Field(default=256, ge=1, description="prompt tokens of the speed measurement")
+    speed_steps: int = Field(default=16, ge=1, description="decoded tokens of the speed measurement")
+    speed_batch: int = Field(default=8, ge=1, description="batch size of the speed measurement, besides 1")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="device: auto, cpu or cuda")
 
     @model_validator(mode="after")
     def _stride_moves_within_the_window(self) -> CompareConfig:

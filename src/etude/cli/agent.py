@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from etude.cli.options import CacheFolder, Tokeniser, ToolNames, chosen_tools, token_in
+from etude.cli import options
 from etude.errors import UserError, one_line
 from etude.progress import Reporter
 
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
 
 
 def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
-    request: Annotated[str, typer.Argument(metavar="REQUEST", help="What to do, in your words.")],
+    request: Annotated[str, typer.Argument(metavar="REQUEST", help="Request: what to change, in plain words.")],
     model: Annotated[
-        str, typer.Option(help="A run's or model's folder, a base, or an endpoint's /v1 address.")
+        str, typer.Option(help="Model: run folder, model folder, base, or address of a server.")
     ] = "sprout",
-    repo: Annotated[Path, typer.Option(help="The repository; the agent works on a copy of it.")] = Path(),
+    repo: Annotated[Path, typer.Option(help="Repository; the agent works on a copy of it.")] = Path(),
     yes: Annotated[bool, typer.Option("--yes", help="Apply the changes without asking.")] = False,
-    sandbox: Annotated[str, typer.Option(help="auto, namespaces, podman:IMAGE or docker:IMAGE.")] = "auto",
-    name: Annotated[str, typer.Option(help="Which of an endpoint's models; default: its first.")] = "",
-    token_file: Annotated[Path | None, typer.Option(help="File with the endpoint's token.")] = None,
-    tokeniser: Tokeniser = "",
-    tools: ToolNames = "",
-    turns: Annotated[int, typer.Option(min=1, help="Turns at most.")] = 50,
-    minutes: Annotated[float, typer.Option(min=0.01, help="Minutes at most.")] = 30.0,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature (0 = greedy).")] = 0.7,
+    sandbox: Annotated[str, typer.Option(help="Backend: auto, namespaces, docker:IMAGE or podman:IMAGE.")] = "auto",
+    name: Annotated[str, typer.Option(help="Name of the server's model; default: its first.")] = "",
+    token_file: options.TokenFile = None,
+    tokeniser: options.Tokeniser = "",
+    tools: options.ToolNames = "",
+    turns: options.Turns = 50,
+    minutes: options.Minutes = 30.0,
+    temperature: options.Temperature = 0.7,
     trace: Annotated[Path | None, typer.Option(help="File to append the episode's trace to.")] = None,
     context: Annotated[
-        int | None, typer.Option(min=512, help="Tokens at most; default: the model's; an endpoint's: 32768.")
+        int | None, typer.Option(min=512, help="Context in tokens; default: the model's, or 32768 for a server.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    cache: CacheFolder = None,
+    device: options.Device = "auto",
+    cache: options.CacheFolder = None,
 ) -> None:
     """Work on a request in a sandboxed copy of a repository; show the diff and apply it after a yes."""
     from etude.agent.policies import find
@@ -53,7 +53,8 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
 
     if not request.strip():
         raise UserError("the request is empty; say what is to be done")
-    console, folder, offered = Console(), cache.absolute() if cache else default_cache(), chosen_tools(tools)
+    options.refuse_without_server([model], name=name, token_file=token_file, tokeniser=tokeniser)
+    console, folder, offered = Console(), cache.absolute() if cache else default_cache(), options.chosen_tools(tools)
     live = Live(console)
 
     def watch(node: Node) -> None:
@@ -61,7 +62,7 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
             live.node(node)
 
     async def work() -> None:
-        token = token_in(token_file)
+        token = options.token_in(token_file)
         source = await find(
             model, device, folder, Reporter(), name=name, token=token, context=context, tokeniser=tokeniser
         )
@@ -111,16 +112,16 @@ def _sum_up(console: Console, episode: Trace) -> None:
     console.print(shown_diff(episode.diff) if episode.diff else "No file was changed.")
 
 
-trace_app = typer.Typer(help="Episodes: look at them, pass them on.", no_args_is_help=True)
-TraceFile = Annotated[Path, typer.Argument(metavar="FILE", help="A file of traces, one a line.")]
-Episode = Annotated[str | None, typer.Option(metavar="N|ID", help="One episode, by its number (from 1) or its id.")]
+trace_app = typer.Typer(help="Traces of episodes: show, list, export, import.", no_args_is_help=True)
+TraceFile = Annotated[Path, typer.Argument(metavar="FILE", help="Trace file (JSONL).")]
+Episode = Annotated[str | None, typer.Option(metavar="N|ID", help="Episode, by its number (from 1) or its id.")]
 
 
 @trace_app.command(epilog="Example: etude trace show runs/fix/traces.jsonl --episode 3")
 def show(
     file: TraceFile,
     episode: Episode = None,
-    full: Annotated[bool, typer.Option("--full", help="Do not fold long outputs.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Long outputs in full.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="No colours.")] = False,
 ) -> None:
     """Print an episode, the first if none is named."""
@@ -150,7 +151,7 @@ def list_(file: TraceFile) -> None:
 @trace_app.command(epilog="Example: etude trace export runs/fix/traces.jsonl --atif out")
 def export(
     file: TraceFile,
-    atif: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to: trajectory-1.json, trajectory-2.json, …")],
+    atif: Annotated[Path, typer.Option(metavar="FOLDER", help="Output folder, one JSON file an episode.")],
     episode: Episode = None,
 ) -> None:
     """Write episodes as ATIF 1.8, one file each, token ids and log-probs included."""
@@ -165,8 +166,8 @@ def export(
 
 @trace_app.command("import", epilog="Example: etude trace import out/*.json --out traces.jsonl")
 def import_(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="ATIF trajectories.")],
-    out: Annotated[Path, typer.Option(help="A new file of traces.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="ATIF trajectory files.")],
+    out: Annotated[Path, typer.Option(help="New trace file (JSONL).")],
 ) -> None:
     """Read ATIF trajectories, ours or other programs'."""
     from etude.agent.atif import from_atif

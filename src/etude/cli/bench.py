@@ -40,7 +40,7 @@ PriceWritten = Annotated[float, typer.Option(min=0.0, help="Price of a million s
 
 @app.command(epilog="Example: etude bench runs/mine smollm2-135m --tasks recipes/tasks/quick.jsonl --k 5")
 def run(  # noqa: PLR0913, PLR0917 - an argument for every option
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="As --model of `etude agent`, or URL#NAME; oracle; noop.")],
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Run or model folder, base, URL or URL#NAME, oracle, noop.")],
     tasks: Annotated[Path, typer.Option(metavar="SET", help="Task manifest, task folder, or folder of task folders.")],
     k: Annotated[int, typer.Option(help="Attempts of every model at every task.")] = 5,
     out: Annotated[Path | None, typer.Option(help="Results folder; default runs/bench/NAME. Run again to resume.")] = None,
@@ -63,6 +63,7 @@ def run(  # noqa: PLR0913, PLR0917 - an argument for every option
     settings, reporter = _settings(given), Reporter()
     if "oracle" in models and not {"edit", "write"} <= {*offered}:
         raise UserError("the oracle needs the tools edit and write; leave --tools or `oracle` out")
+    options.refuse_without_server(models, token_file=token_file, tokeniser=tokeniser)
     place = cache.absolute() if cache else default_cache()
 
     async def work() -> Path:

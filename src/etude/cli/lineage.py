@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from etude.lineage.record import Lineage
     from etude.lineage.verify import Verification
 
-app = typer.Typer(help="What a model was made from.", no_args_is_help=True)
-ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="A model's folder, its stage's, or a run's.")]
-Verify = Annotated[bool, typer.Option("--verify", help="Hash the weights again and compare with the record.")]
+app = typer.Typer(help="Lineage: what a model was made from.", no_args_is_help=True)
+ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="Model: model folder, stage folder or run folder.")]
+Verify = Annotated[bool, typer.Option("--verify", help="Check of the weights against the digests in the records.")]
 
 
 @app.command(epilog="Example: etude lineage show runs/quickstart/base/model --verify")
@@ -64,7 +64,7 @@ def _tree(model: Path) -> tuple[Path, Lineage]:
 
 @app.command(epilog="Example: etude lineage compute runs/quickstart")
 def compute(model: ModelFolder, as_json: AsJson = False) -> None:
-    """Split a model's compute into its makers' own and its base's, in three conventions; print the EU's thresholds."""
+    """Split a model's compute into your own and its base's, in three conventions, beside the EU's thresholds."""
     from etude.lineage.compute import compute_shares
     from etude.models.bases import ancestors
 
@@ -95,8 +95,8 @@ def _cells(item: Item) -> tuple[str, ...]:
 @app.command(epilog="Example: etude lineage draw runs/quickstart tree.svg")
 def draw(
     model: ModelFolder,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Picture to write: a name that ends in .svg or .png.")],
-    title: Annotated[str | None, typer.Option(help="Title above the picture; default: the model's folder.")] = None,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Picture to write (.svg or .png).")],
+    title: Annotated[str | None, typer.Option(help="Title of the picture; default: the model's folder.")] = None,
 ) -> None:
     """Draw a model's family tree."""
     from etude.files import whole_file
@@ -115,13 +115,13 @@ def draw(
 
 library_app = typer.Typer(help="Sketches of known bases, for the audit.", no_args_is_help=True)
 
-_model = typer.Argument(metavar="MODEL", help="A folder, a run, a .gguf or .safetensors, or a base's name.")
+_model = typer.Argument(metavar="MODEL", help="Model: run folder, model folder, .gguf or .safetensors file, or base.")
 
 
 def audit(
     suspect: Annotated[str, _model],
-    other: Annotated[str | None, typer.Argument(metavar="OTHER", help="The model it is compared with.")] = None,
-    library: Annotated[bool, typer.Option("--library", help="Compare with every base of the library instead.")] = False,
+    other: Annotated[str | None, typer.Argument(metavar="OTHER", help="Model to compare with.")] = None,
+    library: Annotated[bool, typer.Option("--library", help="Compare with every base of the library.")] = False,
     cache: CacheFolder = None,
     as_json: AsJson = False,
 ) -> None:
@@ -143,11 +143,11 @@ def audit(
 @library_app.command(epilog="Example: etude library add runs/quickstart/base/model my-base")
 def add(
     model: Annotated[str, _model],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What the library calls it.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name in the library.")],
     cache: CacheFolder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a sketch of a base, so that models can be compared with it when it is not at hand."""
+    """Add a sketch of a base, so that models can be compared with it without its weights."""
     from etude.lineage.audit.examine import open_model
     from etude.lineage.audit.sketch import Facts, digest_weights, make_sketch, place_for
 
@@ -165,7 +165,7 @@ def add(
 
 @library_app.command("list", epilog="Example: etude library list --json")
 def list_(cache: CacheFolder = None, as_json: AsJson = False) -> None:
-    """List the bases that the library knows."""
+    """List the bases in the library."""
     from etude.lineage.audit.examine import table_of
 
     known = [sketch.facts for sketch in _sketches(cache)]
@@ -220,12 +220,12 @@ ORDER = ("fires", "asks", "not")
 
 
 def licences(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A run's folder, a model's folder, or a known base.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model: run folder, model folder or known base.")],
     product: ProductFile = None,
     as_json: AsJson = False,
     cache: CacheFolder = None,
 ) -> None:
-    """Say which duties hold for a product, which do not, and what must be answered to know."""
+    """Show which licence duties apply to a product, which do not, and which facts are missing to know."""
     from etude.lineage.duties import evaluate, load_product, notice, unmet
 
     facts = load_product(product) if product else None
@@ -271,18 +271,18 @@ def _lines(uses: list[LicenceUse], duties: list[Duty]) -> Iterator[str]:
 
 
 def release(  # noqa: PLR0913, PLR0917 - an argument for every option
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model's folder, its stage's, or a run's.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
-    name: Annotated[str, typer.Option(help="What the model is called; default: as product.toml says, else as OUT.")] = "",
-    product: Annotated[Path | None, typer.Option(help="product.toml, which licences are held against; goes in.")] = None,
-    licence: Annotated[Path | None, typer.Option(help="Your own licence for what you added; goes in as LICENSE.")] = None,
-    evaluation: Annotated[Path | None, typer.Option(help="Folder of `etude bench` with trials of this model.")] = None,
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Model: model folder, stage folder or run folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Release folder to make.")],
+    name: Annotated[str, typer.Option(help="Name of the model; default: as product.toml says, else as OUT.")] = "",
+    product: Annotated[Path | None, typer.Option(help="product.toml to check licences against; part of the release.")] = None,
+    licence: Annotated[Path | None, typer.Option(help="Your own licence file for what you added; released as LICENSE.")] = None,
+    evaluation: Annotated[Path | None, typer.Option(help="Results folder of `etude bench` with this model.")] = None,
     base: Annotated[list[Path] | None, typer.Option(help="Folder of a claimed base that is not in the run.")] = None,
-    acknowledge: Annotated[list[str] | None, typer.Option(help="unknown-data: you know that its licence is unknown.")] = None,
-    key: Annotated[Path | None, typer.Option(help="Private key (PEM, P-256); default: your own, made if needed.")] = None,
+    acknowledge: Annotated[list[str] | None, typer.Option(help="unknown-data: you know of data of unknown licence.")] = None,
+    key: Annotated[Path | None, typer.Option(help="Private key (PEM, P-256); default: your own, created if needed.")] = None,
     cache: CacheFolder = None,
 ) -> None:  # fmt: skip
-    """Make a signed release folder, or say what speaks against it. Exit code 1 if it is refused."""
+    """Make a signed release folder, or list the reasons against it. Exit code 1 if it is refused."""
     from etude.lineage.duties import load_product
     from etude.lineage.gate import UNKNOWN_DATA
     from etude.lineage.release import Order, RefusedError, make_release
@@ -307,8 +307,8 @@ def release(  # noqa: PLR0913, PLR0917 - an argument for every option
 
 
 def verify(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder that `etude release` made.")],
-    key: Annotated[Path | None, typer.Option(help="The owner's public key, from a source you trust.")] = None,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Release folder.")],
+    key: Annotated[Path | None, typer.Option(help="Public key of the owner, from a source you trust.")] = None,
     cache: CacheFolder = None,
     as_json: AsJson = False,
 ) -> None:

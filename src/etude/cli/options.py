@@ -13,19 +13,17 @@ import typer
 from etude.errors import Interrupted, UserError, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from etude.agent.tools import ToolName, ToolSettings
     from etude.progress import Reporter
 
 AsJson = Annotated[bool, typer.Option("--json", help="JSON output for scripts, instead of a table.")]
-CacheFolder = Annotated[
-    Path | None, typer.Option("--cache", help="Cache for downloaded bases; default ~/.cache/etude.")
-]
+CacheFolder = Annotated[Path | None, typer.Option("--cache", help="Cache of downloads; default ~/.cache/etude.")]
 Changes = Annotated[list[str] | None, typer.Option("--set", help="Setting to change: stage.key=value. Repeatable.")]
 Device = Annotated[str, typer.Option("--device", help="Device: auto, cpu or cuda.")]
 Tokeniser = Annotated[
-    str, typer.Option(help="Folder or base with the tokeniser of a server's model; default: as it says.")
+    str, typer.Option(help="Tokeniser of a server's model: a folder or base; default: as the server says.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and the plan; run nothing.")]
 Minutes = Annotated[float, typer.Option("--minutes", min=0.01, help="Time limit of an episode in minutes.")]
@@ -34,7 +32,7 @@ PageFolder = Annotated[Path | None, typer.Option("--out", help="Folder for the r
 _recipes = typer.Argument(metavar="RECIPE...", help="Recipe files; later files override settings of earlier ones.")
 RecipeFiles = Annotated[list[Path], _recipes]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="Sampling temperature (0 = greedy).")]
-TokenFile = Annotated[Path | None, typer.Option("--token-file", help="File with the bearer token of the endpoints.")]
+TokenFile = Annotated[Path | None, typer.Option("--token-file", help="File with the bearer token of the server.")]
 _tools = typer.Option("--tools", help="Comma-separated tools; default: all but bash. `bash` alone: as mini-swe-agent.")
 ToolNames = Annotated[str, _tools]
 Turns = Annotated[int, typer.Option("--turns", min=1, help="Turn limit of an episode.")]
@@ -52,6 +50,16 @@ def chosen_tools(words: str) -> ToolSettings:
         if name not in SPECS:
             raise UserError(f"--tools: there is no tool {name!r}{nearest(name, SPECS)}")
     return ToolSettings(tools=cast("list[ToolName]", names))
+
+
+def refuse_without_server(models: Sequence[str], **given: object) -> None:
+    """Refuse options that only a server's model has, where no model is one."""
+    from etude.agent.policies import SCHEMES
+
+    if (idle := [name for name, value in given.items() if value]) and not any(m.startswith(SCHEMES) for m in models):
+        raise UserError(
+            f"--{idle[0].replace('_', '-')} is for models of a server; name one by its address, or leave it out"
+        )
 
 
 def token_in(path: Path | None) -> str:

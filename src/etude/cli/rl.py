@@ -11,13 +11,14 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
+from etude.cli.options import PageFolder  # noqa: TC001 - typer reads annotations at run time
 from etude.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 app = typer.Typer(help="Reinforcement learning: watch a run, report on it, change its rewards.", no_args_is_help=True)
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or that of its rl stage.")]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or the folder of its rl stage.")]
 LOOK = 0.5  # seconds between two looks at a run
 
 
@@ -32,9 +33,9 @@ class _Stage(NamedTuple):
 @app.command(epilog="Example: etude rl report runs/agent")
 def report(
     run: RunFolder,
-    out: Annotated[Path | None, typer.Option(help="Write the page (HTML, Markdown, PNG) into this folder.")] = None,
+    out: PageFolder = None,
 ) -> None:
-    """Write one page with the plots of a run, finished or going on."""
+    """Write a report with the plots of a run, finished or running."""
     from etude.report.rl import PAGE, steps_of, verdict, write_report
 
     stage = _find(run)
@@ -48,9 +49,11 @@ def report(
 @app.command(epilog="Example: etude rl weights runs/agent length=0.2 conduct=0.1")
 def weights(
     run: RunFolder,
-    changes: Annotated[list[str], typer.Argument(metavar="PART=NUMBER...", help="New weights of parts of the reward.")],
+    changes: Annotated[
+        list[str], typer.Argument(metavar="PART=NUMBER...", help="New weights of reward terms, such as length=0.2.")
+    ],
 ) -> None:
-    """Change the weights of the reward's parts in a run that goes on; the change is recorded."""
+    """Change the reward weights of a running run; the change is recorded."""
     from etude.files import read_json, write_json
     from etude.rewards.reward import reweighted
     from etude.rl.ledger import Ledger, Weighted
@@ -83,7 +86,7 @@ def _change(word: str) -> tuple[str, float]:
 
 @app.command(epilog="Example: etude rl watch runs/agent")
 def watch(run: RunFolder) -> None:
-    """Show a run as it goes on, from another terminal, until it ends; one that is over is shown once."""
+    """Show a live view of a run until it ends; a finished run is shown once."""
     from etude.run.folder import running_owner
 
     console, stage = Console(highlight=False), _find(run)

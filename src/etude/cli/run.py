@@ -140,8 +140,8 @@ def _print_ending(names: list[str], model: str, folder: Path, console: Console) 
 
 
 def compare(
-    bases: Annotated[list[str], typer.Argument(metavar="BASE...", help="Known names, model folders or hub ids.")],
-    on: Annotated[str, typer.Option(metavar="FOLDER", help="Your code, to measure on.")],
+    bases: Annotated[list[str], typer.Argument(metavar="BASE...", help="Bases: known names, model folders or hub ids.")],
+    on: Annotated[str, typer.Option(metavar="FOLDER", help="Folder of your code, to measure on.")],
     change: options.Changes = None,
     out: options.OutFolder = None, cache: options.CacheFolder = None, as_json: options.AsJson = False,
 ) -> None:  # fmt: skip
@@ -178,7 +178,7 @@ def status(
 
 
 def bases(
-    name: Annotated[str | None, typer.Argument(help="One base in detail, with the source of each fact.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Base to show in detail, with the source of each fact.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """List the known bases. Any Hugging Face folder or hub id works as well."""
@@ -246,10 +246,10 @@ def corpus_report(
 
 def export(
     model: Annotated[Path, typer.Argument(help="Model folder with MTP heads, as the stage `mtp` writes it.")],
-    out: Annotated[Path, typer.Argument(help="New folder.")],
+    out: Annotated[Path, typer.Argument(help="Output folder; must be new.")],
     layout: Annotated[
         Literal["transformers", "mimo"],
-        typer.Option(help="transformers: model and heads in DeepSeek-V3's layout; mimo: heads for vLLM, Llama layout."),
+        typer.Option(help="Layout: transformers (model and heads, DeepSeek-V3) or mimo (heads for vLLM, Llama)."),
     ],
 ) -> None:
     """Write MTP heads in a layout that transformers or vLLM loads."""

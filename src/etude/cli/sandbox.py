@@ -20,7 +20,7 @@ app = typer.Typer(help="Sandboxes for code that a model wrote: test backends, op
 _task = typer.Argument(metavar="TASK", help="Task folder, or any folder: the workspace is a copy of it.")
 Task = Annotated[Path, _task]
 Backend = Annotated[str, typer.Option(help="Backend: auto, namespaces, docker:IMAGE or podman:IMAGE.")]
-Seconds = Annotated[float, typer.Option(min=1, help="Time limit of one line in seconds.")]
+Seconds = Annotated[float, typer.Option(min=1, help="Time limit of a command in seconds.")]
 # A line is run where the last one ended. Only that is carried over: variables and what runs in the background are not.
 LINE = 'cd -- "$1" && eval "$2"; code=$?; printf "%s%s" "$3" "$PWD" >&2; exit $code'
 

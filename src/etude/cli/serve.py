@@ -7,25 +7,27 @@ from typing import Annotated
 
 import typer
 
-from etude.cli.options import CacheFolder  # noqa: TC001 - typer reads annotations at run time
+from etude.cli.options import CacheFolder, Device  # noqa: TC001 - typer reads annotations at run time
 from etude.models.bases import locate
 from etude.progress import Reporter
 
 
 def serve(  # noqa: PLR0913, PLR0917 - an argument for every option
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A run's folder, a model's folder, or a base.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model: run folder, model folder or base.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
-    name: Annotated[str | None, typer.Option(help="What clients call the model; default: its folder's name.")] = None,
-    token_file: Annotated[Path | None, typer.Option(help="File with the token that clients must send.")] = None,
-    allow_open: Annotated[bool, typer.Option("--allow-open", help="Serve whoever reaches the address.")] = False,
-    max_queue: Annotated[int, typer.Option(min=1, help="Requests at once, running and waiting.")] = 256,
-    max_request_bytes: Annotated[int, typer.Option(min=1, help="Size of one request.")] = 4 << 20,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for one request.")] = 600.0,
-    context: Annotated[int | None, typer.Option(min=2, help="Tokens at most; default: the model's.")] = None,
-    drain: Annotated[int, typer.Option(min=0, help="Seconds for running requests to end after SIGTERM.")] = 30,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    weights: Annotated[Path | None, typer.Option(help="Weight store; POST /update_weights loads its versions.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port (0 = any free port).")] = 8000,
+    name: Annotated[str | None, typer.Option(help="Name of the model in the API; default: its folder's name.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the bearer token that clients must send.")] = None,
+    allow_open: Annotated[
+        bool, typer.Option("--allow-open", help="No bearer token needed on an address others can reach.")
+    ] = False,
+    max_queue: Annotated[int, typer.Option(min=1, help="Limit of requests, running and queued.")] = 256,
+    max_request_bytes: Annotated[int, typer.Option(min=1, help="Size limit of a request in bytes.")] = 4 << 20,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Time limit of a request in seconds.")] = 600.0,
+    context: Annotated[int | None, typer.Option(min=2, help="Context in tokens; default: the model's.")] = None,
+    drain: Annotated[int, typer.Option(min=0, help="Seconds for running requests to finish after SIGTERM.")] = 30,
+    device: Device = "auto",
+    weights: Annotated[Path | None, typer.Option(help="Folder of weight versions for POST /update_weights.")] = None,
     cache: CacheFolder = None,
 ) -> None:
     """Serve a model: /v1/chat/completions, /v1/completions, /v1/models, /inference/v1/generate, /health, /metrics."""

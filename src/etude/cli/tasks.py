@@ -23,21 +23,25 @@ if TYPE_CHECKING:
     from etude.tasks.manifest import TaskSet
     from etude.tasks.task import Task
 
-app = typer.Typer(help="Tasks from real codebases: make, build, show and check sets of them.", no_args_is_help=True)
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A set's recipe, such as recipes/tasks/quick.toml.")]
-ManifestFile = Annotated[Path, typer.Argument(metavar="MANIFEST", help="A set, such as recipes/tasks/quick.jsonl.")]
-Only = Annotated[str, typer.Option(help="Only tasks whose ids begin with one of these words.")]
+app = typer.Typer(help="Task sets from real codebases: make, build, show, check; demonstrations.", no_args_is_help=True)
+RecipeFile = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="Recipe of a task set, such as recipes/tasks/quick.toml.")
+]
+ManifestFile = Annotated[
+    Path, typer.Argument(metavar="MANIFEST", help="Task manifest, such as recipes/tasks/quick.jsonl.")
+]
+Only = Annotated[str, typer.Option(help="Prefixes of the ids of tasks to use, separated by spaces; default: all.")]
 
 
 @app.command(epilog="Example: etude tasks make recipes/tasks/quick.toml")
 def make(
     recipe: RecipeFile,
-    out: Annotated[Path | None, typer.Option(help="The manifest to write; default beside the recipe.")] = None,
-    work: Annotated[Path | None, typer.Option(help="Where tries are kept; default runs/tasks/NAME.")] = None,
-    workers: Annotated[int, typer.Option(min=0, help="Packages at once; 0: one a core.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Manifest to write; default beside the recipe.")] = None,
+    work: Annotated[Path | None, typer.Option(help="Work folder, from which it resumes; default runs/tasks/NAME.")] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Packages in parallel (0 = one a core).")] = 0,
     cache: CacheFolder = None, as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Make a set anew from its recipe. Every try is kept: run the same command again to go on."""
+    """Make a task set from its recipe; the same command resumes an interrupted one."""
     from etude.models.fetch import default_cache
     from etude.tasks.make import Maker, read_settings
 
@@ -75,10 +79,10 @@ def _loaded(manifest: Path, cache: Path | None, only: str) -> TaskSet:
 @app.command(epilog="Example: etude tasks build recipes/tasks/bench.jsonl --harbor tasks")
 def build(
     manifest: ManifestFile, only: Only = "", cache: CacheFolder = None,
-    harbor: Annotated[Path | None, typer.Option(help="Also write every task into this folder, as Harbor reads it.")] = None,
-    swebench: Annotated[Path | None, typer.Option(help="Also write the set as SWE-bench rows (JSONL).")] = None,
+    harbor: Annotated[Path | None, typer.Option(help="Folder to export every task to, in Harbor's layout.")] = None,
+    swebench: Annotated[Path | None, typer.Option(help="File to export the set to, as SWE-bench rows (JSONL).")] = None,
 ) -> None:  # fmt: skip
-    """Build a set from its manifest: trees from pinned archives, Pythons from pinned versions, all digests checked."""
+    """Build a task set from its manifest: pinned archives and Python versions, all digests checked."""
     from etude.tasks.formats import write_harbor, write_swebench
 
     tasks = _loaded(manifest, cache, only)
@@ -92,7 +96,7 @@ def build(
 
 @app.command(epilog="Example: etude tasks show recipes/tasks/bench.jsonl")
 def show(manifest: ManifestFile, only: Only = "", as_json: AsJson = False) -> None:
-    """Show what is in a set; of a single task, also what the agent is asked."""
+    """Show the contents of a task set; of a single task, also its request."""
     from etude.tasks.manifest import picked, read_rows
 
     header, _, rows = read_rows(manifest)
@@ -111,11 +115,11 @@ def show(manifest: ManifestFile, only: Only = "", as_json: AsJson = False) -> No
 @app.command(epilog="Example: etude tasks check recipes/tasks/bench.jsonl --sample 20")
 def check(
     manifest: ManifestFile, only: Only = "", cache: CacheFolder = None,
-    sample: Annotated[int, typer.Option(min=0, help="Check this many, spread over the set; 0: all.")] = 0,
-    log: Annotated[Path | None, typer.Option(help="Keep results here; stopped, the same command goes on.")] = None,
-    drop: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the set without the wrong tasks.")] = None,
+    sample: Annotated[int, typer.Option(min=0, help="Number of tasks to check, spread over the set (0 = all).")] = 0,
+    log: Annotated[Path | None, typer.Option(help="File of results, from which the same command resumes.")] = None,
+    drop: Annotated[Path | None, typer.Option(metavar="OUT", help="Manifest to write without the invalid tasks.")] = None,
 ) -> None:  # fmt: skip
-    """Validate tasks again: the reference passes, doing nothing fails. Exit code 1 if a task is wrong."""
+    """Validate tasks: the reference solution passes, doing nothing fails. Exit code 1 if a task is invalid."""
     from etude.tasks.manifest import write_without
 
     if drop and (only or sample):
@@ -153,19 +157,19 @@ async def _checked(loaded: TaskSet, tasks: tuple[Task, ...], log: MetricsLog) ->
 
 
 def demos(  # noqa: PLR0913, PLR0917 - an argument for every option
-    manifest: Annotated[Path, typer.Argument(metavar="MANIFEST", help="A training set, such as recipes/tasks/train.jsonl.")],
-    model: Annotated[str, typer.Option(help="The base or run that is to learn from them: its tokeniser writes them.")] = "sprout",
-    template: Annotated[str, typer.Option(help="As in [sft]: auto, base, chatml, or a .jinja file.")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Folder to write to; default runs/demos/NAME.")] = None,
-    each: Annotated[int, typer.Option(min=1, max=6, help="Demonstrations of each task, in different styles of prompt.")] = 1,
-    styles: Annotated[str, typer.Option(help="Styles; easier: shown (the code), told (the change).")] = "terse,trace,premise,full",
-    most: Annotated[int, typer.Option(min=0, help="Demonstrations in all, spread over the set; 0: no bound.")] = 0,
+    manifest: Annotated[Path, typer.Argument(metavar="MANIFEST", help="Training set, such as recipes/tasks/train.jsonl.")],
+    model: Annotated[str, typer.Option(help="Model to train on them, which gives the tokeniser: run folder or base.")] = "sprout",
+    template: Annotated[str, typer.Option(help="Chat template, as in [sft]: auto, base, chatml, or a .jinja file.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Output folder; default runs/demos/NAME.")] = None,
+    each: Annotated[int, typer.Option(min=1, max=6, help="Demonstrations of each task, in different styles.")] = 1,
+    styles: Annotated[str, typer.Option(help="Request styles; easier: shown (code), told (change).")] = "terse,trace,premise,full",
+    most: Annotated[int, typer.Option(min=0, help="Limit of demonstrations, spread over the set (0 = none).")] = 0,
     tools: ToolNames = "",
-    only: Annotated[str, typer.Option(help="Only tasks whose ids begin with one of these words.")] = "",
-    seed: Annotated[int, typer.Option(help="What is drawn depends on it.")] = 0,
+    only: Only = "",
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     cache: CacheFolder = None,
 ) -> None:  # fmt: skip
-    """Make demonstrations for SFT: replay reference solutions, keep what passes. Run the same command again to go on."""
+    """Make demonstrations for SFT: replay reference solutions, keep those that pass. The same command resumes."""
     from etude.data.chat import choose_template
     from etude.models.bases import locate
     from etude.models.fetch import default_cache

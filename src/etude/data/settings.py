@@ -33,15 +33,17 @@ Licences = Literal["permissive", "copyleft", "any"] | list[str]
 class SourceSettings(Settings):
     """One place documents come from: exactly one of folder, git, pypi, jsonl, parquet and dataset."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$", description="its name in counts, shards and the manifest")
-    domain: str = Field("code", pattern=r"^[a-z0-9][a-z0-9_-]*$", description="code, docs, commits, general, …")
-    weight: float = Field(1.0, gt=0, description="how often a token is seen, against one of a source with weight 1")
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$", description="name in counts, shards and the manifest")
+    domain: str = Field("code", pattern=r"^[a-z0-9][a-z0-9_-]*$", description="domain: code, docs, commits, general, …")
+    weight: float = Field(1.0, gt=0, description="sampling weight of its tokens, relative to a source of weight 1")
     hold_out: bool | Literal["all"] = Field(
-        default=True, description="may be held out; false: none of it; all: all of it"
+        default=True, description="held-out split: true: a share of it; false: none; all: all of it"
     )
-    licences: Licences = Field("permissive", description="what may stay: permissive; also copyleft; any; or SPDX ids")
-    unknown: Literal["drop", "keep"] = Field("drop", description="what to do with documents whose licence is not known")
-    licence: str | None = Field(None, description="the licence of all its documents, if you know it (SPDX)")
+    licences: Licences = Field(
+        "permissive", description="allowed: permissive, copyleft (and permissive), any, SPDX ids"
+    )
+    unknown: Literal["drop", "keep"] = Field("drop", description="what to do with documents of unknown licence")
+    licence: str | None = Field(None, description="licence of all its documents, if you know it (SPDX)")
     keep: Literal["all", "code", "prose"] = Field("all", description="files: all, code, or prose such as Markdown")
     include: list[str] = Field([], description="files: patterns of paths to read, such as src/*; none means all")
     exclude: list[str] = Field([], description="files: patterns of paths to leave out")
@@ -56,7 +58,7 @@ class SourceSettings(Settings):
     dataset: str | None = Field(None, description="a Hugging Face dataset: owner/name@revision")
     files: str = Field("**/*.parquet", description="dataset: which of its files to read (.parquet or .jsonl)")
     text: str = Field("text", description="rows: the column with the text")
-    repository_column: str | None = Field(None, description="rows: the column that says what belongs together")
+    repository_column: str | None = Field(None, description="rows: the column with the repository of each")
     licence_column: str | None = Field(None, description="rows: the column with the licence of each")
 
     @model_validator(mode="after")
@@ -94,23 +96,23 @@ class SourceSettings(Settings):
 class FilterSettings(Settings):
     """When a document is not worth training on."""
 
-    max_bytes: int = Field(1_000_000, ge=1, le=1 << 30, description="larger files are data or generated, so not read")
-    min_chars: int = Field(32, ge=0, description="shorter documents say too little")
-    max_mean_line: float = Field(200.0, gt=0, description="longer lines on average mean minified or generated")
-    max_line: int = Field(20_000, ge=1, description="one longer line means data")
-    min_alphanumeric: float = Field(0.25, ge=0, le=1, description="letters and digits; below this share it is a table")
-    max_repeated_lines: float = Field(0.6, gt=0, le=1, description="share of repeated lines, where there are over 20")
-    max_compression: float = Field(12.0, gt=1, description="zlib ratio; above it a document repeats itself")
-    scrub: bool = Field(default=True, description="replace secrets and personal data; false: you have done so")
+    max_bytes: int = Field(1_000_000, ge=1, le=1 << 30, description="file size limit, bytes; above: data or generated")
+    min_chars: int = Field(32, ge=0, description="shortest document in characters")
+    max_mean_line: float = Field(200.0, gt=0, description="mean line length limit; above: minified or generated")
+    max_line: int = Field(20_000, ge=1, description="line length limit; above: data")
+    min_alphanumeric: float = Field(0.25, ge=0, le=1, description="least share of letters and digits; below: a table")
+    max_repeated_lines: float = Field(0.6, gt=0, le=1, description="most repeated lines, as a share, if over 20 lines")
+    max_compression: float = Field(12.0, gt=1, description="zlib compression limit; above: repetitive")
+    scrub: bool = Field(default=True, description="replace secrets and personal data; false: already done")
 
 
 class DuplicateSettings(Settings):
     """Near-duplicates by MinHash: two documents are candidates if all hashes of one band agree."""
 
-    ngram: int = Field(5, ge=1, description="words in a shingle")
-    bands: int = Field(14, ge=1, le=256, description="bands")
-    rows: int = Field(8, ge=1, le=256, description="hashes in a band")
-    similarity: float = Field(0.7, ge=0, le=1, description="candidates of a lower (estimated) similarity stay")
+    ngram: int = Field(5, ge=1, description="MinHash: words in a shingle")
+    bands: int = Field(14, ge=1, le=256, description="MinHash: bands")
+    rows: int = Field(8, ge=1, le=256, description="MinHash: hashes in a band")
+    similarity: float = Field(0.7, ge=0, le=1, description="estimated similarity that makes a near-duplicate")
     near: bool = Field(default=True, description="drop near-duplicates; exact ones are always dropped")
 
 
@@ -118,8 +120,8 @@ class ContaminationSettings(Settings):
     """Benchmark tasks that must not be learnt by heart."""
 
     tasks: list[str] = Field([], description="files or folders with the tasks: JSON, JSONL (all its texts), plain text")
-    ngram: int = Field(13, ge=3, description="code tokens in a row that count as a hit")
-    hits: int = Field(3, ge=1, description="n-grams of tasks that make a document contaminated; 1 also hits idioms")
+    ngram: int = Field(13, ge=3, description="length of an n-gram in code tokens")
+    hits: int = Field(3, ge=1, description="shared n-grams that make a document contaminated; 1 also hits idioms")
 
 
 FIM_TOKENS = ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]
@@ -128,9 +130,9 @@ FIM_TOKENS = ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]
 class FimSettings(Settings):
     """Fill-in-the-middle, for files of code only."""
 
-    rate: float = Field(0.0, ge=0, le=1, description="share of files of code that are rearranged")
-    spm: float = Field(0.5, ge=0, le=1, description="share of those that begin with the suffix, not the prefix")
-    tokens: list[str] = Field(FIM_TOKENS, min_length=3, max_length=3, description="those for prefix, middle, suffix")
+    rate: float = Field(0.0, ge=0, le=1, description="share of code files rearranged for fill-in-the-middle")
+    spm: float = Field(0.5, ge=0, le=1, description="share of those in suffix-prefix-middle order")
+    tokens: list[str] = Field(FIM_TOKENS, min_length=3, max_length=3, description="tokens for prefix, middle, suffix")
 
 
 class ReplaySettings(Settings):
@@ -141,7 +143,7 @@ class ReplaySettings(Settings):
     tokens: int = Field(100_000, ge=1, description="self: how many tokens to sample")
     length: int = Field(256, ge=8, description="self: tokens in a sampled text")
     batch: int = Field(16, ge=1, description="self: texts sampled together")
-    temperature: float = Field(1.0, gt=0, description="self: 1 samples the base's own distribution")
+    temperature: float = Field(1.0, gt=0, description="self: sampling temperature; 1 is the base's own distribution")
 
 
 class TokeniserSettings(Settings):
@@ -149,13 +151,13 @@ class TokeniserSettings(Settings):
 
     source: str = Field("base", description='"base": the base\'s own; "train": train one on this corpus; or a folder')
     vocabulary: int = Field(8192, ge=300, description="train: size of the vocabulary, special tokens included")
-    sample_bytes: int = Field(50_000_000, ge=1, description="train: about how much text to learn from")
+    sample_bytes: int = Field(50_000_000, ge=1, description="train: bytes of text to train it on, about")
 
 
 class DataSettings(Settings):
     """The table `[data]`."""
 
-    source: list[SourceSettings] = Field(min_length=1, description="where documents come from, preferred ones first")
+    source: list[SourceSettings] = Field(min_length=1, description="sources of documents; the earlier wins duplicates")
     length: int = Field(2048, ge=16, le=1 << 24, description="tokens in a packed row")
     separator: str | None = Field(None, description="token after each document; default <|endoftext|> or another end")
     heldout: float = Field(0.02, ge=0, lt=1, description="share of each domain that is held out, in whole repositories")
@@ -170,9 +172,9 @@ class DataSettings(Settings):
     fim: FimSettings = FimSettings()
     replay: ReplaySettings | None = None
     tokeniser: TokeniserSettings = TokeniserSettings()
-    samples: int = Field(5, ge=0, description="dropped documents kept for looking at, by step and reason")
-    seed: int | None = Field(None, description="what is drawn for the corpus depends on it; none: the recipe's seed")
-    workers: int = Field(0, ge=0, description="processes; 0: one a core. The result is the same")
+    samples: int = Field(5, ge=0, description="examples of dropped documents in the report, by filter and reason")
+    seed: int | None = Field(None, description="random seed of the corpus; none: the recipe's seed")
+    workers: int = Field(0, ge=0, description="worker processes (0 = one a core); the result is the same")
 
     @model_validator(mode="after")
     def _consistent(self) -> DataSettings:

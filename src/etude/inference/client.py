@@ -72,12 +72,10 @@ class ClientSettings(BaseModel):
     )
     between_tokens: float = Field(default=120.0, gt=0, description="seconds to wait for each further event of a stream")
     total: float = Field(default=3600.0, gt=0, description="seconds a whole completion may take")
-    retries: int = Field(default=5, ge=0, description="times a request is sent again of which nothing came")
+    retries: int = Field(default=5, ge=0, description="retries of a request that got no answer")
     backoff: float = Field(default=0.5, gt=0, description="seconds before the first retry; doubles each time")
-    longest_wait: float = Field(default=30.0, gt=0, description="seconds before a retry, at most; asked for more: busy")
-    resume: bool = Field(
-        default=False, description="wait for a lost server to come back, and go on after the tokens that came"
-    )
+    longest_wait: float = Field(default=30.0, gt=0, description="longest wait before a retry, in seconds")
+    resume: bool = Field(default=False, description="wait for a lost server, and resume after the tokens received")
     require_logprob: bool = Field(default=False, description="refuse requests whose log-prob as sampled would be NaN")
 
 

@@ -29,7 +29,7 @@ class RopeSettings(BaseModel):
 
     method: Literal["theta", "yarn"] = Field(default="theta", description="raise RoPE's base, or interpolate by YaRN")
     theta: float | None = Field(default=None, gt=1, description="theta: the new base; none: by rule")
-    factor: float | None = Field(default=None, gt=1, description="yarn: the slow-down; none: new / old context")
+    factor: float | None = Field(default=None, gt=1, description="yarn: scaling factor; none: new / old context")
 
     @model_validator(mode="after")
     def _each_number_has_its_method(self) -> RopeSettings:

@@ -200,13 +200,13 @@ class MergeSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    method: Literal["linear", "slerp", "task_arithmetic", "ties"] = Field(description="how tensors are combined")
+    method: Literal["linear", "slerp", "task_arithmetic", "ties"] = Field(description="method of merging")
     others: list[str] = Field(default=[], description="models to merge with the one before this stage")
-    weights: list[float] = Field(default=[], description="of each model, the one before this stage first; default 1")
-    ancestor: str | None = Field(default=None, description="the model that the others were made of")
-    scale: float | None = Field(default=None, description="what the models learnt is multiplied by; default 1")
-    density: float | None = Field(default=None, gt=0, le=1, description="share that is kept of it; default 0.2")
-    share: float | None = Field(default=None, ge=0, le=1, description="how far to go to the other; default 0.5")
+    weights: list[float] = Field(default=[], description="weight of each model, the preceding one first; default 1")
+    ancestor: str | None = Field(default=None, description="common ancestor, whose weights are subtracted")
+    scale: float | None = Field(default=None, description="factor of the task vectors; default 1")
+    density: float | None = Field(default=None, gt=0, le=1, description="share kept of each task vector; default 0.2")
+    share: float | None = Field(default=None, ge=0, le=1, description="interpolation towards the other; default 0.5")
 
     @property
     def words(self) -> list[str]:

@@ -66,15 +66,15 @@ class LengthSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
-    k: float = Field(default=1.0, gt=0, description="how early the cost bends")
-    q: float = Field(default=2.0, ge=0, description="how much it bends; 0: not at all; above 1 the cost is bounded")
+    k: float = Field(default=1.0, gt=0, description="steepness of the penalty")
+    q: float = Field(default=2.0, ge=0, description="concavity of the penalty (0 = linear; above 1 it is bounded)")
     thinking_tokens: float = Field(default=0.1, ge=0, description="price of a thousand tokens of thinking")
     call_tokens: float = Field(default=0.1, ge=0, description="price of a thousand tokens of calls")
-    answer_tokens: float = Field(default=0.01, ge=0, description="price of a thousand tokens that tools answer")
-    said_tokens: float = Field(default=0.1, ge=0, description="price of a thousand tokens said to the user")
-    calls: float = Field(default=0.01, ge=0, description="price of a call")
+    answer_tokens: float = Field(default=0.01, ge=0, description="price of a thousand tokens of tool output")
+    said_tokens: float = Field(default=0.1, ge=0, description="price of a thousand tokens of text to the user")
+    calls: float = Field(default=0.01, ge=0, description="price of a tool call")
     turns: float = Field(default=0.02, ge=0, description="price of a turn, for which the user waits")
-    failed: float = Field(default=1.0, ge=0, le=1, description="share of the cost that unsolved episodes pay")
+    failed: float = Field(default=1.0, ge=0, le=1, description="share of the penalty on unsolved episodes")
 
     @model_validator(mode="after")
     def _has_a_price(self) -> LengthSettings:
@@ -89,13 +89,11 @@ class RewardSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
     outcome: float = Field(default=1.0, ge=0, description="weight of tests passed")
-    length: float = Field(default=0.1, ge=0, description="weight of the cost of effort")
-    style: float = Field(default=0.05, ge=0, description="weight of lint, crowds of comments, things left behind")
-    communication: float = Field(default=0.05, ge=0, description="weight of unproven claims, silence, vague last words")
-    conduct: float = Field(default=0.1, ge=0, description="weight of malformed calls, open to-dos, terminal only")
-    partial: float = Field(
-        default=0.0, ge=0, le=0.5, description="outcome of an unsolved task, times its share of tests"
-    )
+    length: float = Field(default=0.1, ge=0, description="weight of the length penalty")
+    style: float = Field(default=0.05, ge=0, description="weight of lint, too many comments, files left behind")
+    communication: float = Field(default=0.05, ge=0, description="weight of unproven claims, no report, a vague report")
+    conduct: float = Field(default=0.1, ge=0, description="weight of malformed calls, open to-dos, edits by shell only")
+    partial: float = Field(default=0.0, ge=0, le=0.5, description="partial credit, times the share of tests passed")
     effort: LengthSettings = LengthSettings()
 
     @model_validator(mode="after")

@@ -22,61 +22,72 @@ class CorrectionSettings(Settings):
     """What is done about tokens that the policy would now sample with another probability: ratio = new / old."""
 
     level: Literal["token", "sequence", "geometric"] = Field(
-        default="token", description="ratio: of a token, or over a branch"
+        default="token", description="level of the importance ratio: token, sequence, or its geometric mean"
     )
-    mode: Literal["mask", "truncate", "off"] = Field(default="mask", description="what the bounds do")
-    low: float = Field(default=0.125, ge=0, description="smallest ratio that is used; mask only")
-    high: float = Field(default=8.0, gt=1, description="largest ratio that is used")
+    mode: Literal["mask", "truncate", "off"] = Field(
+        default="mask", description="beyond the bounds: mask the token, truncate the ratio, or off"
+    )
+    low: float = Field(default=0.125, ge=0, description="lower bound of the ratio; mask only")
+    high: float = Field(default=8.0, gt=1, description="upper bound of the ratio")
 
 
 class KlSettings(Settings):
     """How far the policy may go from a reference: a penalty in the reward."""
 
-    coefficient: float = Field(default=0.0, ge=0, description="of the penalty, a nat; 0: no reference is kept")
-    estimator: Literal["k1", "k2", "k3"] = Field(
-        default="k1", description="k1 as Composer 2; the others to compare with"
+    coefficient: float = Field(default=0.0, ge=0, description="KL penalty per nat (0 = none, and no reference model)")
+    estimator: Literal["k1", "k2", "k3"] = Field(default="k1", description="estimator of the KL; k1 as Composer 2")
+    reference: Literal["start", "average"] = Field(
+        default="start", description="reference model: the one at the start, or a moving average"
     )
-    reference: Literal["start", "average"] = Field(default="start", description="or a moving average")
-    decay: float = Field(default=0.99, gt=0, lt=1, description="average: what stays of it, a step")
+    decay: float = Field(default=0.99, gt=0, lt=1, description="average: decay a step")
 
 
 class CurriculumSettings(Settings):
     """Which tasks come earlier: at first all alike, later the harder ones."""
 
-    hard: float = Field(default=1.0, ge=0, description="pull of many turns and much thinking; 0: all alike")
+    hard: float = Field(default=1.0, ge=0, description="preference for long tasks (turns, thinking); 0: none")
     solved: float = Field(
-        default=0.8, ge=0, lt=1, description="how much rarer tasks become whose family is always or never solved"
+        default=0.8,
+        ge=0,
+        lt=1,
+        description="how much less often tasks are drawn whose family is always or never solved",
     )
     begin: float = Field(
-        default=0.25, ge=0, le=1, description="share of steps after which it begins; full at twice that"
+        default=0.25,
+        ge=0,
+        le=1,
+        description="share of the steps after which the curriculum begins; in full at twice that",
     )
 
 
 class RlSettings(TrainerSettings):
     """Reinforcement learning on tasks."""
 
-    tasks: str = Field(description="a manifest of tasks, as `etude tasks make` writes it")
-    only: str = Field(default="", description="only tasks whose ids begin with one of these words")
-    style: Style = Field(default="terse", description="of the requests, where a task has one of this style")
+    tasks: str = Field(description="task manifest, as `etude tasks make` writes it")
+    only: str = Field(default="", description="prefixes of the ids of tasks to use, separated by spaces; empty: all")
+    style: Style = Field(default="terse", description="style of the requests, where a task has it")
     steps: int = Field(default=100, ge=1, description="updates of the weights")
-    groups: int = Field(default=8, ge=1, description="groups a step")
-    group_size: int = Field(default=8, ge=2, description="episodes of one task, compared with each other")
-    epochs: int = Field(default=1, ge=1, description="how often a task may be used in a run")
-    mode: Literal["async", "sync"] = Field(default="async", description="sync: one after the other")
-    staleness: int = Field(default=4, ge=0, description="versions a group's oldest token may be behind when trained on")
+    groups: int = Field(default=8, ge=1, description="groups of rollouts a step")
+    group_size: int = Field(default=8, ge=2, description="rollouts of one task in a group")
+    epochs: int = Field(default=1, ge=1, description="passes over the tasks, at most")
+    mode: Literal["async", "sync"] = Field(default="async", description="sync: training waits for rollouts")
+    staleness: int = Field(default=4, ge=0, description="weight versions that a group's oldest token may be behind")
     late: Literal["drop", "wait"] = Field(
-        default="drop", description="a group too old: its task goes back; or no new group begins that might become so"
+        default="drop",
+        description="stale groups: drop: discarded, and the task requeued; wait: no group starts that could become stale",
     )
-    concurrency: int = Field(default=0, ge=0, description="episodes at once; 0: those of one step")
-    seconds: float = Field(default=900.0, gt=0, description="longest episode with its scoring; then it is invalid")
+    concurrency: int = Field(default=0, ge=0, description="concurrent rollouts (0 = those of one step)")
+    seconds: float = Field(default=900.0, gt=0, description="time limit of a rollout with its scoring, in seconds")
 
     rewards: RewardSettings = RewardSettings()
-    algorithm: str = Field(default="composer2", description=f"one of {', '.join(ALGORITHMS)}")
+    algorithm: str = Field(default="composer2", description=f"algorithm: {', '.join(ALGORITHMS)}")
     window: tuple[Bound, Bound] | None = Field(
-        default=None, strict=False, description="grpo, gspo, icepop, kimi: bounds of the ratio; default the algorithm's"
+        default=None,
+        strict=False,
+        description="grpo, gspo, icepop, kimi: clip window of the ratio; default the algorithm's",
     )
-    tau: float = Field(default=0.001, ge=0, description="kimi: strength of the pull back to the sampler")
-    train_summaries: bool = Field(default=True, description="gradient on the tokens of summaries")
+    tau: float = Field(default=0.001, ge=0, description="kimi: coefficient of the penalty on (log ratio)²")
+    train_summaries: bool = Field(default=True, description="train on the tokens of summaries")
     kl: KlSettings = KlSettings()
     correction: CorrectionSettings = CorrectionSettings()
     curriculum: CurriculumSettings = CurriculumSettings()
@@ -85,20 +96,20 @@ class RlSettings(TrainerSettings):
     tools: ToolSettings = ToolSettings()
 
     optimiser: OptimiserSettings = OptimiserSettings(lr=2e-6, weight_decay=0.0)
-    warmup: int = Field(default=0, ge=0, description="steps in which the learning rate rises; then constant")
-    normaliser: int = Field(default=1024, ge=1, description="tokens the loss of any episode is divided by")
+    warmup: int = Field(default=0, ge=0, description="warm-up steps of the learning rate; constant after them")
+    normaliser: int = Field(default=1024, ge=1, description="tokens that the loss of every rollout is divided by")
     length: int = Field(default=0, ge=0, description="tokens of a training row; 0: the model's context")
-    lora: LoraSettings | None = Field(default=None, description="train small matrices only")
-    ranks: int = Field(default=1, ge=1, description="processes that train together, each on a GPU of its own")
-    processes: bool = Field(default=True, description="engine and trainer in processes of their own; false: all in one")
+    lora: LoraSettings | None = Field(default=None, description="LoRA: train low-rank adapters only")
+    ranks: int = Field(default=1, ge=1, description="ranks of the trainer, each on a GPU of its own")
+    processes: bool = Field(default=True, description="engine and trainer in separate processes; false: all in one")
     engine: str = Field(
         default="",
         description="address of a running vLLM server that samples, such as http://127.0.0.1:8000; empty: our own engine",
     )
-    engine_memory: float = Field(default=0.0, ge=0, description="GB for the engine's cache; 0: a share of what is free")
-    anchor_every: int = Field(default=20, ge=1, description="versions between whole copies of the weights")
+    engine_memory: float = Field(default=0.0, ge=0, description="KV cache in GB; 0: a share of the free memory")
+    anchor_every: int = Field(default=20, ge=1, description="weight versions between full copies, not deltas")
     checkpoint_every: int = Field(default=10, ge=1, description="steps between checkpoints of the trainer")
-    keep_traces: bool = Field(default=False, description="keep all traces of a finished run")
+    keep_traces: bool = Field(default=False, description="keep all traces after the run")
 
     @field_validator("algorithm")
     @classmethod

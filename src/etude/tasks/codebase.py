@@ -74,14 +74,14 @@ class PackageSettings(BaseModel):
     folder: str | None = Field(None, description="a folder with a package and its tests")
     git: str | None = Field(None, description="a git repository: a folder, or anything git can clone")
     revision: str = Field("HEAD", description="git: the commit, tag or branch")
-    sources: list[str] = Field([], description="folders and files with the code; none: they are looked for")
-    tests: list[str] = Field([], description="folders and files with the tests; none: they are looked for")
+    sources: list[str] = Field([], description="folders and files with the code; none: detected")
+    tests: list[str] = Field([], description="folders and files with the tests; none: detected")
     needs: list[str] = Field([], description="packages its tests need besides those its metadata name")
     drop: list[str] = Field([], description="packages its metadata name that are not installed")
     pytest: list[str] = Field([], description="options for pytest, such as -p asyncio or -o python_files=*.py")
     older: list[str] = Field([], description="pypi: earlier versions, newest first, for `version` tasks")
     licence: str = Field("", description="its licence (SPDX), where its metadata do not say")
-    share: float = Field(1.0, gt=0, le=1, description="of mutations and deletions: less where tests are slow")
+    share: float = Field(1.0, gt=0, le=1, description="share of mutations and deletions; lower where tests are slow")
 
     @model_validator(mode="after")
     def _one_place(self) -> PackageSettings:

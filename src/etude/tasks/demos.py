@@ -60,11 +60,11 @@ class DemoSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    tasks: str = Field(description="a manifest of a training set, as `etude tasks make` writes it")
-    only: str = Field(default="", description="only tasks whose ids begin with one of these words")
+    tasks: str = Field(description="task manifest of a training set, as `etude tasks make` writes it")
+    only: str = Field(default="", description="prefixes of the ids of tasks to use, separated by spaces; empty: all")
     styles: list[Style] = Field(default=[*STORED], min_length=1, description="request styles (docs/tasks.md)")
-    each: int = Field(default=1, ge=1, le=6, description="demonstrations of a task, in different styles")
-    most: int = Field(default=0, ge=0, description="demonstrations in all, spread over the set; 0: no bound")
+    each: int = Field(default=1, ge=1, le=6, description="demonstrations of each task, in different styles")
+    most: int = Field(default=0, ge=0, description="limit of demonstrations, spread over the set (0 = none)")
     tools: list[ToolName] = Field(default=ToolSettings().tools, min_length=1, description="tools offered and used")
 
     @model_validator(mode="after")

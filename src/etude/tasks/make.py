@@ -65,14 +65,14 @@ class SetSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="names the set")
-    seed: int = Field(0, description="everything drawn depends on it")
-    split: Split = Field("train", description="which templates its prompts are made of: train or bench")
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="name of the set")
+    seed: int = Field(0, description="random seed")
+    split: Split = Field("train", description="split, which decides the templates of its prompts: train or bench")
     mutation: int = Field(20, ge=0, description="mutations wanted of every package")
     deletion: int = Field(10, ge=0, description="deletions wanted of every package")
     version: int = Field(0, ge=0, description="differences between releases wanted of every package with `older` ones")
     history: int = Field(0, ge=0, description="fixes wanted from the history of every package that is a git repository")
-    package: list[PackageSettings] = Field(min_length=1, description="the codebases")
+    package: list[PackageSettings] = Field(min_length=1, description="codebases to make tasks from")
 
     def wanted(self, package: PackageSettings) -> dict[str, int]:
         """Return how many tasks each generator is to give of a package."""

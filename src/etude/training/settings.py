@@ -25,14 +25,14 @@ class Settings(BaseModel):
 class OptimiserSettings(Settings):
     """How weights change."""
 
-    name: Literal["adamw", "muon"] = Field(default="adamw", description="adamw, or muon for matrices only")
+    name: Literal["adamw", "muon"] = Field(default="adamw", description="adamw, or muon (AdamW beside matrices)")
     lr: float = Field(default=3e-4, gt=0, description="peak learning rate (muon: of the matrices)")
-    other_lr: float | None = Field(default=None, gt=0, description="muon: peak rate of all else; default lr")
+    other_lr: float | None = Field(default=None, gt=0, description="muon: peak learning rate of the rest; default lr")
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False, description="AdamW's decay rates")
-    momentum: float = Field(default=0.95, ge=0, lt=1, description="muon: its memory of gradients")
-    eps: float = Field(default=1e-8, gt=0, description="AdamW's guard against division by zero")
-    weight_decay: float = Field(default=0.1, ge=0, description="of matrices; embeddings and vectors have none")
-    clip: float = Field(default=1.0, gt=0, description="longest gradient; a longer one is scaled down")
+    momentum: float = Field(default=0.95, ge=0, lt=1, description="muon: momentum")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon")
+    weight_decay: float = Field(default=0.1, ge=0, description="weight decay (matrices; not embeddings, vectors)")
+    clip: float = Field(default=1.0, gt=0, description="gradient norm to clip at")
 
     @model_validator(mode="after")
     def _each_number_has_its_use(self) -> Self:
@@ -44,12 +44,12 @@ class OptimiserSettings(Settings):
 class ScheduleSettings(Settings):
     """How the learning rate goes."""
 
-    kind: Literal["linear", "cosine", "wsd", "infinite"] = Field(default="cosine", description="the form of the curve")
-    warmup: float = Field(default=0.01, ge=0, lt=1, description="share of steps in which the rate rises")
-    decay: float = Field(default=0.2, gt=0, le=1, description="wsd, infinite: share of the steps of the last fall")
-    cool: float = Field(default=0.1, gt=0, lt=1, description="infinite: share of the steps of the first fall")
-    constant: float = Field(default=0.5, gt=0, le=1, description="infinite: the factor between the two falls")
-    floor: float = Field(default=0.0, ge=0, le=1, description="the factor at the end")
+    kind: Literal["linear", "cosine", "wsd", "infinite"] = Field(default="cosine", description="learning-rate schedule")
+    warmup: float = Field(default=0.01, ge=0, lt=1, description="warm-up: share of the steps")
+    decay: float = Field(default=0.2, gt=0, le=1, description="wsd, infinite: share of the steps in the final decay")
+    cool: float = Field(default=0.1, gt=0, lt=1, description="infinite: share of the steps in the first decay")
+    constant: float = Field(default=0.5, gt=0, le=1, description="infinite: factor of the peak between the two decays")
+    floor: float = Field(default=0.0, ge=0, le=1, description="factor of the peak at the end")
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -68,41 +68,41 @@ class ScheduleSettings(Settings):
 class GuardSettings(Settings):
     """When a step is skipped."""
 
-    sigmas: float = Field(default=6.0, gt=0, description="a loss this many deviations above the mean is an outlier")
-    window: int = Field(default=128, ge=8, description="accepted steps compared with; fewer: no outliers")
-    patience: int = Field(default=50, ge=1, description="skipped steps in a row that end training")
+    sigmas: float = Field(default=6.0, gt=0, description="outlier: a loss this many standard deviations above the mean")
+    window: int = Field(default=128, ge=8, description="accepted steps in the mean; before that many, no outliers")
+    patience: int = Field(default=50, ge=1, description="consecutive skipped steps that end training")
 
 
 class LoraSettings(Settings):
     """Train small matrices beside the large ones (peft), and add them in at the end."""
 
-    rank: int = Field(default=16, ge=1, description="width of the small matrices")
-    alpha: float = Field(default=32.0, gt=0, description="their product is scaled by alpha / rank")
-    targets: str | list[str] = Field(default="all-linear", description="all-linear (not the head), or names")
+    rank: int = Field(default=16, ge=1, description="rank of the adapters")
+    alpha: float = Field(default=32.0, gt=0, description="scaling: alpha / rank")
+    targets: str | list[str] = Field(default="all-linear", description="modules: all-linear (not the head), or names")
 
 
 class JointMtpSettings(Settings):
     """Train the parent's MTP heads jointly with it, by self-distillation."""
 
-    weight: float = Field(default=0.1, gt=0, description="of the heads' loss beside that of the next token")
+    weight: float = Field(default=0.1, gt=0, description="weight of the MTP loss beside that of the next token")
     beta: float = Field(default=0.6, gt=0, le=1, description="weight of each depth relative to the last")
-    detach: bool = Field(default=True, description="the heads' loss does not change the trunk; false: it does")
+    detach: bool = Field(default=True, description="no gradient of the MTP loss into the trunk; false: joint")
 
 
 class TrainerSettings(Settings):
     """How a model is trained, whatever it learns."""
 
     optimiser: OptimiserSettings = OptimiserSettings()
-    micro: int = Field(default=0, ge=0, description="rows a device works on at once; 0: as many as fit by estimate")
-    attention: Literal["auto", "documents", "sdpa"] = Field(default="auto", description="documents is ours")
+    micro: int = Field(default=0, ge=0, description="micro-batch in rows a device (0 = as many as fit by estimate)")
+    attention: Literal["auto", "documents", "sdpa"] = Field(
+        default="auto", description="attention kernel; documents: Etude's own, for packed rows"
+    )
     recompute: bool = Field(default=False, description="recompute layers in the backward pass: slower, less memory")
     compile: Literal["auto", "on", "off"] = Field(default="auto", description="torch.compile; auto: on a GPU")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto, cpu or cuda")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="of saved weights; auto: the base's"
-    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="saved dtype; auto: the base's")
     checkpoint_every: int = Field(default=200, ge=1, description="steps between checkpoints")
-    keep: int = Field(default=2, ge=1, description="checkpoints kept while training; none remains after it")
+    keep: int = Field(default=2, ge=1, description="checkpoints kept during training; none after it")
 
     @model_validator(mode="before")
     @classmethod
@@ -118,15 +118,15 @@ class TrainerSettings(Settings):
 class TrainSettings(TrainerSettings):
     """What the stages that learn from a corpus or from conversations have in common."""
 
-    tokens: int = Field(ge=1, description="budget: tokens that go through the model, in whole steps, rounded up")
+    tokens: int = Field(ge=1, description="budget of training tokens, rounded up to whole steps")
     length: int | None = Field(default=None, ge=16, description="tokens in a row; divides data.length, the default")
-    batch: int = Field(default=64, ge=1, description="rows a step, on all devices together")
+    batch: int = Field(default=64, ge=1, description="batch: rows a step, over all devices")
     shares: dict[str, float] = Field(default={}, description="share of tokens by domain; default data.shares")
     schedule: ScheduleSettings = ScheduleSettings()
     guard: GuardSettings = GuardSettings()
-    evaluations: int = Field(default=12, ge=0, description="measurements on the way, mostly early")
-    evaluation_rows: int = Field(default=64, ge=1, description="held-out rows measured each time, of each domain")
-    loader_workers: int = Field(default=1, ge=0, description="threads that read batches ahead; the result is the same")
+    evaluations: int = Field(default=12, ge=0, description="evaluations during training, mostly early")
+    evaluation_rows: int = Field(default=64, ge=1, description="held-out rows of each domain in an evaluation")
+    loader_workers: int = Field(default=1, ge=0, description="prefetch threads; the result is the same")
 
     @model_validator(mode="after")
     def _shares_are_a_whole(self) -> Self:

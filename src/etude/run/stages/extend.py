@@ -29,16 +29,16 @@ BASE = "base.json"  # what was measured of the parent
 class ExtendSettings(TrainSettings):
     """Longer context."""
 
-    length: int = Field(ge=16, description="the new context; a divisor of data.length")
+    length: int = Field(ge=16, description="new context in tokens; a divisor of data.length")
     rope: RopeSettings = RopeSettings()
     optimiser: OptimiserSettings = OptimiserSettings(lr=1e-4)
     mtp: JointMtpSettings | None = Field(default=None, description="train the parent's MTP heads jointly")
-    retrieval_items: int = Field(default=50, ge=0, description="planted constants to ask for, at each length; 0: none")
-    retrieval_keys: int = Field(default=4, ge=1, le=512, description="constants planted in each item")
+    retrieval_items: int = Field(default=50, ge=0, description="retrieval items at each length (0 = none)")
+    retrieval_keys: int = Field(default=4, ge=1, le=512, description="constants planted in each retrieval item")
     retrieval_lengths: list[int] = Field(
-        default=[], description="lengths to ask at; default half the context, all, twice"
+        default=[], description="context lengths of the retrieval test; default half the context, all, twice"
     )
-    position_rows: int = Field(default=16, ge=0, description="held-out rows of a domain measured by position")
+    position_rows: int = Field(default=16, ge=0, description="held-out rows of a domain, for bits per byte by position")
 
 
 class ExtendStage(TrainingStage):

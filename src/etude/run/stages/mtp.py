@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 class MtpSettings(TrainSettings):
     """Multi-token prediction, learnt from the model itself."""
 
-    depth: int = Field(default=3, ge=1, le=8, description="tokens to predict beyond the next one")
-    shared: bool = Field(default=True, description="one layer for all depths; false: one each")
+    depth: int = Field(default=3, ge=1, le=8, description="number of tokens predicted beyond the next one")
+    shared: bool = Field(default=True, description="one MTP layer for all depths; false: one each")
     beta: float = Field(default=0.6, gt=0, le=1, description="weight of each depth relative to the one before it")
     optimiser: OptimiserSettings = OptimiserSettings(lr=1e-3)
-    speed_texts: int = Field(default=4, ge=0, description="held-out texts to decode for the speed-up; 0: none")
+    speed_texts: int = Field(default=4, ge=0, description="held-out texts to measure the speed-up on (0 = none)")
     speed_tokens: int = Field(default=96, ge=8, description="tokens to decode after each of them")
 
     @model_validator(mode="after")

@@ -31,15 +31,15 @@ class ShapeSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    width: int = Field(default=256, ge=16, description="of the residual stream")
-    layers: int = Field(default=6, ge=1, description="how many")
-    heads: int = Field(default=4, ge=1, description="of attention")
-    kv_heads: int = Field(default=2, ge=1, description="heads that keys and values are shared over; divides heads")
-    head_width: int = Field(default=64, ge=8, multiple_of=2, description="of one head")
-    feed_forward: int = Field(default=576, ge=16, description="width of the feed-forward part")
-    context: int = Field(default=2048, ge=16, description="longest sequence it promises to handle")
-    rope_theta: float = Field(default=10_000.0, gt=0, description="base of the rotary positions")
-    tied: bool = Field(default=True, description="whether head and embedding are one matrix")
+    width: int = Field(default=256, ge=16, description="hidden size")
+    layers: int = Field(default=6, ge=1, description="number of layers")
+    heads: int = Field(default=4, ge=1, description="number of attention heads")
+    kv_heads: int = Field(default=2, ge=1, description="number of key-value heads; divides heads")
+    head_width: int = Field(default=64, ge=8, multiple_of=2, description="width of one head")
+    feed_forward: int = Field(default=576, ge=16, description="width of the feed-forward layer")
+    context: int = Field(default=2048, ge=16, description="context in tokens")
+    rope_theta: float = Field(default=10_000.0, gt=0, description="base of the rotary position embedding")
+    tied: bool = Field(default=True, description="embedding and output head share one matrix")
 
     @model_validator(mode="after")
     def _fits(self) -> ShapeSettings:
@@ -127,7 +127,7 @@ class CptSettings(TrainSettings):
     """Continued pretraining."""
 
     optimiser: OptimiserSettings = OptimiserSettings(lr=3e-4)
-    lora: LoraSettings | None = Field(default=None, description="train small matrices only")
+    lora: LoraSettings | None = Field(default=None, description="LoRA: train low-rank adapters only")
 
 
 class CptStage(TrainingStage):

@@ -37,21 +37,21 @@ DEMOS = "demos"  # the folder they are made in
 class SftSettings(TrainSettings):
     """Supervised fine-tuning."""
 
-    tokens: int | None = Field(default=None, ge=1, description="budget instead of epochs")  # type: ignore[assignment]
-    epochs: float = Field(default=2.0, gt=0, description="how often each conversation is seen, if tokens is not set")
+    tokens: int | None = Field(default=None, ge=1, description="budget of training tokens, instead of epochs")  # type: ignore[assignment]
+    epochs: float = Field(default=2.0, gt=0, description="passes over the conversations, if tokens is not set")
     length: int | None = Field(default=None, ge=16, description="tokens in a row; default 2048, or the context")
     conversations: list[str] = Field(default=[], description="JSONL files of conversations in OpenAI's form")
     traces: list[str] = Field(default=[], description="JSONL files of episodes, from `etude tasks demos`")
-    demos: DemoSettings | None = Field(default=None, description="demonstrations to make and to learn from")
-    code: str | None = Field(default=None, description="a folder of Python code to make conversations of")
+    demos: DemoSettings | None = Field(default=None, description="demonstrations to make and train on")
+    code: str | None = Field(default=None, description="folder of Python code to make conversations from")
     licence: str | None = Field(default=None, description="SPDX expression of `conversations` and `code`")
-    template: str = Field(default="auto", description="auto: the base's, else chatml; base; chatml; or a .jinja file")
-    redraw: bool = Field(default=True, description="redraw embeddings of special tokens the base never learnt")
-    too_long: Literal["drop", "cut"] = Field(default="drop", description="conversations longer than a row")
-    heldout: float = Field(default=0.05, ge=0, lt=1, description="share of the conversations to measure on")
-    batch: int = Field(default=16, ge=1, description="rows a step, on all devices together")
+    template: str = Field(default="auto", description="chat template: auto (base or chatml), base, chatml, a .jinja")
+    redraw: bool = Field(default=True, description="re-initialise embeddings of special tokens the base never saw")
+    too_long: Literal["drop", "cut"] = Field(default="drop", description="handling of conversations over a row")
+    heldout: float = Field(default=0.05, ge=0, lt=1, description="share of the conversations that is held out")
+    batch: int = Field(default=16, ge=1, description="batch: rows a step, over all devices")
     optimiser: OptimiserSettings = OptimiserSettings(lr=1e-4, weight_decay=0.0)
-    lora: LoraSettings | None = Field(default=None, description="train small matrices only")
+    lora: LoraSettings | None = Field(default=None, description="LoRA: train low-rank adapters only")
     mtp: JointMtpSettings | None = Field(default=None, description="train the parent's MTP heads jointly")
 
     @model_validator(mode="after")
