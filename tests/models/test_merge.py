@@ -203,13 +203,16 @@ def test_numbers_too_large_for_the_dtype_are_refused_and_nothing_is_left(tmp_pat
     ("wrong", "told"),
     [
         ({"method": "linear"}, "nothing to merge with"),
-        ({"method": "linear", "others": ["a"], "scale": 1.0}, "`scale` means nothing to linear"),
+        ({"method": "linear", "others": ["a"], "scale": 1.0}, "`scale` has no effect with linear"),
         ({"method": "slerp", "others": ["a"], "weights": [1.0, 1.0]}, "slerp goes from one model to another"),
         ({"method": "slerp", "others": ["a", "b"]}, "slerp goes from one model to another"),
         ({"method": "ties", "others": ["a"]}, "ties needs `ancestor`"),
         ({"method": "ties", "others": ["a"], "ancestor": "b", "weights": [1.0, -1.0]}, "only task_arithmetic"),
         ({"method": "linear", "others": ["a"], "weights": [1.0]}, "1 numbers for 2 models"),
-        ({"method": "task_arithmetic", "ancestor": "b", "density": 0.5}, "`density` means nothing to task_arithmetic"),
+        (
+            {"method": "task_arithmetic", "ancestor": "b", "density": 0.5},
+            "`density` has no effect with task_arithmetic",
+        ),
     ],
 )
 def test_settings_without_effect_are_refused(wrong: dict[str, Any], told: str) -> None:

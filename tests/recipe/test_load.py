@@ -223,9 +223,9 @@ def test_the_resolved_corpus_can_be_run_again(tmp_path: Path) -> None:
         ),
         ('folder = "src"', 'foldr = "src"', "recipe.toml:8: unknown key 'data.source.0.foldr'; did you mean 'folder'"),
         ('name = "two"', 'name = "one"', "two sources are called 'one'"),
-        ('name = "two"', "", "'data.source.1.name' is missing: names the source in counts"),
+        ('name = "two"', "", "'data.source.1.name' is missing: name in counts"),
         ('folder = "src"', 'folder = "src"\ngit = "."', "must have exactly one of"),
-        ('folder = "src"', 'folder = "src"\nhistory = 3', "`history` means nothing for a source with `folder`"),
+        ('folder = "src"', 'folder = "src"\nhistory = 3', "`history` has no effect on a source with `folder`"),
         ("rate = 0.5", "rat = 0.5", "recipe.toml:15: unknown key 'data.fim.rat'; did you mean 'rate'"),
         ("rate = 0.5", "rate = 2", "recipe.toml:15: data.fim.rate: input should be less than or equal to 1, not 2"),
         (

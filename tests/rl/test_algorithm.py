@@ -242,10 +242,10 @@ def test_a_model_learns_by_each(tiny_base: Path, tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.parametrize(("name", "more", "message"), [
-    ("grpo", {"correction": {"mode": "truncate"}}, "`correction` means nothing for the algorithm 'grpo'"),
-    ("kimi", {"normaliser": 7}, "`normaliser` means nothing for the algorithm 'kimi'"),
-    ("composer2", {"window": (0.8, 1.2)}, "`window` means nothing for the algorithm 'composer2'"),
-    ("gspo", {"tau": 0.1}, "`tau` means nothing for the algorithm 'gspo'"),
+    ("grpo", {"correction": {"mode": "truncate"}}, "`correction` has no effect with the algorithm 'grpo'"),
+    ("kimi", {"normaliser": 7}, "`normaliser` has no effect with the algorithm 'kimi'"),
+    ("composer2", {"window": (0.8, 1.2)}, "`window` has no effect with the algorithm 'composer2'"),
+    ("gspo", {"tau": 0.1}, "`tau` has no effect with the algorithm 'gspo'"),
     ("grpo", {"window": (1.2, 0.8)}, "the first bound must be below the second"),
     ("grppo", {}, "unknown algorithm 'grppo'; did you mean 'grpo'"),
 ])  # fmt: skip

@@ -146,7 +146,7 @@ def test_bad_wishes_are_refused(tmp_path: Path, etude: Etude) -> None:
     text = RECIPE.format(base=tmp_path / "base", rows=tmp_path / "rows.jsonl", chats=tmp_path / "chats.jsonl")
     where = ("--out", tmp_path / "run", "--cache", tmp_path / "cache")
     for old, new, said in [
-        ("depth = 2", 'dtype = "bfloat16"', "`dtype` means nothing here"),
+        ("depth = 2", 'dtype = "bfloat16"', "`dtype` has no effect here"),
         ("mtp = { }", "mtp = { }\nlora = { rank = 2 }", "leave one of the two out"),
         ('stages = ["mtp", "extend", "sft", "cpt"]', 'stages = ["extend", "mtp", "sft", "cpt"]', "has no MTP heads"),
     ]:

@@ -86,9 +86,9 @@ def test_the_constant_part_is_constant(settings: ScheduleSettings, steps: int) -
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kind": "linear", "decay": 0.3}, "`decay` means nothing for the schedule 'linear'"),
-        ({"kind": "cosine", "constant": 0.4}, "`constant` means nothing for the schedule 'cosine'"),
-        ({"kind": "wsd", "cool": 0.2}, "`cool` means nothing for the schedule 'wsd'"),
+        ({"kind": "linear", "decay": 0.3}, "`decay` has no effect with the schedule 'linear'"),
+        ({"kind": "cosine", "constant": 0.4}, "`constant` has no effect with the schedule 'cosine'"),
+        ({"kind": "wsd", "cool": 0.2}, "`cool` has no effect with the schedule 'wsd'"),
         ({"kind": "wsd", "warmup": 0.6, "decay": 0.5}, "take 1.10 of the run, more than all of it"),
         ({"kind": "infinite", "warmup": 0.5, "cool": 0.4}, "take 1.10 of the run, more than all of it"),
         ({"kind": "infinite", "floor": 0.6}, "`floor` 0.6 is above `constant` 0.5, so the last fall would rise"),

@@ -125,7 +125,7 @@ def test_settings_written_out_can_be_read_again(kind: Any, given: dict[str, Any]
 
 @pytest.mark.parametrize("given", [{"momentum": 0.5}, {"other_lr": 0.1}, {"betas": [0.9, 1.5]}, {"betas": [-0.1, 0.9]}])
 def test_numbers_without_effect_or_sense_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match=r"means nothing for the optimiser 'adamw'|less than 1|greater than or"):
+    with pytest.raises(ValidationError, match=r"has no effect with the optimiser 'adamw'|less than 1|greater than or"):
         TrainSettings.model_validate({"tokens": 1, "optimiser": given})
 
 

@@ -88,7 +88,7 @@ class SourceSettings(Settings):
             given = getattr(self, key) != SourceSettings.model_fields[key].default
             if given and location not in places:
                 where = " and ".join(sorted(places))
-                raise ValueError(f"`{key}` means nothing for a source with `{location}`; it is for {where}")
+                raise ValueError(f"`{key}` has no effect on a source with `{location}`; it is for {where}")
         if self.reports and not self.history:
             raise ValueError("`reports` goes with `history`")
 

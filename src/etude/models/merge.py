@@ -217,7 +217,7 @@ class MergeSettings(BaseModel):
     def _each_has_an_effect(self) -> MergeSettings:
         for name, methods in MEANT_FOR.items():
             if getattr(self, name) is not None and self.method not in methods:
-                raise ValueError(f"`{name}` means nothing to {self.method}, only to {' and '.join(methods)}")
+                raise ValueError(f"`{name}` has no effect with {self.method}, only to {' and '.join(methods)}")
         if self.method in MEANT_FOR["ancestor"] and self.ancestor is None:
             raise ValueError(f"{self.method} needs `ancestor`, the model that those to merge were made of")
         if self.method == "slerp" and (len(self.others) != 1 or self.weights):

@@ -127,6 +127,8 @@ class RlSettings(TrainerSettings):
             raise ValueError("ranks = 1 is all that one process can be; leave out `processes = false`")
         if self.mode == "async" and self.staleness == 0:
             raise ValueError('staleness = 0 allows nothing but mode = "sync"; set that, or a staleness of 1 or more')
+        if self.engine and not self.engine.startswith(("http://", "https://", "unix:")):
+            raise ValueError(f"engine = {self.engine!r} is no address; write one such as http://127.0.0.1:8000")
         if self.engine and not self.processes:
             raise ValueError(
                 "engine names a running server, and processes = false keeps all in one process; leave one out"
@@ -135,5 +137,5 @@ class RlSettings(TrainerSettings):
 
     @property
     def at_once(self) -> int:
-        """How many episodes are played at once."""
+        """Concurrent rollouts."""
         return self.concurrency or self.groups * self.group_size

@@ -19,7 +19,9 @@ class Settings(BaseModel):
         """Refuse settings that would have no effect; those at their defaults are let pass: a resolved recipe writes all out."""
         fields = type(self).model_fields
         if idle := sorted(name for name in names if getattr(self, name) != fields[name].default):
-            raise ValueError(f"`{idle[0]}` means nothing for {why}")
+            default = fields[idle[0]].default
+            known = "" if isinstance(default, BaseModel) else f", {default}"
+            raise ValueError(f"`{idle[0]}` has no effect with {why}; leave it out, or at its default{known}")
 
 
 class OptimiserSettings(Settings):

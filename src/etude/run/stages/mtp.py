@@ -30,7 +30,7 @@ class MtpSettings(TrainSettings):
     @model_validator(mode="after")
     def _dtype_is_the_parents(self) -> MtpSettings:
         if self.dtype != "auto":
-            raise ValueError("`dtype` means nothing here: heads are saved as the model's weights are")
+            raise ValueError("`dtype` has no effect here: heads are saved as the model's weights are")
         return self
 
 

@@ -63,9 +63,9 @@ class SftSettings(TrainSettings):
                 "nothing to learn from; name `conversations` or `traces` (JSONL files), `demos`, or a folder of `code`"
             )
         if self.shares:
-            raise ValueError("`shares` means nothing here: the corpus is measured on, not learnt from")
+            raise ValueError("`shares` has no effect here: the corpus is measured on, not learnt from")
         if self.tokens and self.epochs != SftSettings.model_fields["epochs"].default:
-            raise ValueError("`epochs` means nothing beside `tokens`; leave one of them out")
+            raise ValueError("`epochs` has no effect beside `tokens`; leave one of them out")
         return self
 
 
