@@ -1,4 +1,7 @@
-"""The `release` stage: the model so far with its whole family tree, signed, and verified as a user would. A report, not a model."""
+"""The `release` stage: the model so far with its whole family tree, signed, and verified as a user would. A report, not a model.
+
+What signs is imported where it runs: `etude run` works where `cryptography` is not installed.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,6 @@ from etude.files import files_below, read_json, sha256_file, write_json
 from etude.lineage.audit.sketch import FOLDER, known_sketches
 from etude.lineage.duties import evaluate, licence_uses, load_product, released
 from etude.lineage.facts import base_names
-from etude.lineage.release import AUDIT, PRODUCT, Order, RefusedError, make_release
-from etude.lineage.signing import default_key, fingerprint, public_pem
-from etude.lineage.verify import verify_release
 from etude.models.bases import ancestors
 from etude.run.stage import Job, Outcome, Stage, print_lines
 
@@ -58,31 +58,32 @@ class ReleaseStage(Stage):
                 raise UserError(f"release.bases: {folder!r} is not a folder (looked in {Path.cwd()})")
         if product := _path(settings.product):
             load_product(product)
-        if key := _path(settings.key):
-            public_pem(key)
+        _key_identity(settings)
 
     def inputs(self, settings: ReleaseSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:  # noqa: ARG002
         """Return settings, and the files they name by content; a key by its public half."""
         files = {name: sha256_file(path) for name in ("product", "licence") if (path := _path(getattr(settings, name)))}
-        key = fingerprint(public_pem(path)) if (path := _path(settings.key)) else "own"
-        return {**settings.model_dump(include={"name", "bases", "acknowledge"}), **files, "key": key}
+        own = settings.model_dump(include={"name", "bases", "acknowledge"})
+        return {**own, **files, "key": _key_identity(settings)}
 
     def run(self, settings: ReleaseSettings, job: Job) -> Outcome:
         """Make the release, unless that was done before the session was interrupted, and verify it."""
-        out, reporter = job.work.folder / RELEASE, job.work.reporter
-        sketches = known_sketches(job.work.cache / FOLDER)
+        from etude.lineage.release import AUDIT, PRODUCT
+        from etude.lineage.verify import verify_release
+
+        out, sketches = job.work.folder / RELEASE, known_sketches(job.work.cache / FOLDER)
         if not out.exists():
-            try:
-                make_release(job.model.folder, out, _order(settings, job), sketches, ancestors(), reporter)
-            except RefusedError as refused:
-                hint = "options of `etude release` are settings of this stage"
-                raise UserError(f"{job.name} is refused: {refused} ({hint})") from None
-        verification = verify_release(out, None, sketches, reporter)
+            _make(settings, job, out, sketches)
+        verification = verify_release(out, None, sketches, job.work.reporter)
         if verification.failed:
             failures = "; ".join(f"{check.name}: {line}" for check in verification.failed for line in check.lines)
             raise UserError(f"the release in {out} does not verify: {failures}")
-        summary = _summary(verification)
-        write_json(job.work.folder / RESULTS, {"summary": summary, "duties": _duties(out)})
+        audit, product = read_json(out / AUDIT), load_product(out / PRODUCT) if (out / PRODUCT).exists() else None
+        summary = _summary(verification, audit)
+        # Duties that fire are met, else the release were refused; of some, nobody can tell whether they fire.
+        duties = evaluate(licence_uses(out), released(product, audit["release"]))
+        counts = Counter(duty.outcome for duty in duties if duty.kind != "data")
+        write_json(job.work.folder / RESULTS, {"summary": summary, "duties": dict(counts)})
         return Outcome(parents=[job.model.as_parent()], summary=summary)
 
     def show(self, folder: Path, console: Console) -> None:
@@ -102,11 +103,20 @@ def _path(word: str) -> Path | None:
     return Path(word).expanduser() if word else None
 
 
-def _order(settings: ReleaseSettings, job: Job) -> Order:
+def _key_identity(settings: ReleaseSettings) -> str:
+    from etude.lineage.signing import fingerprint, public_pem
+
+    return fingerprint(public_pem(path)) if (path := _path(settings.key)) else "own"
+
+
+def _make(settings: ReleaseSettings, job: Job, out: Path, sketches: Any) -> None:
+    from etude.lineage.release import Order, RefusedError, make_release
+    from etude.lineage.signing import default_key
+
     product = _path(settings.product)
     base = next(iter(base_names(job.model.lineage)), "etude").rpartition("/")[2]
     name = settings.name or (load_product(product).model_name if product else None)
-    return Order(
+    order = Order(
         name or f"{base}-{job.model.record.stage}",
         _path(settings.key) or default_key(),
         product,
@@ -114,13 +124,17 @@ def _order(settings: ReleaseSettings, job: Job) -> Order:
         bases=[Path(folder).expanduser() for folder in settings.bases],
         acknowledged=settings.acknowledge,
     )
+    try:
+        make_release(job.model.folder, out, order, sketches, ancestors(), job.work.reporter)
+    except RefusedError as refused:
+        hint = "options of `etude release` are settings of this stage"
+        raise UserError(f"{job.name} is refused: {refused} ({hint})") from None
 
 
-def _summary(verification: Verification) -> dict[str, float | int | str | None]:
+def _summary(verification: Verification, audit: dict[str, Any]) -> dict[str, float | int | str | None]:
     """Return what the checks said, which licences are included, and which bases the audit found in the weights."""
-    folder, checks = verification.folder, verification.checks
-    audit, files = read_json(folder / AUDIT), files_below(folder)
-    uses = [use for use in licence_uses(folder) if use.role != "data"]
+    checks, files = verification.checks, files_below(verification.folder)
+    uses = [use for use in licence_uses(verification.folder) if use.role != "data"]
     claimed = {claim["name"] for claim in audit["claims"]}
     matches = [each["reference"] for each in audit["findings"] if each["verdict"]["word"] in {"same", "derived"}]
     bases = dict.fromkeys(name for name in matches if name in claimed)
@@ -133,10 +147,3 @@ def _summary(verification: Verification) -> dict[str, float | int | str | None]:
         "files": len(files),
         "bytes": sum(file.stat().st_size for file in files),
     }
-
-
-def _duties(out: Path) -> dict[str, int]:
-    """Return how many duties of licences fire, and how many nobody can tell; those that fire are met, else it were refused."""
-    given = load_product(out / PRODUCT) if (out / PRODUCT).exists() else None
-    duties = evaluate(licence_uses(out), released(given, read_json(out / AUDIT)["release"]))
-    return dict(Counter(duty.outcome for duty in duties if duty.kind != "data"))
