@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.inference.attention import Pass, _one_by_one, _together, cached_attention, passing, probing
+from etude.inference.attention import Pass, Probe, _one_by_one, _together, cached_attention, during
 from etude.inference.kv_cache import Cache, LayerShape, place, plan
 from tests.inference.attending import CASES, Case, Requests, attended, filled
 
@@ -93,7 +93,7 @@ def test_a_plan_puts_every_token_where_its_request_has_it(case: Case) -> None:
 def test_a_pass_writes_its_own_places_and_nothing_else(case: Case) -> None:
     cache, where, query, key, value = filled(case, CPU, torch.float32)
     before = [each.clone() for each in (*cache.keys, *cache.values)]
-    with passing(cache, where, first_layer=1):
+    with during(Pass(cache, where, 1)):
         got = cached_attention(query[None], key[None], value[None], 0.3, case.window)
     assert torch.equal(
         got[0], (_together if where.each else _one_by_one)(query, 1, Pass(cache, where, 1), 0.3, case.window)
@@ -110,7 +110,7 @@ def test_layers_come_in_order_and_threads_do_not_meet() -> None:
     inside, ready = threading.Event(), threading.Event()
 
     def elsewhere() -> None:
-        with passing(other_cache, where):
+        with during(Pass(other_cache, where)):
             inside.set()
             ready.wait(60)
             cached_attention(query[None], 2 * key[None], value[None], 0.3, 0)
@@ -118,7 +118,7 @@ def test_layers_come_in_order_and_threads_do_not_meet() -> None:
     thread = threading.Thread(target=elsewhere)
     thread.start()
     assert inside.wait(60)
-    with passing(cache, where):
+    with during(Pass(cache, where)):
         for factor in (1, 3):
             cached_attention(query[None], factor * key[None], value[None], 0.3, 0)
     ready.set()
@@ -145,7 +145,7 @@ def test_what_one_request_leaves_does_not_reach_another() -> None:
 
 def test_probing_learns_the_shapes_and_attends_to_nothing() -> None:
     query, key, value = torch.randn(1, 6, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 4)
-    with probing() as found:
+    with during(Probe()) as found:
         assert torch.equal(cached_attention(query, key, value, 0.5, 7), torch.zeros(1, 5, 6, 4))
     (shape,) = found.layers
     assert (shape.scaling, shape.window) == (0.5, 7)

@@ -264,8 +264,8 @@ def test_the_whole_context_can_be_used() -> None:
     ("prompt", "sampling", "says"),
     [
         ([], GREEDY, "empty"),
-        ([1, tiny.VOCABULARY], GREEDY, f"token {tiny.VOCABULARY} is not in"),
-        ([1, -1], GREEDY, "token -1 is not in"),
+        ([1, tiny.VOCABULARY], GREEDY, f"token id {tiny.VOCABULARY} is outside"),
+        ([1, -1], GREEDY, "token id -1 is outside"),
         ([1, 2.5], GREEDY, "whole numbers"),
         ([1, "a"], GREEDY, "whole numbers"),
         ([1] * 41, GREEDY, "41 tokens of prompt and max_tokens = 24 are more than the context of 64"),

@@ -85,8 +85,8 @@ def test_draws_what_a_cpu_draws(*, cut: bool) -> None:
     choice = Choice(
         torch.rand(64, generator=generator).round(decimals=1), torch.full((64,), 0.9), torch.full((64,), 40), torch.arange(64)
     )  # fmt: skip
-    expected = sample_packed(logits, choice.tensors(), torch.arange(64), cut=cut)
-    there = tuple(each.cuda() for each in choice.tensors())
+    expected = sample_packed(logits, choice, torch.arange(64), cut=cut)
+    there = Choice(*(each.cuda() for each in choice))
     for function in (sample_packed, torch.compile(sample_packed, dynamic=True)):
         got = function(logits.cuda(), there, torch.arange(64, device="cuda"), cut=cut).cpu()
         same = got[0] == expected[0]  # a sum in another order may put a draw on the other side of an edge

@@ -157,30 +157,30 @@ def test_logprobs_are_those_of_the_distribution_drawn_from(
     vocabulary: int, temperature: float, top_k: int, top_p: float, seed: int
 ) -> None:
     logits = torch.randn(7, vocabulary, generator=torch.manual_seed(seed)) * 4
-    drawn = sample(logits, choices(7, temperature, top_p, top_k), torch.arange(7), cut=True)
+    token, logprob, raw_logprob = sample(logits, choices(7, temperature, top_p, top_k), torch.arange(7), cut=True)
     scaled = truncated(logits / temperature, choices(7, temperature, top_p, top_k)).double()
     rows = torch.arange(7)
-    expected, raw = (each.log_softmax(-1)[rows, drawn.token] for each in (scaled, logits.double()))
+    expected, raw = (each.log_softmax(-1)[rows, token] for each in (scaled, logits.double()))
     assert expected.isfinite().all()  # nothing that was cut off was drawn
-    torch.testing.assert_close(drawn.logprob.double(), expected, rtol=0, atol=2e-5)
-    torch.testing.assert_close(drawn.raw_logprob.double(), raw, rtol=0, atol=2e-5)
+    torch.testing.assert_close(logprob.double(), expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(raw_logprob.double(), raw, rtol=0, atol=2e-5)
 
 
 def test_temperature_0_takes_the_likeliest_whatever_else_is_asked() -> None:
     logits = torch.randn(64, 500) * 100
     logits[0, 7] = logits[0, 400] = logits.max() + 1
     for top_p, top_k in ((1.0, 0), (0.01, 0), (0.9, 5)):
-        drawn = sample(logits, choices(64, 0.0, top_p, top_k), torch.arange(64), cut=True)
-        assert torch.equal(drawn.token, logits.argmax(-1))
-        assert (drawn.logprob == 0).all()
-        assert torch.equal(drawn.raw_logprob, raw_logprobs(logits, drawn.token))
+        token, logprob, raw_logprob = sample(logits, choices(64, 0.0, top_p, top_k), torch.arange(64), cut=True)
+        assert torch.equal(token, logits.argmax(-1))
+        assert (logprob == 0).all()
+        assert torch.equal(raw_logprob, raw_logprobs(logits, token))
 
 
 def test_a_temperature_near_0_is_nearly_greedy_and_finite() -> None:
     logits = torch.randn(64, 500) * 100
-    drawn = sample(logits, choices(64, 1e-30), torch.arange(64), cut=False)
-    assert torch.equal(drawn.token, logits.argmax(-1))
-    assert drawn.logprob.isfinite().all()
+    token, logprob, _ = sample(logits, choices(64, 1e-30), torch.arange(64), cut=False)
+    assert torch.equal(token, logits.argmax(-1))
+    assert logprob.isfinite().all()
 
 
 def test_a_request_gets_the_same_alone_in_any_batch_and_in_any_order() -> None:
@@ -191,31 +191,31 @@ def test_a_request_gets_the_same_alone_in_any_batch_and_in_any_order() -> None:
         torch.rand(count) * 1.5 * (torch.arange(count) % 5 > 0), torch.rand(count).clamp(min=0.3) ** (torch.arange(count) % 2),
         torch.randint(0, 50, (count,)) * (torch.arange(count) % 3 == 0), torch.randint(0, 1 << 62, (count,)),
     )  # fmt: skip
-    together = sample_packed(logits, choice.tensors(), position, cut=True)
+    together = sample_packed(logits, choice, position, cut=True)
     order = torch.randperm(count)
-    mixed = sample_packed(logits[order], choice.rows(order).tensors(), position[order], cut=True)
+    mixed = sample_packed(logits[order], choice.rows(order), position[order], cut=True)
     assert torch.equal(mixed, together[:, order])
     for row in range(count):
         here = slice(row, row + 1)
         cut = bool(choice.top_p[row] < 1 or choice.top_k[row] > 0)
-        alone = sample_packed(logits[here], choice.rows(here).tensors(), position[here], cut=cut)
+        alone = sample_packed(logits[here], choice.rows(here), position[here], cut=cut)
         assert torch.equal(alone, together[:, here])
 
 
 def test_a_token_of_a_large_vocabulary_survives_being_packed() -> None:
     logits = torch.zeros(1, 300_000)
     logits[0, 299_999] = 50
-    assert sample_packed(logits, choices(1).tensors(), torch.tensor([0]), cut=False)[0].long().item() == 299_999
+    assert sample_packed(logits, choices(1), torch.tensor([0]), cut=False)[0].long().item() == 299_999
 
 
 @pytest.mark.parametrize(("top_p", "top_k", "temperature"), [(1.0, 0, 0.7), (0.8, 0, 1.0), (1.0, 3, 2.0)])
 def test_a_long_text_is_sampled_in_proportion(top_p: float, top_k: int, temperature: float) -> None:
     logits = torch.tensor([1.0, 0.5, 2.0, -1.0, 0.0, 1.5])
     one = choices(1, temperature, top_p, top_k, first_seed=5)
-    drawn = sample(
+    token, _, _ = sample(
         logits.expand(MANY, -1),
-        Choice(*(each.expand(MANY) for each in vars(one).values())),
+        Choice(*(each.expand(MANY) for each in one)),
         torch.arange(MANY),
         cut=True,
     )
-    assert surprise(drawn.token, truncated(logits[None] / temperature, one)[0].double().softmax(-1)) > SURE
+    assert surprise(token, truncated(logits[None] / temperature, one)[0].double().softmax(-1)) > SURE

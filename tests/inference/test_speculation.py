@@ -121,9 +121,9 @@ def test_greedy_text_is_the_models_own(seed: int, drafts: int, vocabulary: int) 
     rows = 6
     raw = (torch.randn(rows, drafts + 1, vocabulary) * 3).round() / 2  # with ties
     choice = same(rows, temperature=0.0)
-    repeated = Choice(*(each.repeat_interleave(drafts + 1) for each in vars(choice).values()))
+    repeated = Choice(*(each.repeat_interleave(drafts + 1) for each in choice))
     model = distribution(raw.flatten(0, 1), repeated, cut=False).unflatten(0, (rows, -1))
-    plain = sample(raw.flatten(0, 1), repeated, torch.arange(rows * (drafts + 1)), cut=False).token.view(rows, -1)
+    plain = sample(raw.flatten(0, 1), repeated, torch.arange(rows * (drafts + 1)), cut=False)[0].view(rows, -1)
     drafted = torch.where(torch.rand(rows, drafts) < 0.7, plain[:, :-1], torch.randint(0, vocabulary, (rows, drafts)))
     done = judge(model, torch.randn(rows, drafts, vocabulary), drafted, choice, torch.arange(rows))
     for row in range(rows):

@@ -21,9 +21,9 @@ from etude.inference.client import message_in
 from etude.inference.policy import Busy, Completion, PolicyInfo, Token
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from etude.inference.policy import Sampling
+    from etude.inference.policy import OnTokens, Sampling
 
 SYSTEM, USER, ASSISTANT, END = range(256, 260)
 ROLES = {SYSTEM: "system", USER: "user", ASSISTANT: "assistant"}
@@ -86,13 +86,10 @@ class EndpointPolicy:
 
     def __init__(self, url: str, model: str, token: str, timeout: float, context: int) -> None:
         self._url = url.rstrip("/")
-        self.info = PolicyInfo(
-            model, BYTES * context, 260, {"url": self._url, "tokens": "bytes of text, not for training"}
-        )
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._client = httpx2.AsyncClient(
-            headers=headers, timeout=httpx2.Timeout(timeout, connect=10.0), trust_env=False
-        )
+        details = {"url": self._url, "tokens": "bytes of text, not for training"}
+        self.info = PolicyInfo(model, BYTES * context, 260, details)
+        headers, patience = {"Authorization": f"Bearer {token}"} if token else {}, httpx2.Timeout(timeout, connect=10.0)
+        self._client = httpx2.AsyncClient(headers=headers, timeout=patience, trust_env=False)
 
     @classmethod
     async def open(
@@ -103,29 +100,22 @@ class EndpointPolicy:
         try:
             reply = await policy._ask("GET", "/models")
             names = [str(card["id"]) for card in reply["data"]]
-        except (KeyError, TypeError):
+            if not names or (model and model not in names):
+                raise UserError(f"{url} serves no model {model!r}{nearest(model, names)}")
+        except BaseException as error:
             await policy.close()
-            raise UserError(
-                f"{url}/models names no models: not an OpenAI-compatible endpoint; give its /v1 address"
-            ) from None
-        except BaseException:
-            await policy.close()
+            if isinstance(error, KeyError | TypeError):
+                wrong = "not an OpenAI-compatible endpoint; give its /v1 address"
+                raise UserError(f"{url}/models names no models: {wrong}") from None
             raise
-        if not names or (model and model not in names):
-            await policy.close()
-            raise UserError(f"{url} serves no model {model!r}{nearest(model, names)}")
         policy.info = replace(policy.info, name=model or names[0])
         return policy
 
     async def generate(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        session: str | None = None,  # noqa: ARG002 - endpoints find shared prefixes by themselves
-        on_tokens: Callable[[list[Token]], None] | None = None,
+        self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None, on_tokens: OnTokens = None
     ) -> Completion:
         """Return the endpoint's answer as bytes. Bounds count bytes here and tokens there: a token is a byte at least."""
+        del session  # endpoints find shared prefixes by themselves
         body: dict[str, Any] = {
             "model": self.info.name, "messages": messages_of(prompt), "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature, "top_p": sampling.top_p,

@@ -12,10 +12,11 @@ import contextlib
 import threading
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from etude.inference.kv_cache import LayerShape
@@ -26,13 +27,14 @@ if TYPE_CHECKING:
     from etude.inference.kv_cache import Cache, Plan
 
 NAME = "etude_cache"
+Turn = tuple[Tensor, Tensor] | None
 
 
 class Order(NamedTuple):
     """Requests by where their pages lie. None: they are in that order already."""
 
-    places: torch.Tensor | None
-    back: torch.Tensor | None
+    places: Tensor | None
+    back: Tensor | None
     runs: list[tuple[int, int, int]]  # from which request to which, and the first one's page
 
 
@@ -42,8 +44,10 @@ class Pass:
 
     cache: Cache
     plan: Plan
-    layer: int  # that attends next: layers come in order, and a compiler would compile one for each number it is told
-    masks: dict[int, torch.Tensor | None] = field(default_factory=dict)  # by window; the same for all layers
+    layer: int = (
+        0  # that attends next: layers come in order, and a compiler would compile one for each number it is told
+    )
+    masks: dict[int, Tensor | None] = field(default_factory=dict)  # by window; the same for all layers
     order: Order | None = None  # on a CPU; the same for all layers
 
 
@@ -55,33 +59,23 @@ class Probe:
     windows: set[int] = field(default_factory=set)  # that masks were asked for
 
 
+AnyPass = TypeVar("AnyPass", Pass, Probe)
 _now = threading.local()  # the pass of this thread: a model's code hands over tensors and settings, no objects of ours
 
 
 @contextlib.contextmanager
-def probing() -> Iterator[Probe]:
-    """Run a model inside this to learn what its layers keep; nothing is attended to."""
-    _now.it = Probe()
+def during(now: AnyPass) -> Iterator[AnyPass]:
+    """Run a model inside this: a `Pass`, or a `Probe` to learn what its layers keep, with nothing attended to."""
+    _now.it = now
     try:
-        yield _now.it
-    finally:
-        _now.it = None
-
-
-@contextlib.contextmanager
-def passing(cache: Cache, plan: Plan, first_layer: int = 0) -> Iterator[None]:
-    """Run a model inside this, or from some layer on."""
-    _now.it = Pass(cache, plan, first_layer)
-    try:
-        yield
+        yield now
     finally:
         _now.it = None
 
 
 def cached_attention(
-    query_1HND: torch.Tensor, key_1KND: torch.Tensor, value_1KND: torch.Tensor, scaling: float, window: int,
-    turn: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:  # fmt: skip
+    query_1HND: Tensor, key_1KND: Tensor, value_1KND: Tensor, scaling: float, window: int, turn: Turn = None
+) -> Tensor:
     """Return [1, N, H, D]; `window` 0: none; `turn`: see `attend`."""
     now: Pass | Probe = _now.it
     if isinstance(now, Probe):
@@ -100,61 +94,35 @@ def cached_attention(
 
 
 @torch.library.custom_op("etude::cached_attention", mutates_args=())  # type: ignore[untyped-decorator]
-def _opaque(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int) -> torch.Tensor:
+def _opaque(query: Tensor, key: Tensor, value: Tensor, turn: list[Tensor], scaling: float, window: int) -> Tensor:
     # To a compiler, one operation. That it changes the cache need not be known: nothing else touches it in between.
-    return cached_attention(query, key, value, scaling, window).contiguous()
+    return cached_attention(query, key, value, scaling, window, (turn[0], turn[1]) if turn else None).contiguous()
 
 
 @_opaque.register_fake  # type: ignore[untyped-decorator]
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int) -> torch.Tensor:
-    del key, scaling, window
-    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
-
-
-@torch.library.custom_op("etude::cached_attention_turned", mutates_args=())  # type: ignore[untyped-decorator]
-def _opaque_turned(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor,
-    scaling: float, window: int,
-) -> torch.Tensor:  # fmt: skip
-    return cached_attention(query, key, value, scaling, window, (cosine, sine)).contiguous()
-
-
-@_opaque_turned.register_fake  # type: ignore[untyped-decorator]
-def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor,
-    scaling: float, window: int,
-) -> torch.Tensor:  # fmt: skip
-    del key, cosine, sine, scaling, window
+def _(query: Tensor, key: Tensor, value: Tensor, turn: list[Tensor], scaling: float, window: int) -> Tensor:
+    del key, turn, scaling, window
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
 def _attention(
-    _module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+    _module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
     *, scaling: float, sliding_window: int | None = None, softcap: float | None = None, s_aux: Any = None, **_: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, None]:  # fmt: skip
     assert attention_mask is None
     if softcap is not None or s_aux is not None:
-        raise ValueError(
-            "its attention caps scores or has sinks, and ours does not"
-        )  # told as what is tried is: runner.py
+        raise ValueError("its attention caps scores or has sinks, and ours does not")  # shown by model_runner.py
     return attend(query, key, value, scaling, sliding_window or 0), None
 
 
-def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int,
-    turn: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:  # fmt: skip
+def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int, turn: Turn = None) -> Tensor:
     """Attend over the cache of the pass under way: [1, H, N, D] and twice [1, K, N, D] to [1, N, H, D].
 
     `turn`, on a GPU only: cosine and sine, [N, D], to turn queries and keys with.
     """
     if not torch.compiler.is_compiling():
         return cached_attention(query, key, value, scaling, window, turn)
-    return (
-        _opaque_turned(query, key, value, *turn, scaling, window)
-        if turn
-        else _opaque(query, key, value, scaling, window)
-    )
+    return _opaque(query, key, value, list(turn or ()), scaling, window)
 
 
 def _no_mask(*_: Any, local_size: int | None = None, **__: Any) -> None:
@@ -167,7 +135,7 @@ AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _no_mask)
 
 
-def _filled(cache: torch.Tensor, pages: list[int], length: int) -> torch.Tensor:
+def _filled(cache: Tensor, pages: list[int], length: int) -> Tensor:
     """Return what one request has in the cache, [1, K, L, D]: a view if it is in one page."""
     if len(pages) == 1:
         return cache[pages[0], :, :length][None]
@@ -175,11 +143,8 @@ def _filled(cache: torch.Tensor, pages: list[int], length: int) -> torch.Tensor:
     return cache[used].transpose(0, 1).flatten(1, 2)[None, :, :length]
 
 
-def _one_by_one(query_HND: torch.Tensor, layer: int, now: Pass, scaling: float, window: int) -> torch.Tensor:
+def _one_by_one(query_HND: Tensor, layer: int, now: Pass, scaling: float, window: int) -> Tensor:
     plan, cache = now.plan, now.cache
-    assert plan.counts is not None
-    assert plan.lengths is not None
-    assert plan.pages is not None
     done = []
     for part, pages, length in zip(query_HND.split(plan.counts, 1), plan.pages, plan.lengths, strict=True):
         key, value = _filled(cache.keys[layer], pages, length), _filled(cache.values[layer], pages, length)
@@ -195,10 +160,8 @@ def _one_by_one(query_HND: torch.Tensor, layer: int, now: Pass, scaling: float, 
     return torch.cat(done)
 
 
-def _together(query_HND: torch.Tensor, layer: int, now: Pass, scaling: float, window: int) -> torch.Tensor:
+def _together(query_HND: Tensor, layer: int, now: Pass, scaling: float, window: int) -> Tensor:
     plan = now.plan
-    assert plan.lengths is not None
-    assert plan.pages is not None
     requests, each, longest = len(plan.pages), plan.each, max(plan.lengths)
     keys, values = now.cache.keys[layer], now.cache.values[layer]
     heads = keys.shape[1]
@@ -228,9 +191,8 @@ def _neighbours(pages: list[int]) -> Order:
 
 
 def _by_neighbours(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, order: Order, longest: int,
-    mask: torch.Tensor | None, scaling: float,
-) -> torch.Tensor:  # fmt: skip
+    query: Tensor, keys: Tensor, values: Tensor, order: Order, longest: int, mask: Tensor | None, scaling: float
+) -> Tensor:
     """Attend to pages where they lie, a run of neighbours at a time: copying them first would take twice as long as reading them."""
     if order.places is not None:
         query, mask = query[order.places], mask[order.places] if mask is not None else None
@@ -245,16 +207,15 @@ def _by_neighbours(
     return out if order.back is None else out[order.back]
 
 
-def _stacked(cache: torch.Tensor, pages: list[list[int]], longest: int) -> torch.Tensor:
+def _stacked(cache: Tensor, pages: list[list[int]], longest: int) -> Tensor:
     """Return a copy of what all requests have in the cache, [G, K, L, D]."""
     used = -(-longest // cache.shape[2])
     table = torch.tensor([(each + [0] * used)[:used] for each in pages])
     return cache[table].transpose(1, 2).flatten(2, 3)[:, :, :longest]
 
 
-def _mask(plan: Plan, longest: int, groups: int, window: int) -> torch.Tensor | None:
+def _mask(plan: Plan, longest: int, groups: int, window: int) -> Tensor | None:
     """Return which positions each token sees, [G, 1, R·T, L]; None if that is all of them."""
-    assert plan.lengths is not None
     if plan.each == 1 and not window and min(plan.lengths) == longest:
         return None
     ahead = torch.arange(longest) - plan.position_N.view(-1, plan.each, 1)

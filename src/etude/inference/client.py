@@ -44,19 +44,15 @@ from etude.inference.weight_sync import BrokenStore, Swap
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-    OnTokens = Callable[[list[Token]], None] | None
+    from etude.inference.policy import OnTokens
+
     T = TypeVar("T")
 
 Meaning = Literal["both", "raw", "processed"]
 PROBE_TOKENS = 4
 ADDRESS = r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d+)?(/\S*)?|unix:/.+"
-MALFORMED = (
-    ValueError,
-    KeyError,
-    TypeError,
-    IndexError,
-    AttributeError,
-)  # what reading a reply of another shape raises
+# what reading a reply of another shape raises
+MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 BEAT = 1.0  # seconds between two questions whether the server is well
 
@@ -67,9 +63,7 @@ class ClientSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     connect: float = Field(default=5.0, gt=0, description="seconds to wait for a connection")
-    first_token: float = Field(
-        default=600.0, gt=0, description="seconds to wait for the first token, queueing included"
-    )
+    first_token: float = Field(default=600.0, gt=0, description="seconds to the first token, queueing included")
     between_tokens: float = Field(default=120.0, gt=0, description="seconds to wait for each further event of a stream")
     total: float = Field(default=3600.0, gt=0, description="seconds a whole completion may take")
     retries: int = Field(default=5, ge=0, description="retries of a request that got no answer")
@@ -108,9 +102,7 @@ def message_in(body: str) -> str:
 
 def exact(meaning: Meaning, sampling: Sampling) -> tuple[bool, bool]:
     """Return whether the server's number is the log-prob the token was sampled with, and whether it is the raw one."""
-    plain = sampling.temperature in {0.0, 1.0} and (
-        sampling.temperature == 0 or (sampling.top_p == 1 and sampling.top_k == 0)
-    )
+    plain = sampling.temperature == 0 or (sampling.temperature, sampling.top_p, sampling.top_k) == (1, 1, 0)
     return meaning != "raw" or plain, meaning != "processed" or plain
 
 
@@ -128,9 +120,8 @@ class _Answer:
 
     def __init__(self, prompt: Sequence[int], sampling: Sampling, meaning: Meaning) -> None:
         self.prompt, self.sampling = list(prompt), sampling
-        self.sampled, self.raw = (
-            0.0 if known else math.nan for known in exact(meaning, sampling)
-        )  # added to the number
+        # added to the number
+        self.sampled, self.raw = (0.0 if known else math.nan for known in exact(meaning, sampling))
         self.tokens: list[Token] = []
         self.began = 0  # tokens that came over connections before this one
         self.finish: str | None = None
@@ -209,7 +200,8 @@ class RemotePolicy:
             raise UserError(f"{url!r} is not the address of a server; write http://127.0.0.1:8000 or unix:/path")
         self.version = 0  # of the weights, as far as they were set through this client
         self.card: dict[str, Any] = {}  # what the server says of its model
-        self._settings, self._info = settings or ClientSettings(), PolicyInfo("", 0, vocabulary)
+        self._settings = settings or ClientSettings()
+        self.info = PolicyInfo("", 0, vocabulary)  # `details` says what the server's log-probs mean
         self._meaning: Meaning = "raw"  # until `open` has found out: then raw log-probs are the numbers as they came
         self._url = url.rstrip("/").removesuffix("/v1")
         self._limits: set[asyncio.Timeout] = set()
@@ -250,12 +242,12 @@ class RemotePolicy:
     async def connect(self, model: str = "") -> PolicyInfo:
         """Wait for the server and ask what it serves."""
         self.card, context = await self._insist(lambda: self._card(model))
-        vocabulary = self._info.vocabulary or self.card.get("vocabulary", 0)
-        self._info = PolicyInfo(self.card["id"], context, vocabulary)
+        vocabulary = self.info.vocabulary or self.card.get("vocabulary", 0)
+        self.info = PolicyInfo(self.card["id"], context, vocabulary)
         ours = self.card.get("owned_by") == "etude"
         self._meaning = "both" if ours else await self._find_meaning()
-        self._info.details.update(url=self._url, server="etude" if ours else "vLLM", logprobs=self._meaning)
-        return self._info
+        self.info.details.update(url=self._url, server="etude" if ours else "vLLM", logprobs=self._meaning)
+        return self.info
 
     async def ask_card(self, model: str = "") -> dict[str, Any]:
         """Return what the server says of a model, by default of its first."""
@@ -267,11 +259,6 @@ class RemotePolicy:
         if reply.status_code in {401, 403}:
             raise self._explained(f"{message_in(reply.text)} (status {reply.status_code})", UserError)
         return reply.status_code not in {404, 405}
-
-    @property
-    def info(self) -> PolicyInfo:
-        """The served model's name and context; `details` says what the server's log-probs mean."""
-        return self._info
 
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None, on_tokens: OnTokens = None
@@ -328,14 +315,7 @@ class RemotePolicy:
 
     def _check(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse here what the server would refuse, ignore or not report."""
-        if not prompt or {*map(type, prompt)} != {int}:
-            raise UserError("a prompt is token ids, whole numbers, at least one; this one is empty or holds others")
-        for token in (min(prompt), max(prompt), *sampling.stop_tokens):
-            if not 0 <= token < self._info.vocabulary:
-                raise UserError(f"token id {token} is outside the vocabulary of {self._info.vocabulary}")
-        if len(prompt) + sampling.max_tokens > self._info.context:
-            asked = f"{len(prompt)} tokens of prompt and max_tokens = {sampling.max_tokens}"
-            raise UserError(f"{asked} are more than the context of {self._info.context} tokens of {self._info.name}")
+        self.info.check(prompt, sampling, sampling.stop_tokens)
         sampled, raw = exact(self._meaning, sampling)
         if (self._settings.require_logprob and not sampled) or (sampling.alternatives and not raw):
             why = f"{self._url} reports {self._meaning} log-probs, not the ones required at this temperature, top_p and top_k"
@@ -343,7 +323,7 @@ class RemotePolicy:
 
     async def _find_meaning(self) -> Meaning:
         """Ask for the same tokens twice; the prompt is the largest id the caller may send, so a smaller vocabulary shows."""
-        probe = [max(0, self._info.vocabulary - 1)]
+        probe = [max(0, self.info.vocabulary - 1)]
         greedy = await self._sample(probe, Sampling(PROBE_TOKENS, temperature=0.0))
         hot = await self._sample(probe, Sampling(PROBE_TOKENS, temperature=2.0, top_k=1))
         return meaning_of(greedy.raw_logprobs, hot.raw_logprobs)
@@ -395,9 +375,8 @@ class RemotePolicy:
             except _TryAgain as again:
                 if self._closed:
                     raise ServerFailed(f"the policy at {self._url} is closed") from None
-                if (not left or again.after > own.longest_wait) and not (
-                    own.resume and not isinstance(again.final, Busy)
-                ):
+                outlived = own.resume and not isinstance(again.final, Busy)
+                if (not left or again.after > own.longest_wait) and not outlived:
                     raise again.final from again.__cause__
                 pause = max(again.after, wait * random.uniform(0.5, 1.0))  # noqa: S311 - so that all do not come at once
                 await asyncio.sleep(min(pause, own.longest_wait))
@@ -411,11 +390,9 @@ class RemotePolicy:
         limit = asyncio.timeout_at(min(now() + self._settings.first_token, end))
         self._limits.add(limit)
         try:
-            body = answer.body(self._info.name)
-            async with (
-                limit,
-                self._client.stream("POST", "/inference/v1/generate", content=body, headers=headers) as reply,
-            ):
+            body = answer.body(self.info.name)
+            sent = self._client.stream("POST", "/inference/v1/generate", content=body, headers=headers)
+            async with limit, sent as reply:
                 await self._refuse(reply)
                 async for event in self._events(reply):
                     fresh = self._read(answer, event)
@@ -451,7 +428,7 @@ class RemotePolicy:
             shown = data[:100].decode(errors="replace")
             raise ServerFailed(f"{self._url} sent no reply of the token API: {shown!r}") from error
         for token in fresh:
-            if not 0 <= token.id < self._info.vocabulary:
+            if not 0 <= token.id < self.info.vocabulary:
                 raise ServerFailed(f"{self._url} sampled {token.id}, outside the caller's vocabulary: another model")
         return fresh
 
@@ -481,9 +458,9 @@ class RemotePolicy:
     def _explained(self, message: str, fault: type[UserError]) -> UserError:
         """Say in our words what a server's message comes down to."""
         if "vocab" in message.lower():
-            return UserError(f"{self._url} does not know all {self._info.vocabulary} ids: another model; {message}")
+            return UserError(f"{self._url} does not know all {self.info.vocabulary} ids: another model; {message}")
         if "context length" in message or "max_model_len" in message:
-            return UserError(f"the request is too long for {self._info.name} at {self._url}: {message}")
+            return UserError(f"the request is too long for {self.info.name} at {self._url}: {message}")
         if "(status 401)" in message or "(status 403)" in message:
             return UserError(f"{self._url} asks for a token; pass the one it was started with: {message}")
         return fault(f"{self._url} {'failed' if fault is ServerFailed else 'refuses the request'}: {message}")

@@ -13,7 +13,6 @@ Shapes: R rows, P pages a row, k drafts, W = k + 1, D width of the model, V voca
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,28 +25,15 @@ from etude.inference.speculation import draft, judge
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch import Tensor
+
     from etude.inference.model_runner import Runner
-    from etude.inference.policy import Sampling
+    from etude.inference.request import Request
 
 
-@dataclass(frozen=True)
-class Begin:
-    """What a row is set to when its prompt is read."""
-
-    row: int
-    position: int  # of its first token
-    sampling: Sampling
-    seed: int
-    tokens: list[int]  # read so far
-    trail: torch.Tensor | None  # hidden states of the last of them, [at most W, D]
-
-
-@dataclass(frozen=True)
-class Written:
-    """What a step wrote."""
-
-    tokens: torch.Tensor  # [3, R, written]: token, log-prob, raw log-prob; token −1 where none was written
-    logits: torch.Tensor
+Written = tuple[
+    "Tensor", "Tensor"
+]  # [3, R, written]: token (−1: none was written), log-prob, raw log-prob; and the logits
 
 
 class Decoder:
@@ -56,14 +42,10 @@ class Decoder:
     def __init__(self, runner: Runner, rows: int, pages: int, *, graphs: bool) -> None:
         self.runner, self.rows = runner, rows
         device = runner.device
-        self.token = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.position = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.active = torch.zeros(rows, dtype=torch.int64, device=device)  # 0: an idle row stays where it is
+        integers = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(5))
+        self.token, self.position, self.active, top_k, seed = integers  # `active` 0: an idle row stays where it is
         self.table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
-        self.choice = Choice(
-            torch.zeros(rows, device=device), torch.ones(rows, device=device),
-            torch.zeros(rows, dtype=torch.int64, device=device), torch.zeros(rows, dtype=torch.int64, device=device),
-        )  # fmt: skip
+        self.choice = Choice(torch.zeros(rows, device=device), torch.ones(rows, device=device), top_k, seed)
         self._pages: list[list[int]] = [[0] for _ in range(rows)]  # as `table`, for a CPU
         self.drafts = runner.heads.depth if runner.heads else 0
         self.window = self.drafts + 1 if self.drafts else 0
@@ -71,26 +53,26 @@ class Decoder:
         self.trail = torch.zeros(rows, self.window, width, device=device, dtype=runner.dtype)
         self.known = torch.zeros(rows, self.window, dtype=torch.int64, device=device)
         # Hundreds of rows of a large vocabulary in float32: compiled, they are gone through a few times less.
-        fast = partial(torch.compile, dynamic=True) if graphs and runner.compiled else _as_it_is
+        fast: Any = partial(torch.compile, dynamic=True) if graphs and runner.compiled else lambda function: function
         self._sample, self._judge, self._draw = fast(sample_packed), fast(judge), fast(_drawn)
         self._graphs: dict[tuple[int, bool, bool], tuple[torch.cuda.CUDAGraph, Written]] | None = {} if graphs else None
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
-    def begin(self, rows: Sequence[Begin], logits_RV: torch.Tensor, *, cut: bool) -> torch.Tensor:
+    def begin(self, requests: Sequence[Request], logits_RV: Tensor, *, cut: bool) -> Tensor:
         """Set rows that begin, draw their first token from the logits of their prompts' ends; return what `sample_packed` does."""
         send = self.runner.send
-        index, position = send([each.row for each in rows]), send([each.position for each in rows])
-        choice = Choice(
-            send([float(each.sampling.temperature) for each in rows]), send([float(each.sampling.top_p) for each in rows]),
-            send([min(each.sampling.top_k, self.runner.vocabulary) for each in rows]), send([each.seed for each in rows]),
-        )  # fmt: skip
-        packed = sample_packed(logits_RV, choice.tensors(), position, cut=cut)
+        index, position = send([each.row for each in requests]), send([len(each.tokens) for each in requests])
+        asked, most = [each.sampling for each in requests], self.runner.vocabulary
+        scales, shares = [float(each.temperature) for each in asked], [float(each.top_p) for each in asked]
+        counts, seeds = [min(each.top_k, most) for each in asked], [each.seed for each in requests]
+        choice = Choice(*map(send, (scales, shares, counts, seeds)))
+        packed = sample_packed(logits_RV, choice, position, cut=cut)
         token = packed[0].long()
-        for target, values in zip(self.choice.tensors(), choice.tensors(), strict=True):
+        for target, values in zip(self.choice, choice, strict=True):
             target[index] = values
         self.token[index], self.position[index], self.active[index] = token, position, 1
-        for number, each in enumerate(rows if self.drafts else ()):
+        for number, each in enumerate(requests if self.drafts else ()):
             assert each.trail is not None
             self.trail[each.row] = 0
             self.trail[each.row, self.window - len(each.trail) :] = each.trail
@@ -133,13 +115,9 @@ class Decoder:
             function(rows, cut=cut)
             for target, value in zip((self.token, self.position, self.trail, self.known), kept, strict=True):
                 target.copy_(value)
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = function(rows, cut=cut)
-        return graph, result
+        return capture(partial(function, rows, cut=cut), self._pool)
 
-    def _plan(self, rows: int, first_R: torch.Tensor, each: int) -> Plan:
+    def _plan(self, rows: int, first_R: Tensor, each: int) -> Plan:
         """Return where `each` tokens of every row go; those before a text's beginning go where nobody reads."""
         device = first_R.device
         position = first_R[:, None] + torch.arange(each, device=device)
@@ -155,21 +133,21 @@ class Decoder:
     def _single(self, rows: int, *, cut: bool) -> Written:
         position = self.position[:rows]
         logits, hidden = self.runner.run(self.token[:rows], self._plan(rows, position, 1))
-        packed = self._sample(logits, self.choice.rows(slice(rows)).tensors(), position + 1, cut=cut)
+        packed = self._sample(logits, self.choice.rows(slice(rows)), position + 1, cut=cut)
         token = packed[0].long()
         if self.drafts:
             self.trail[:rows] = torch.cat([self.trail[:rows, 1:], hidden[:, None].to(self.trail.dtype)], 1)
             self.known[:rows] = torch.cat([self.known[:rows, 1:], token[:, None]], 1)
         self.token[:rows] = token
         self.position[:rows] += self.active[:rows]
-        return Written(packed[..., None], logits)
+        return packed[..., None], logits
 
     def _round(self, rows: int, *, cut: bool) -> Written:
         choice, count, position = self.choice.rows(slice(rows)), self.drafts, self.position[:rows]
         drafts_Rk, heads_RkV = self._draft(rows, choice, position, cut=cut)
         read_Rk1 = torch.cat([self.token[:rows, None], drafts_Rk], 1)
         logits, hidden = self.runner.run(read_Rk1.flatten(), self._plan(rows, position, count + 1))
-        each = Choice(*(value.repeat_interleave(count + 1) for value in choice.tensors()))
+        each = Choice(*(value.repeat_interleave(count + 1) for value in choice))
         model_Rk1V = distribution(logits, each, cut=cut).unflatten(0, (rows, -1))
         done = self._judge(model_Rk1V, heads_RkV, drafts_Rk, choice, position + 1)
         raw = raw_logprobs(logits, done.tokens_Rk1.flatten()).view(rows, -1)
@@ -182,11 +160,9 @@ class Decoder:
         self.token[:rows] = done.tokens_Rk1.gather(1, done.accepted_R[:, None])[:, 0]
         self.position[:rows] += (done.accepted_R + 1) * self.active[:rows]
         token = torch.where(written, done.tokens_Rk1, -1)
-        return Written(torch.stack([token.double(), done.logprobs_Rk1.double(), raw.double()]), logits)
+        return torch.stack([token.double(), done.logprobs_Rk1.double(), raw.double()]), logits
 
-    def _draft(
-        self, rows: int, choice: Choice, position: torch.Tensor, *, cut: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _draft(self, rows: int, choice: Choice, position: Tensor, *, cut: bool) -> tuple[Tensor, Tensor]:
         """Return k drafts for each row and what they were drawn from, as logits."""
         where = self._plan(rows, position - self.window, self.window)
         hidden = self.trail[:rows].flatten(0, 1)
@@ -201,16 +177,18 @@ class Decoder:
         return tokens[:, self.window :], torch.stack(drawn_from, 1)
 
 
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
-
-
-def _drawn(
-    logits_RV: torch.Tensor, choice: Choice, position: torch.Tensor, *, cut: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _drawn(logits_RV: Tensor, choice: Choice, position: Tensor, *, cut: bool) -> tuple[Tensor, Tensor]:
     """Return a draft, and what it was drawn from."""
     scaled_RV = distribution(logits_RV, choice, cut=cut)
     return draft(scaled_RV, choice, position), scaled_RV
+
+
+def capture(function: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Record a CUDA graph of a function that has run before; return what it will write to each time it is replayed."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        return graph, function()
 
 
 def bucket(rows: int, most: int) -> int:

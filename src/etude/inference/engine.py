@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from etude.errors import UserError
-from etude.inference.decoding import Begin, Decoder, bucket
-from etude.inference.policy import Completion, Token
+from etude.inference.decoding import Decoder, bucket
+from etude.inference.model_runner import split_routes
+from etude.inference.policy import Completion, PolicyInfo, Token
 from etude.inference.prefill import Prefill
 from etude.inference.request import Counts, Launched, Request, Rows, Stop
 from etude.inference.speculation import SpeculationSwitch
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from etude.inference.model_runner import Runner
-    from etude.inference.policy import FinishReason, Sampling
+    from etude.inference.policy import FinishReason, OnTokens, Sampling
     from etude.inference.prefix_cache import PrefixCache
+    from etude.inference.request import OnEnd
 
 WORTH_WAITING = 64  # tokens of a prompt that another request is reading just now
 
@@ -47,6 +49,7 @@ class Engine:
         self.runner, self.prefix_cache, self.context = runner, prefix_cache, context
         self.chunk, self.decode = chunk, decode
         self.drafts = runner.heads.depth if runner.heads else 0  # draft tokens a step
+        self.info = PolicyInfo("", context, runner.vocabulary, {"draft_tokens": self.drafts})
         self.beyond = 2 * self.drafts  # a round may begin before it is known that the last one ended a text
         most = -(-(context + self.beyond + 1) // prefix_cache.size)
         self.decoder = Decoder(runner, rows, most, graphs=graphs)
@@ -64,9 +67,8 @@ class Engine:
     # ---- what a caller does
 
     def submit(
-        self, prompt: Sequence[int], sampling: Sampling, session: str | None,
-        on_tokens: Callable[[list[Token]], None] | None, on_end: Callable[[Completion | Exception], None],
-    ) -> Request:  # fmt: skip
+        self, prompt: Sequence[int], sampling: Sampling, session: str | None, on_tokens: OnTokens, on_end: OnEnd
+    ) -> Request:
         """Take a request, or refuse it."""
         self.check(prompt, sampling)
         seed = secrets.randbits(62) if sampling.seed is None else sampling.seed % (1 << 62)
@@ -78,24 +80,11 @@ class Engine:
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse what cannot be done."""
-        if not prompt:
-            raise UserError("the prompt is empty; give at least one token")
-        if wrong_types := {*map(type, prompt)} - {int}:
-            raise UserError(f"a prompt is token ids, whole numbers; this one has {sorted(map(str, wrong_types))}")
-        low, high = min(prompt), max(prompt)
-        if low < 0 or high >= self.runner.vocabulary:
-            wrong = low if low < 0 else high
-            raise UserError(f"token {wrong} is not in the model's vocabulary of {self.runner.vocabulary}")
-        if (needed := len(prompt) + sampling.max_tokens) > self.context:
-            raise UserError(
-                f"{len(prompt)} tokens of prompt and max_tokens = {sampling.max_tokens} are more than the context of"
-                f" {self.context}; shorten the prompt or ask for fewer"
-            )
-        if needed + self.beyond > (room := self.prefix_cache.count * self.prefix_cache.size):
-            raise UserError(
-                f"the cache holds {room} positions, this request needs {needed + self.beyond};"
-                " give the engine more memory or ask for fewer tokens"
-            )
+        self.info.check(prompt, sampling)
+        needed = len(prompt) + sampling.max_tokens + self.beyond
+        if needed > (room := self.prefix_cache.count * self.prefix_cache.size):
+            asked = f"the cache holds {room} positions, this request needs {needed}"
+            raise UserError(f"{asked}; give the engine more memory or ask for fewer tokens")
         if sampling.experts and not self.runner.routers.layers:
             raise UserError("experts were asked for, but this model has no routers")
 
@@ -194,7 +183,9 @@ class Engine:
         watched = any(request.sampling.experts for request, _ in parts)
         with self.runner.routers.recording(wanted=watched) as routes:
             logits, hidden = self.prefill.read(tokens, places, last or [0], watched=watched)
-        for (request, count), states, routed in zip(parts, hidden.split(counts), routes.split(counts), strict=True):
+        for (request, count), states, routed in zip(
+            parts, hidden.split(counts), split_routes(routes, counts), strict=True
+        ):
             request.computed += count
             if request.sampling.experts:
                 request.routed.append(routed)
@@ -209,16 +200,12 @@ class Engine:
 
     def _start(self, ready: list[Request], logits: torch.Tensor) -> None:
         """Draw the first token of requests whose prompt is read, and make their rows active."""
-        rows = [
-            Begin(_row(request), len(request.tokens), request.sampling, request.seed, request.tokens, request.trail)
-            for request in ready
-        ]
-        packed = self.decoder.begin(rows, logits, cut=any(request.cut for request in ready))
+        packed = self.decoder.begin(ready, logits, cut=any(request.cut for request in ready))
         for request in ready:
             request.trail = None
-            self.rows.start(_row(request), request, len(_pages(request)) * self.prefix_cache.size)
-            self.rows.left[_row(request)] -= 1
-        self._show_pages([_row(request) for request in ready])
+            self.rows.start(request.row, request, len(_pages(request)) * self.prefix_cache.size)
+            self.rows.left[request.row] -= 1
+        self._show_pages([request.row for request in ready])
         self._launch(list(ready), packed[..., None], logits)
 
     # ---- rows
@@ -240,12 +227,12 @@ class Engine:
         watched = self.rows.watched > 0
         with self.speculation.timed(len(self.rows), ahead=ahead, written=lambda: self.counts.written_tokens):
             with self.runner.routers.recording(wanted=watched) as routes:
-                written = self.decoder.step(size, cut=self.rows.cut > 0, ahead=ahead, watched=watched)
-            for row, routed in enumerate(routes.split([1] * size)):
+                result, logits = self.decoder.step(size, cut=self.rows.cut > 0, ahead=ahead, watched=watched)
+            for row, routed in enumerate(split_routes(routes, [1] * size)):
                 if (request := self.rows.of[row]) and request.sampling.experts:
                     request.routed.append(routed)
             self.rows.launched()
-            self._launch(self.rows.of[:size], written.tokens, written.logits)
+            self._launch(self.rows.of[:size], result, logits)
             self.counts.steps += 1
             self.counts.rounds += ahead
             self._read_what_is_due()  # inside the timing: to launch a step takes no time
@@ -278,7 +265,7 @@ class Engine:
             return
         last = max([*self.prefilling, *self.rows.requests()], key=lambda each: each.number)
         self._withdraw(last)
-        last.row, last.trail, last.computed, last.launched, last.routed = None, None, 0, len(last.written), []
+        last.row, last.trail, last.computed, last.launched, last.routed = -1, None, 0, len(last.written), []
         self.waiting = deque(sorted([*self.waiting, last], key=lambda each: each.number))
         self.counts.preempted += 1
 
@@ -296,11 +283,10 @@ class Engine:
         self._flying.append(Launched(of, result, event, self.version, alternatives))
 
     def _read_what_is_due(self) -> None:
-        while len(self._flying) > (self._late if len(self.rows) else 0):
-            self._read(self._flying.popleft())
+        self._catch_up(self._late if len(self.rows) else 0)
 
-    def _catch_up(self) -> None:
-        while self._flying:
+    def _catch_up(self, but: int = 0) -> None:
+        while len(self._flying) > but:
             self._read(self._flying.popleft())
 
     def _read(self, done: Launched) -> None:
@@ -313,13 +299,12 @@ class Engine:
             if unclear and math.isnan(sum(written[2])):
                 self._end_damaged(request)
                 continue
-            new = [
-                Token(int(token), each, raw, version) for token, each, raw in zip(*written, strict=True) if token >= 0
-            ]
+            new = [Token(int(token), one, raw, version) for token, one, raw in zip(*written, strict=True) if token >= 0]
             if len(written[0]) > 1:
                 self._note_round(request, len(new) - 1)
-            if done.alternatives and request.sampling.alternatives:
-                new = [new[0]._replace(alternatives=done.alternatives_of(index, request.sampling.alternatives))]
+            if done.alternatives and (most := request.sampling.alternatives):
+                values, places = (each[index, :most].tolist() for each in done.alternatives)
+                new = [new[0]._replace(alternatives=tuple(zip(places, values, strict=True)))]
             self._take(request, new)
 
     def _end_damaged(self, request: Request) -> None:
@@ -334,7 +319,7 @@ class Engine:
     def _note_round(self, request: Request, accepted: int) -> None:
         self.counts.drafts += self.drafts
         self.counts.accepted += accepted
-        if self.rows.of[row := _row(request)] is not request:
+        if self.rows.of[row := request.row] is not request:
             request.computed += accepted  # it was asked for all it may write before this was read
             return
         self.rows.computed[row] += accepted
@@ -372,8 +357,8 @@ class Engine:
         """Take row and pages back; what was computed stays in the cache as long as there is room."""
         if request in self.prefilling:
             self.prefilling.remove(request)
-            self.rows.give_back(_row(request))
-        elif request.row is not None and self.rows.of[request.row] is request:
+            self.rows.give_back(request.row)
+        elif self.rows.of[request.row] is request:
             self._free_row(request.row)
         if request.held is not None:
             # The last token was written but not read; of what was launched after the end nothing is kept.
@@ -393,8 +378,3 @@ def _following(parts: list[tuple[Request, int]], depth: int) -> list[int]:
 def _pages(request: Request) -> list[int]:
     assert request.held is not None
     return request.held.pages
-
-
-def _row(request: Request) -> int:
-    assert request.row is not None
-    return request.row

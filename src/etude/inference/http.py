@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import inspect
 import ipaddress
 import logging
 import math
@@ -24,7 +25,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import from_json, to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -72,10 +73,11 @@ class Limits(BaseModel, extra="forbid", strict=True, frozen=True):
 class ApiError(Exception):
     """A request that is not answered, and why: a status and `{"error": {…}}`."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: Any = None
+    ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-        self.headers: dict[str, str] = {"www-authenticate": "Bearer"} if status == 401 else {}
+        self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
 
     def body(self) -> dict[str, Any]:
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
@@ -94,19 +96,17 @@ def as_api_error(error: Exception) -> ApiError:
         case UserError():
             return ApiError(400, str(error))
         case Busy():
-            busy = ApiError(429, str(error), code="queue_full")
-            busy.headers["retry-after"] = str(max(1, math.ceil(error.after)))
-            return busy
+            after = {"retry-after": str(max(1, math.ceil(error.after)))}
+            return ApiError(429, str(error), code="queue_full", headers=after)
         case TimeoutError():
-            late = "the request took longer than this server allows; ask for fewer tokens"
-            return ApiError(504, late, code="timeout")
+            return ApiError(
+                504, "the request took longer than this server allows; ask for fewer tokens", code="timeout"
+            )
         case EngineStopped():
             return ApiError(503, str(error))
         case HTTPException():
             paths = "/v1/chat/completions, /v1/completions, /v1/models and /inference/v1/generate"
-            refused = ApiError(error.status_code, f"{error.detail}; this server has {paths}")
-            refused.headers |= error.headers or {}
-            return refused
+            return ApiError(error.status_code, f"{error.detail}; this server has {paths}", headers=error.headers)
     log.error("a request failed", exc_info=error)
     return ApiError(500, "the server failed at this request; its log says why")
 
@@ -134,6 +134,9 @@ class Wire(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
         if not isinstance(value, dict):
             return value
         return {key: item for key, item in value.items() if item is not None and key not in ECHOED}
+
+
+Listed = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 
 
 class StreamOptions(Wire):
@@ -268,13 +271,10 @@ class Endpoint:
         served.in_flight += 1
         try:
             body = await read_body(receive, limits.max_request_bytes, limits.body_timeout)
-            return await _unless_it_hangs_up(receive, self._in_time(body, dict(scope["headers"]), reply))
+            answering = asyncio.wait_for(self.answer(body, dict(scope["headers"]), reply), limits.timeout)
+            return await _unless_it_hangs_up(receive, answering)
         finally:
             served.in_flight -= 1
-
-    async def _in_time(self, body: bytes, headers: dict[bytes, bytes], reply: Reply) -> None:
-        async with asyncio.timeout(self.served.limits.timeout):
-            await self.answer(body, headers, reply)
 
 
 async def _unless_it_hangs_up(receive: Receive, work: Awaitable[None]) -> str:
@@ -353,7 +353,7 @@ class Served:
 
     def __init__(self, policy: Policy, limits: Limits, gate: Gate | None = None) -> None:
         self.policy, self.limits, self.gate = policy, limits, gate or Gate()
-        self.metrics = Metrics(lambda: self.in_flight, getattr(policy, "statistics", None))
+        self.metrics = Metrics(lambda: self.in_flight, getattr(policy, "statistics", dict))
         self.in_flight = 0
 
     def inbox(self) -> Inbox:
@@ -382,20 +382,20 @@ class Served:
                 if done or tokens:
                     yield index, tokens, task.result() if done else None
             if left:
-                ending = asyncio.FIRST_COMPLETED
-                await asyncio.wait(left.values(), timeout=self.in_flight / EVENTS, return_when=ending)
+                await asyncio.wait(left.values(), timeout=self.in_flight / EVENTS, return_when="FIRST_COMPLETED")
 
     def count(self, prompt_tokens: int, completions: Sequence[Completion]) -> None:
         self.metrics.prompt_tokens.inc(prompt_tokens)
         self.metrics.completion_tokens.inc(sum(len(completion.tokens) for completion in completions))
 
-    def route(self, path: str, handle: Callable[[Request], Awaitable[Any]], method: str = "GET") -> Route:
-        """Return a route that answers with JSON or a response of its own, to those who may come in."""
+    def route(self, path: str, handle: Callable[[Request], Any], method: str = "GET") -> Route:
+        """Return a route that answers, at once or awaited, with JSON or a response of its own, to those who may come in."""
 
         async def guarded(request: Request) -> Response:
             try:
                 self.gate.check(request.scope)
-                value = await handle(request)
+                value = handle(request)
+                value = await value if inspect.isawaitable(value) else value
             except Exception as error:  # noqa: BLE001 - as an endpoint's
                 return as_api_error(error).response()
             return value if isinstance(value, Response) else JSONResponse(value)
@@ -415,33 +415,20 @@ class Served:
         async def refuse(_: Request, error: Exception) -> Response:
             return as_api_error(error).response()
 
-        async def metrics(_: Request) -> Response:
-            return Response(generate_latest(self.metrics.registry), media_type="text/plain; version=0.0.4")
-
-        every = [*routes, self.route("/metrics", metrics)]
+        page = lambda _: Response(generate_latest(self.metrics.registry), media_type="text/plain; version=0.0.4")  # noqa: E731
+        every = [*routes, self.route("/metrics", page)]
         return Starlette(routes=every, lifespan=lifespan, exception_handlers={HTTPException: refuse})
 
 
-class EngineCollector(Collector):
-    """What the engine itself counts, asked when somebody reads the page."""
+class Metrics(Collector):
+    """What a Prometheus server reads at `/metrics`. Each app has its own registry, so that two in one process do not mix.
 
-    def __init__(self, statistics: Callable[[], Mapping[str, int]]) -> None:
-        self._statistics = statistics
+    What the engine itself counts, its `statistics`, is asked when somebody reads the page.
+    """
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        for name, value in self._statistics().items():
-            yield GaugeMetricFamily(f"etude_engine_{name}", f"The engine's {name.replace('_', ' ')}.", value)
-
-
-class Metrics:
-    """What a Prometheus server reads at `/metrics`. Each app has its own registry, so that two in one process do not mix."""
-
-    def __init__(
-        self, in_flight: Callable[[], float], statistics: Callable[[], Mapping[str, int]] | None = None
-    ) -> None:
-        self.registry = own = CollectorRegistry()
-        if statistics:
-            own.register(EngineCollector(statistics))
+    def __init__(self, in_flight: Callable[[], float], statistics: Callable[[], Mapping[str, int]] = dict) -> None:
+        self.registry, self.statistics = CollectorRegistry(), statistics
+        (own := self.registry).register(self)
         labels = ("endpoint", "outcome")  # a status, or why there was none
         self.requests = Counter("etude_requests", "Requests that ended.", labels, registry=own)
         self.prompt_tokens = Counter("etude_prompt_tokens", "Tokens of prompts answered.", registry=own)
@@ -452,6 +439,10 @@ class Metrics:
         self.seconds = Histogram(*about, registry=own, buckets=SECONDS)
         first = ("etude_first_token_seconds", "Time to a stream's first token.")
         self.first_token = Histogram(*first, registry=own, buckets=SECONDS)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        for name, value in self.statistics().items():
+            yield GaugeMetricFamily(f"etude_engine_{name}", f"The engine's {name.replace('_', ' ')}.", value)
 
 
 # ---- the address
@@ -469,7 +460,8 @@ class Gate:
         headers = dict(scope["headers"])
         given = headers.get(b"authorization", b"")
         if self.token is not None and not hmac.compare_digest(given, b"Bearer " + self.token):
-            raise ApiError(401, "wrong or missing token; send Authorization: Bearer TOKEN", code="invalid_api_key")
+            message, asked = "wrong or missing token; send Authorization: Bearer TOKEN", {"www-authenticate": "Bearer"}
+            raise ApiError(401, message, code="invalid_api_key", headers=asked)
         host = headers.get(b"host", b"").decode("latin-1").lower()
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         if self.hosts is not None and name not in self.hosts:

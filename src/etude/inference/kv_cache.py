@@ -13,6 +13,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -43,7 +45,7 @@ class Cache:
             torch.zeros(pages + 1, each.heads, size, each.value_width, device=device, dtype=dtype) for each in layers
         ]
 
-    def write(self, layer: int, plan: Plan, key_KND: torch.Tensor, value_KND: torch.Tensor) -> None:
+    def write(self, layer: int, plan: Plan, key_KND: Tensor, value_KND: Tensor) -> None:
         """Put keys and values of a pass where they belong."""
         for cache, new in ((self.keys[layer], key_KND), (self.values[layer], value_KND)):
             cache[plan.page_N, :, plan.offset_N] = new.transpose(0, 1).to(cache.dtype)
@@ -58,31 +60,29 @@ class Cache:
 class Plan:
     """Where the tokens of a pass are: G requests, each with as many new tokens as the next or not, in order."""
 
-    page_N: torch.Tensor  # where each token's keys and values go
-    offset_N: torch.Tensor  # and where in that page
-    position_N: torch.Tensor
-    table_GP: torch.Tensor  # int32: pages of each request, 0 beyond its end
-    length_G: torch.Tensor  # int32: positions of each request, the new ones included
-    begin_G: torch.Tensor  # int32 [G + 1]: where its tokens begin among the N, and the end
+    page_N: Tensor  # where each token's keys and values go
+    offset_N: Tensor  # and where in that page
+    position_N: Tensor
+    table_GP: Tensor  # int32: pages of each request, 0 beyond its end
+    length_G: Tensor  # int32: positions of each request, the new ones included
+    begin_G: Tensor  # int32 [G + 1]: where its tokens begin among the N, and the end
     each: int  # new tokens a request, if all have as many; else 0
     longest: int  # the most new tokens a request has
-    counts: list[int] | None = None  # on a CPU: new tokens of each request
-    lengths: list[int] | None = None  # on a CPU: as length_G
-    pages: list[list[int]] | None = None  # on a CPU: as table_GP
-    blocks: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(
-        default_factory=dict
-    )  # on a GPU: how its kernel divides it
+    counts: list[int] = field(default_factory=list)  # on a CPU: new tokens of each request
+    lengths: list[int] = field(default_factory=list)  # on a CPU: as length_G
+    pages: list[list[int]] = field(default_factory=list)  # on a CPU: as table_GP
+    blocks: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # on a GPU: how its kernel divides it
 
 
-def place(table_GP: torch.Tensor, position_GT: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def place(table_GP: Tensor, position_GT: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return page and offset of positions, flattened."""
     page = table_GP.gather(1, position_GT // size)
     return page.flatten().long(), (position_GT % size).flatten()
 
 
 def locate(
-    table_GP: torch.Tensor, length_G: torch.Tensor, begin_G: torch.Tensor, tokens: int, size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    table_GP: Tensor, length_G: Tensor, begin_G: Tensor, tokens: int, size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return page, offset and position of each token of a pass, worked out on the device; tokens that are nobody's go to page 0."""
     index = torch.arange(tokens, device=begin_G.device, dtype=torch.int32)
     owner = torch.searchsorted(begin_G[1:], index, right=True, out_int32=True).clamp(max=len(length_G) - 1)
@@ -106,7 +106,7 @@ def plan(requests: Sequence[tuple[Sequence[int], int, int]], size: int, device: 
     begin = torch.tensor([0, *counts]).cumsum(0)
     each = counts[0] if len(set(counts)) == 1 else 0
 
-    def there(made: torch.Tensor) -> torch.Tensor:
+    def there(made: Tensor) -> Tensor:
         return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
     return Plan(

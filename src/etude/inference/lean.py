@@ -24,6 +24,9 @@ from etude.inference.attention import attend
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
+    from etude.inference.attention import Turn
     from etude.inference.kv_cache import LayerShape
 
 PLAIN_ROPE = {"default", "linear", "llama3", "yarn"}  # the others depend on how long a text is
@@ -44,45 +47,30 @@ class Shape:
 class Layer:
     """The weights of one layer."""
 
-    norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
-    out: torch.Tensor
-    out_bias: torch.Tensor | None
-    second_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    second_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
     scaling: float
     window: int
 
 
-@dataclass(frozen=True)
-class Entry:
-    """The weights of a head around its layer."""
-
-    embedded_norm: torch.Tensor
-    hidden_norm: torch.Tensor
-    join: torch.Tensor
-    norm: torch.Tensor
-
-
 def run_layer(
-    x_ND: torch.Tensor,
-    more_ND: torch.Tensor,
-    cosine_Nd: torch.Tensor,
-    sine_Nd: torch.Tensor,
-    layer: Layer,
-    shape: Shape,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x_ND: Tensor, more_ND: Tensor, cosine_Nd: Tensor, sine_Nd: Tensor, layer: Layer, shape: Shape
+) -> tuple[Tensor, Tensor]:
     """Add what the layer before has left to add, and return the sum with what this one has: a compiler joins it to the norm."""
     x_ND = x_ND + more_ND
     qkv = F.linear(_normed(x_ND, layer.norm, shape), layer.qkv, layer.qkv_bias)
     qkv_NHd = qkv.unflatten(1, (-1, shape.width))
     both = shape.heads + shape.kv_heads
     turned = qkv_NHd[:, :both]
-    turn: tuple[torch.Tensor, torch.Tensor] | None = (cosine_Nd, sine_Nd)
+    turn: Turn = (cosine_Nd, sine_Nd)
     if layer.query_norm is not None and layer.key_norm is not None:
         query, key = turned.split([shape.heads, shape.kv_heads], 1)
         query = F.rms_norm(query, query.shape[2:], layer.query_norm, shape.epsilon)
@@ -91,16 +79,15 @@ def run_layer(
         half = shape.width // 2
         swapped = torch.cat([-turned[..., half:], turned[..., :half]], -1)
         turned, turn = turned * cosine_Nd[:, None] + swapped * sine_Nd[:, None], None
-    query, key, value = (
-        each.transpose(0, 1)[None] for each in (turned[:, : shape.heads], turned[:, shape.heads :], qkv_NHd[:, both:])
-    )
+    parts = (turned[:, : shape.heads], turned[:, shape.heads :], qkv_NHd[:, both:])
+    query, key, value = (each.transpose(0, 1)[None] for each in parts)
     attended = attend(query, key, value, layer.scaling, layer.window, turn)
     x_ND = x_ND + F.linear(attended[0].flatten(1), layer.out, layer.out_bias)
     gate, up = F.linear(_normed(x_ND, layer.second_norm, shape), layer.gate_up).chunk(2, -1)
     return x_ND, F.linear(F.silu(gate) * up, layer.down)
 
 
-def _normed(x_ND: torch.Tensor, weight: torch.Tensor, shape: Shape) -> torch.Tensor:
+def _normed(x_ND: Tensor, weight: Tensor, shape: Shape) -> Tensor:
     """Return the norm of a sum in the dtype of the weights.
 
     Sums are kept in float32: in bf16 each layer would round what all before it made.
@@ -108,10 +95,11 @@ def _normed(x_ND: torch.Tensor, weight: torch.Tensor, shape: Shape) -> torch.Ten
     return F.rms_norm(x_ND, x_ND.shape[1:], weight.float(), shape.epsilon).to(weight.dtype)
 
 
-def _entered(embedded_ND: torch.Tensor, hidden_ND: torch.Tensor, own: Entry, shape: Shape) -> torch.Tensor:
+def _entered(embedded_ND: Tensor, hidden_ND: Tensor, weights: tuple[Tensor, ...], shape: Shape) -> Tensor:
     """Return what the layer of a head begins with."""
-    both = _normed(embedded_ND, own.embedded_norm, shape), _normed(hidden_ND, own.hidden_norm, shape)
-    return F.linear(torch.cat(both, -1), own.join).float()
+    embedded_norm, hidden_norm, join = weights
+    both = _normed(embedded_ND, embedded_norm, shape), _normed(hidden_ND, hidden_norm, shape)
+    return F.linear(torch.cat(both, -1), join).float()
 
 
 class Lean:
@@ -121,27 +109,20 @@ class Lean:
         self, model: Any, heads: Any | None, shapes: Sequence[LayerShape], positions: int, *, compiled: bool
     ) -> None:
         decoder = model.get_decoder()
-        config = decoder.config
-        attention = decoder.layers[0].self_attn
-        self.shape = Shape(
-            config.num_attention_heads, config.num_key_value_heads, attention.head_dim, config.rms_norm_eps
-        )
+        config, width = decoder.config, decoder.layers[0].self_attn.head_dim
+        self.shape = Shape(config.num_attention_heads, config.num_key_value_heads, width, config.rms_norm_eps)
         if (head := getattr(model, "lm_head", None)) is not None and model.get_output_embeddings() is head:
             _joined(model, ("lm_head",), "weight")
         self.embed, self.norm = model.get_input_embeddings().weight, decoder.norm.weight
         self.layers = [_layer(layer, seen) for layer, seen in zip(decoder.layers, shapes, strict=False)]
         self.heads = heads
         self.head_layers = [_layer(each.mtp_block, shapes[-1]) for each in heads.layers] if heads else []
-        self.entries = [
-            Entry(each.enorm.weight, each.hnorm.weight, each.eh_proj.weight, each.post_norm.weight)
-            for each in (heads.layers if heads else ())
-        ]
         places = torch.arange(positions, device=self.embed.device)[None]
         self.cosine, self.sine = (each[0] for each in decoder.rotary_emb(self.embed[:1], places))
-        compiler = torch.compile if compiled else _as_it_is
+        compiler = torch.compile if compiled else lambda function: function
         self._run, self._enter, self._leave = compiler(run_layer), compiler(_entered), compiler(_left)
 
-    def trunk(self, tokens_N: torch.Tensor, position_N: torch.Tensor) -> torch.Tensor:
+    def trunk(self, tokens_N: Tensor, position_N: Tensor) -> Tensor:
         """Return the hidden states after the last norm."""
         embedded, cosine, sine = F.embedding(tokens_N, self.embed), self.cosine[position_N], self.sine[position_N]
         x, more = embedded.float(), torch.zeros_like(embedded)
@@ -150,33 +131,29 @@ class Lean:
             x, more = self._run(x, more, cosine, sine, layer, self.shape)
         return self._leave(x, more, self.norm, self.shape)
 
-    def draft(
-        self, depth: int, hidden_ND: torch.Tensor, next_N: torch.Tensor, position_N: torch.Tensor
-    ) -> torch.Tensor:
+    def draft(self, depth: int, hidden_ND: Tensor, next_N: Tensor, position_N: Tensor) -> Tensor:
         """Return the hidden states of a head; as MtpHeads.step."""
         assert self.heads is not None
         number = 0 if self.heads.shared else depth
         embedded, cosine, sine = F.embedding(next_N, self.embed), self.cosine[position_N], self.sine[position_N]
         _of_any_length(embedded, hidden_ND, cosine, sine)
-        x, more = self._enter(embedded, hidden_ND, self.entries[number], self.shape), torch.zeros_like(embedded)
+        own = self.heads.layers[number]
+        entry = (own.enorm.weight, own.hnorm.weight, own.eh_proj.weight)
+        x, more = self._enter(embedded, hidden_ND, entry, self.shape), torch.zeros_like(embedded)
         _of_any_length(x, more)
         x, more = self._run(x, more, cosine, sine, self.head_layers[number], self.shape)
-        return self._leave(x, more, self.entries[number].norm, self.shape)
+        return self._leave(x, more, own.post_norm.weight, self.shape)
 
 
-def _left(x_ND: torch.Tensor, more_ND: torch.Tensor, norm: torch.Tensor, shape: Shape) -> torch.Tensor:
+def _left(x_ND: Tensor, more_ND: Tensor, norm: Tensor, shape: Shape) -> Tensor:
     """Return what comes out at the end."""
     return _normed(x_ND + more_ND, norm, shape)
 
 
-def _of_any_length(*values: torch.Tensor) -> None:
+def _of_any_length(*values: Tensor) -> None:
     """Tell the compiler that the number of tokens will change, and nothing else: so it knows widths, and makes faster code."""
     for each in values:
         torch._dynamo.maybe_mark_dynamic(each, 0)  # noqa: SLF001 - there is no other name for it
-
-
-def _as_it_is(function: Any) -> Any:
-    return function
 
 
 def fits(model: Any) -> bool:
@@ -203,21 +180,13 @@ def _is_usual(layer: Any) -> bool:
 
 
 def _layer(layer: Any, seen: LayerShape) -> Layer:
-    attention, feed = layer.self_attn, layer.mlp
+    attention, feed, inner = layer.self_attn, layer.mlp, ("q_proj", "k_proj", "v_proj")
+    query_norm, key_norm = (getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm"))
     return Layer(
-        layer.input_layernorm.weight,
-        _joined(attention, ("q_proj", "k_proj", "v_proj"), "weight"),
-        _joined(attention, ("q_proj", "k_proj", "v_proj"), "bias"),
-        attention.q_norm.weight if hasattr(attention, "q_norm") else None,
-        attention.k_norm.weight if hasattr(attention, "k_norm") else None,
-        _joined(attention, ("o_proj",), "weight"),
-        attention.o_proj.bias,
-        layer.post_attention_layernorm.weight,
-        _joined(feed, ("gate_proj", "up_proj"), "weight"),
-        _joined(feed, ("down_proj",), "weight"),
-        seen.scaling,
-        seen.window,
-    )
+        layer.input_layernorm.weight, _joined(attention, inner, "weight"), _joined(attention, inner, "bias"),
+        query_norm, key_norm, _joined(attention, ("o_proj",), "weight"), attention.o_proj.bias, layer.post_attention_layernorm.weight,
+        _joined(feed, ("gate_proj", "up_proj"), "weight"), _joined(feed, ("down_proj",), "weight"), seen.scaling, seen.window,
+    )  # fmt: skip
 
 
 def _joined(part: Any, names: tuple[str, ...], what: str) -> Any:

@@ -8,9 +8,9 @@ import contextlib
 import threading
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from transformers import AutoTokenizer
@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from etude.errors import UserError, one_line
 from etude.inference.engine import Engine
 from etude.inference.model_runner import Runner
-from etude.inference.policy import Busy, Completion, EngineStopped, PolicyInfo, Sampling
+from etude.inference.policy import Busy, Completion, EngineStopped, Sampling
 from etude.inference.prefix_cache import PrefixCache
 from etude.models.load import choose_device, load_model
 from etude.models.mtp_heads import load_heads
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from etude.inference.model_runner import Staged
-    from etude.inference.policy import Token
+    from etude.inference.policy import OnTokens
     from etude.inference.request import Request
 
+T = TypeVar("T")
 PAGE = 64  # positions, on a GPU; on a CPU a page is as long as the context, so that attention reads it in place
 ROWS = {"cpu": 32, "cuda": 512}
 CHUNK = {"cpu": 512, "cuda": 8192}  # tokens of prompts read in one step
@@ -42,7 +43,7 @@ class LocalPolicy:
 
     def __init__(self, engine: Engine, name: str, *, queue: int = 4096) -> None:
         self.engine, self.queue = engine, queue
-        self._info = PolicyInfo(name, engine.context, engine.runner.vocabulary, {"draft_tokens": engine.drafts})
+        self.info = replace(engine.info, name=name)
         self._mail: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._over: EngineStopped | None = None  # why nothing more is done
@@ -66,9 +67,8 @@ class LocalPolicy:
         model = load_model(folder, chosen, dtype or (torch.bfloat16 if gpu else torch.float32))
         heads = None if speculate is False else load_heads(folder, model)
         if speculate and heads is None:
-            raise UserError(
-                f"{folder} has no MTP heads to propose draft tokens; make them with the stage `mtp`, or leave speculation out"
-            )
+            advice = "make them with the stage `mtp`, or leave speculation out"
+            raise UserError(f"{folder} has no MTP heads to propose draft tokens; {advice}")
         tokeniser = AutoTokenizer.from_pretrained(folder)
         engine = build(
             model, heads, tokeniser.decode, context=context, rows=rows, memory=memory,
@@ -77,15 +77,9 @@ class LocalPolicy:
         engine.speculation.wish = speculate
         return cls(engine, name or folder.name, queue=queue)
 
-    @property
-    def info(self) -> PolicyInfo:
-        """Return what a caller may want to know beforehand."""
-        return self._info
-
     async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None,
-        on_tokens: Callable[[list[Token]], None] | None = None,
-    ) -> Completion:  # fmt: skip
+        self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None, on_tokens: OnTokens = None
+    ) -> Completion:
         """Return a completion; see Policy."""
         prompt = list(prompt)  # the caller's may have changed by the time it is read
         self.engine.check(prompt, sampling)
@@ -109,28 +103,21 @@ class LocalPolicy:
 
     async def update(self, weights: Mapping[str, torch.Tensor], version: int) -> float:
         """Put new weights in between two steps; requests under way go on with them. Return the seconds they had to wait."""
-        paused = list[float]()
 
-        def doing() -> None:
+        def timed() -> float:
             began = time.perf_counter()
             self.engine.update(weights, version)
-            paused.append(time.perf_counter() - began)
+            return time.perf_counter() - began
 
-        await self._ask(doing)
-        return paused[0]
+        return await self._ask(timed)
 
     async def pause(self, *, wanted: bool) -> None:
         """Stop after the step that runs, keeping all requests, or go on."""
-
-        def set_paused() -> None:
-            self.paused = wanted
-
-        await self._ask(set_paused)
+        await self._ask(lambda: setattr(self, "paused", wanted))
 
     def stage(self, weights: Mapping[str, torch.Tensor]) -> Staged:
         """Do of an update what can be done while requests run; in any thread."""
-        staged: Staged = self.engine.runner.stage(weights)
-        return staged
+        return self.engine.runner.stage(weights)  # type: ignore[no-any-return]
 
     async def beat(self) -> None:
         """Return when the engine comes to it, between two steps: at once if it is well, never if it hangs."""
@@ -153,20 +140,19 @@ class LocalPolicy:
         self._end(EngineStopped("the engine is closed"))
         await asyncio.to_thread(self._stop)
 
-    async def _ask(self, what: Callable[[], None]) -> None:
+    async def _ask(self, what: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
+        done: asyncio.Future[T] = loop.create_future()
 
         def doing() -> None:
             try:
-                what()
+                result: T | Exception = what()
             except Exception as error:  # noqa: BLE001 - it is the asker's, whatever it is
-                self._tell(loop, partial(_settle, done, error))
-            else:
-                self._tell(loop, partial(_settle, done, None))
+                result = error
+            self._tell(loop, partial(_settle, done, result))
 
         self._post(doing)
-        await done
+        return await done
 
     def _post(self, what: Callable[[], None]) -> None:
         with self._wake:
@@ -235,22 +221,13 @@ def build(  # noqa: PLR0913
     each = runner.bytes_of_position() * size
     pages = (memory or _memory(model.device, each, rows)) // each - 1
     if pages < 1:
-        raise UserError(
-            f"the cache needs at least {2 * each:,} bytes for {size} positions; give it more memory, or a smaller context"
-        )
+        needed = f"at least {2 * each:,} bytes for {size} positions"
+        raise UserError(f"the cache needs {needed}; give it more memory, or a smaller context")
     # In float32 transformers multiplies expert by expert, and asks the device for how many tokens: a graph cannot.
     graphs = kind == "cuda" and not (runner.routers.layers and runner.dtype == torch.float32)
     runner.allot(pages, size, context + beyond + 1)
-    return Engine(
-        runner,
-        PrefixCache(pages, size, version),
-        decode,
-        context=context,
-        rows=rows,
-        chunk=CHUNK[kind],
-        graphs=graphs,
-        say=say,
-    )
+    cache = PrefixCache(pages, size, version)
+    return Engine(runner, cache, decode, context=context, rows=rows, chunk=CHUNK[kind], graphs=graphs, say=say)
 
 
 def _longest(config: Any, drafts: int) -> int:
@@ -309,10 +286,6 @@ class SpeculationSpeed:
             f" as fast{pays}",
             f"acceptance rate {self.kept:.0%}, {self.tokens_a_round:.2f} tokens a step",
         ]
-
-    def as_dict(self) -> dict[str, float]:
-        """Return the figures."""
-        return asdict(self)
 
 
 def measure_speculation(model: Any, heads: Any, prompts: Sequence[Sequence[int]], new: int) -> SpeculationSpeed:

@@ -18,9 +18,10 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from etude.errors import UserError, one_line
-from etude.inference.attention import NAME, passing, probing
+from etude.inference.attention import NAME, Pass, Probe, during
 from etude.inference.kv_cache import Cache, plan
 from etude.inference.lean import Lean, fits
 
@@ -35,43 +36,35 @@ class Routers:
 
     def __init__(self, model: torch.nn.Module) -> None:
         decoder = model.get_decoder()
-        self._found: list[torch.Tensor] | None = None
+        self._recorded: list[Tensor] | None = None
         self.layers = [part for name, part in decoder.named_modules() if name.rpartition(".")[2] == "experts"]
         for layer in self.layers:
             layer.register_forward_pre_hook(self._note)
 
     def _note(self, _: Any, given: tuple[Any, ...]) -> None:
-        if self._found is not None:
-            self._found.append(given[1].reshape(-1, given[1].shape[-1]).to(torch.int16))
+        if self._recorded is not None:
+            self._recorded.append(given[1].reshape(-1, given[1].shape[-1]).to(torch.int16))
 
     @contextlib.contextmanager
-    def recording(self, *, wanted: bool) -> Iterator[Routes]:
-        """Run a pass inside this; what was chosen is there afterwards."""
-        routes = Routes([])
-        self._found = routes.layers if wanted else None
+    def recording(self, *, wanted: bool) -> Iterator[list[Tensor]]:
+        """Run a pass inside this; what was chosen is there afterwards, for each layer [N tokens, experts a token]."""
+        routes: list[Tensor] = []
+        self._recorded = routes if wanted else None
         try:
             yield routes
         finally:
-            self._found = None
+            self._recorded = None
 
 
-class Routes:
-    """What a pass chose: for each layer [N tokens, experts a token]."""
-
-    def __init__(self, layers: list[torch.Tensor]) -> None:
-        self.layers = layers
-
-    def split(self, counts: Sequence[int]) -> list[torch.Tensor | None]:
-        """Return [tokens, layers, experts a token] for each request of a pass, on the CPU; None if nothing was recorded."""
-        if not self.layers:
-            return [None] * len(counts)
-        return list(torch.stack(self.layers, 1).cpu().split(list(counts)))
+def split_routes(layers: list[Tensor], counts: Sequence[int]) -> list[Tensor | None]:
+    """Return [tokens, layers, experts a token] for each request of a pass, on the CPU; None if nothing was recorded."""
+    return list(torch.stack(layers, 1).cpu().split(list(counts))) if layers else [None] * len(counts)
 
 
 TRIED = 12  # tokens
 
 
-class Staged(dict[str, torch.Tensor]):
+class Staged(dict[str, Tensor]):
     """New weights that were checked and lie on the model's device: all that is left is to copy them over the old ones."""
 
 
@@ -86,14 +79,14 @@ class Runner:
         self.cache: Cache
         self.lean: Lean | None = None
         self.compiled = compiled
-        self._hidden: list[torch.Tensor] = []
-        model.get_decoder().register_forward_hook(
-            functools.partial(_keep, self._hidden)
-        )  # not us: a model outlives its cache
+        self._hidden: list[Tensor] = []
+        keep = functools.partial(_keep, self._hidden)  # not us: a model outlives its cache
+        model.get_decoder().register_forward_hook(keep)
         if model.config.get_text_config()._attn_implementation == NAME:  # noqa: SLF001 - it ran on another cache before
             model.set_attn_implementation("sdpa")
         with _trying(model):
-            self._own = _own_logits(model, self._tried())
+            with torch.inference_mode():
+                self._own = model(self._tried(), use_cache=False).logits[0]
             model.set_attn_implementation(NAME)
             self.layers = self._probe()
         if not self.layers:
@@ -109,22 +102,22 @@ class Runner:
         if fits(self.model):
             self.lean = Lean(self.model, self.heads, self.layers, positions or pages * size, compiled=self.compiled)
             with contextlib.suppress(UserError):
-                self._compare(self._own)
+                self._compare()
                 return
             self.lean = None
         with _trying(self.model):
-            self._compare(self._own)
+            self._compare()
         if self.compiled:
             for layer in _layers(self.model):
                 layer.compile(dynamic=True)
 
-    def _tried(self) -> torch.Tensor:
+    def _tried(self) -> Tensor:
         return (torch.arange(TRIED, device=self.device) * 7 + 1)[None] % self.vocabulary
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def _probe(self) -> list[LayerShape]:
         ids = self._tried()
-        with probing() as probe:
+        with during(Probe()) as probe:
             self.model(ids, position_ids=torch.arange(TRIED, device=self.device)[None], use_cache=False)
             hidden = self._hidden[0]
             for depth in range(self.heads.depth if self.heads else 0):
@@ -136,16 +129,16 @@ class Runner:
         self._trunk = len(probe.layers) - (self.heads.depth if self.heads else 0)
         return probe.layers
 
-    def _compare(self, own: torch.Tensor) -> None:
+    def _compare(self) -> None:
         """Compare with what the model says by itself: a pass over some tokens, then one token after the other."""
-        ids = self._tried()[0]
+        ids, own = self._tried()[0], self._own.float()
         pages = list(range(1, 2 + (TRIED - 1) // self.cache.size))
         steps = [(0, TRIED // 2), *((index, 1) for index in range(TRIED // 2, TRIED))]
         ours = []
         for first, count in steps:
             here = plan([(pages, first, count)], self.cache.size, self.device)
             ours.append(self.run(ids[first : first + count], here)[0])
-        differences = (torch.cat(ours).float() - own.float()).abs().amax(-1) / own.float().abs().max()
+        differences = (torch.cat(ours).float() - own).abs().amax(-1) / own.abs().max()
         # In bf16 a few tokens may be far off however it is computed: of SmolLM2's second by a quarter, on transformers' own code.
         exact = self.dtype == torch.float32
         difference = differences.max() if exact else differences.quantile(0.75)
@@ -156,14 +149,12 @@ class Runner:
             )
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
-    def run(
-        self, tokens_N: torch.Tensor, where: Plan, wanted: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, tokens_N: Tensor, where: Plan, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return logits of the wanted tokens (default: all), and the hidden state of all."""
         if self.lean:
             hidden = self.hidden(tokens_N, where)
             return self.head(hidden if wanted is None else hidden[wanted]), hidden
-        with passing(self.cache, where):
+        with during(Pass(self.cache, where)):
             output = self.model(
                 input_ids=tokens_N[None], position_ids=where.position_N[None], use_cache=False,
                 logits_to_keep=0 if wanted is None else wanted,
@@ -171,14 +162,14 @@ class Runner:
         return output.logits[0], self._hidden[0][0]
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
-    def hidden(self, tokens_N: torch.Tensor, where: Plan) -> torch.Tensor:
+    def hidden(self, tokens_N: Tensor, where: Plan) -> Tensor:
         """Return the hidden states alone, of a lean model."""
         assert self.lean is not None
-        with passing(self.cache, where):
+        with during(Pass(self.cache, where)):
             return self.lean.trunk(tokens_N, where.position_N)
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
-    def stage(self, weights: Mapping[str, torch.Tensor]) -> Staged:
+    def stage(self, weights: Mapping[str, Tensor]) -> Staged:
         """Check new weights and bring them to the device. In any thread, while the model runs: nothing of it is touched."""
         if self.device.type != "cuda":
             self._check(weights)
@@ -191,7 +182,7 @@ class Runner:
         return staged
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
-    def replace(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def replace(self, weights: Mapping[str, Tensor]) -> None:
         """Copy new weights over the old ones, in place, so that graphs stay good: all of them, or none if one does not fit."""
         if not isinstance(weights, Staged):
             self._check(weights)
@@ -201,13 +192,13 @@ class Runner:
             if new.is_cuda:
                 new.record_stream(torch.cuda.current_stream(self.device))  # its memory is not to be had before that
 
-    def _weights(self) -> dict[str, torch.Tensor]:
-        own: dict[str, torch.Tensor] = self.model.state_dict()  # parameters, and what a router is balanced with
+    def _weights(self) -> dict[str, Tensor]:
+        own: dict[str, Tensor] = self.model.state_dict()  # parameters, and what a router is balanced with
         if self.heads:
             own |= {f"mtp.{name}": value for name, value in self.heads.state_dict().items()}
         return own
 
-    def _check(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def _check(self, weights: Mapping[str, Tensor]) -> None:
         own = self._weights()
         for name, new in weights.items():
             if name not in own:
@@ -221,14 +212,14 @@ class Runner:
                 )
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
-    def draft(self, depth: int, hidden_ND: torch.Tensor, next_N: torch.Tensor, where: Plan) -> torch.Tensor:
+    def draft(self, depth: int, hidden_ND: Tensor, next_N: Tensor, where: Plan) -> Tensor:
         """Return the hidden state of a head, from that of the depth before."""
-        with passing(self.cache, where, self._trunk + depth):
+        with during(Pass(self.cache, where, self._trunk + depth)):
             if self.lean:
                 return self.lean.draft(depth, hidden_ND, next_N, where.position_N)
             return self._draft_step(depth, hidden_ND[None], next_N[None], where.position_N[None])[0]
 
-    def _draft_step(self, depth: int, hidden: Any, following: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    def _draft_step(self, depth: int, hidden: Any, following: Tensor, position: Tensor) -> Tensor:
         assert self.heads is not None
         model = self.model
         return self.heads.step(
@@ -241,12 +232,12 @@ class Runner:
         for each in (*self.cache.keys, *self.cache.values):
             each[list(pages)] = 0
 
-    def send(self, values: Sequence[float] | Sequence[Sequence[int]]) -> torch.Tensor:
+    def send(self, values: Sequence[float] | Sequence[Sequence[int]]) -> Tensor:
         """Return values as a tensor on the device, without waiting for it."""
         made = torch.tensor(values)
         return made.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else made
 
-    def head(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+    def head(self, hidden_ND: Tensor) -> Tensor:
         """Return the logits of hidden states; in float32, for bf16 numbers of their size lie 0.06 to 0.125 apart."""
         head = self.model.get_output_embeddings()
         if hidden_ND.is_cuda and hidden_ND.dtype != torch.float32 and getattr(head, "bias", None) is None:
@@ -254,7 +245,7 @@ class Runner:
         return head(hidden_ND)
 
 
-def _keep(kept: list[torch.Tensor], _: Any, __: Any, output: Any) -> None:
+def _keep(kept: list[Tensor], _: Any, __: Any, output: Any) -> None:
     kept[:] = [output.last_hidden_state]
 
 
@@ -271,8 +262,3 @@ def _trying(model: Any) -> Iterator[None]:
 
 def _layers(model: Any) -> Any:
     return next(part for part in model.get_decoder().children() if isinstance(part, torch.nn.ModuleList))
-
-
-@torch.inference_mode()  # type: ignore[untyped-decorator]
-def _own_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    return model(ids, use_cache=False).logits[0]

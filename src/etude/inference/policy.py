@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Optional, Protocol
 
 from etude.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 FinishReason = Literal["stop", "length"]
+OnTokens = Optional["Callable[[list[Token]], None]"]  # called on the event loop as tokens come
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,17 @@ class PolicyInfo:
     vocabulary: int
     details: dict[str, Any] = field(default_factory=dict)
 
+    def check(self, prompt: Sequence[int], sampling: Sampling, others: Iterable[int] = ()) -> None:
+        """Refuse what cannot be sampled; `others`: further tokens that must be in the vocabulary."""
+        if not prompt or {*map(type, prompt)} != {int}:
+            raise UserError("a prompt is token ids, whole numbers, at least one; this one is empty or holds others")
+        for token in (min(prompt), max(prompt), *others):
+            if not 0 <= token < self.vocabulary:
+                raise UserError(f"token id {token} is outside the vocabulary of {self.vocabulary}")
+        if len(prompt) + sampling.max_tokens > self.context:
+            asked = f"{len(prompt)} tokens of prompt and max_tokens = {sampling.max_tokens}"
+            raise UserError(f"{asked} are more than the context of {self.context} tokens; shorten one or the other")
+
 
 class Busy(Exception):  # noqa: N818 - a state, not a mistake
     """The policy has as many requests as it may hold; try again in `after` seconds."""
@@ -121,14 +133,12 @@ class Policy(Protocol):
         ...
 
     async def generate(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        session: str | None = None,  # requests of one session extend each other: what was computed is kept
-        on_tokens: Callable[[list[Token]], None] | None = None,  # called on the event loop as tokens come
+        self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None, on_tokens: OnTokens = None
     ) -> Completion:
-        """Return a completion. UserError: the request is wrong. Busy: not now."""
+        """Return a completion. UserError: the request is wrong. Busy: not now.
+
+        Requests of one session extend each other: what was computed is kept. `on_tokens` is called on the event loop.
+        """
         ...
 
     async def close(self) -> None:

@@ -8,15 +8,18 @@ the device, inside the graph, from three small tables; tokens and requests that 
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from etude.inference.decoding import bucket
+from etude.inference.decoding import bucket, capture
 from etude.inference.kv_cache import Plan, locate, plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch import Tensor
 
     from etude.inference.model_runner import Runner
 
@@ -30,7 +33,7 @@ class Prefill:
 
     def __init__(self, runner: Runner, chunk: int, rows: int, pages: int, *, graphs: bool) -> None:
         self.runner, self.chunk = runner, max(chunk, LEAST)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] | None = None
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] | None = None
         if graphs and runner.lean:
             self._graphs, self._pool = {}, torch.cuda.graph_pool_handle()
             depths = 1 + (runner.heads.depth if runner.heads else 0)
@@ -42,7 +45,7 @@ class Prefill:
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def read(
         self, tokens: Sequence[Sequence[int]], places: Places, wanted: Sequence[int], *, watched: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Return logits of the wanted tokens and the hidden states of all, which the next pass may overwrite.
 
         `tokens`: those to read, then for each head those that follow them. `watched`: somebody looks into the model meanwhile.
@@ -53,14 +56,16 @@ class Prefill:
         size = bucket(max(count, LEAST), self.chunk)
         self._lay_out(tokens, places, size)
         if size not in self._graphs:
-            self._graphs[size] = self._record(size)
+            for _ in range(2):  # kernels are compiled, libraries begun; what it writes into the cache is written again
+                self._pass(size)
+            self._graphs[size] = capture(partial(self._pass, size), self._pool)
         graph, hidden = self._graphs[size]
         graph.replay()
         return self.runner.head(hidden[self.runner.send(wanted)]), hidden[:count]
 
     def _without_graph(
         self, tokens: Sequence[Sequence[int]], places: Places, wanted: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         runner = self.runner
         where = plan(places, runner.cache.size, runner.device)
         logits, hidden = runner.run(runner.send(tokens[0]), where, runner.send(wanted))
@@ -80,16 +85,7 @@ class Prefill:
         self._length.copy_(send([first + new for _, first, new in places] + [0] * more))
         self._begin.copy_(send(begin + [count] * more))
 
-    def _record(self, size: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        for _ in range(2):  # kernels are compiled, libraries begun; what it writes into the cache is written again
-            self._pass(size)
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            hidden = self._pass(size)
-        return graph, hidden
-
-    def _pass(self, size: int) -> torch.Tensor:
+    def _pass(self, size: int) -> Tensor:
         runner, most = self.runner, min(size, len(self._length))
         table, length, begin = self._table[:most], self._length[:most], self._begin[: most + 1]
         located = locate(table, length, begin, size, runner.cache.size)

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from etude.inference.policy import Completion, Sampling, Token
+    from etude.inference.policy import Completion, OnTokens, Sampling, Token
     from etude.inference.prefix_cache import Held
+
+    OnEnd = Callable[[Completion | Exception], None]
 
 
 @dataclass(eq=False)
@@ -31,10 +33,10 @@ class Request:
     seed: int
     tokens: list[int]  # prompt and completion, as far as the host knows
     stop: Stop
-    on_tokens: Callable[[list[Token]], None] | None
-    on_end: Callable[[Completion | Exception], None]
+    on_tokens: OnTokens
+    on_end: OnEnd
     held: Held | None = None
-    row: int | None = None
+    row: int = -1
     computed: int = 0  # positions in the cache, as of what was launched; while it runs, its row knows
     launched: int = 0  # tokens asked of the device before its row began
     prefix: int = -1  # positions that were in the cache when it began, this time; −1: it has not begun yet
@@ -69,11 +71,6 @@ class Launched:
     event: Any
     version: int
     alternatives: list[torch.Tensor]  # log-probs and tokens, likeliest first, where anybody asked
-
-    def alternatives_of(self, index: int, count: int) -> tuple[tuple[int, float], ...]:
-        """Return the likeliest tokens at a place, with their log-probs."""
-        values, places = (each[index, :count].tolist() for each in self.alternatives)
-        return tuple(zip(places, values, strict=True))
 
 
 @dataclass

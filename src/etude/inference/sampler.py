@@ -8,43 +8,32 @@ Shapes: R requests, V tokens of the vocabulary, W blocks of the vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BLOCK = 128  # of the vocabulary, for drawing in two steps
 _MIX = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # SplitMix64
 
 
-@dataclass
-class Choice:
+class Choice(NamedTuple):
     """How each request is sampled, as tensors [R]."""
 
-    temperature: torch.Tensor  # float32; 0: the likeliest token
-    top_p: torch.Tensor  # float32
-    top_k: torch.Tensor  # int64; 0: all
-    seed: torch.Tensor  # int64
+    temperature: Tensor  # float32; 0: the likeliest token
+    top_p: Tensor  # float32
+    top_k: Tensor  # int64; 0: all
+    seed: Tensor  # int64
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return all of them, in the order of the fields."""
-        return self.temperature, self.top_p, self.top_k, self.seed
-
-    def rows(self, rows: torch.Tensor | slice) -> Choice:
+    def rows(self, rows: Tensor | slice) -> Choice:
         """Return some of them."""
-        return Choice(self.temperature[rows], self.top_p[rows], self.top_k[rows], self.seed[rows])
+        return Choice(*(each[rows] for each in self))
 
 
-@dataclass
-class Drawn:
-    """Tokens drawn, [R] each."""
-
-    token: torch.Tensor
-    logprob: torch.Tensor  # under the distribution drawn from
-    raw_logprob: torch.Tensor  # at temperature 1 with nothing cut off
-
-
-def uniform(seed: torch.Tensor, position: torch.Tensor, stream: int = 0) -> torch.Tensor:
+def uniform(seed: Tensor, position: Tensor, stream: int = 0) -> Tensor:
     """Return numbers in (0, 1), float32, that depend on seed, position and stream only.
 
     Never 0: it would draw the first token that has any weight, be it 1e-30.
@@ -56,12 +45,12 @@ def uniform(seed: torch.Tensor, position: torch.Tensor, stream: int = 0) -> torc
     return (_shifted(mixed, 41).float() + 0.5) * 2.0**-23
 
 
-def _shifted(value: torch.Tensor, by: int) -> torch.Tensor:
+def _shifted(value: Tensor, by: int) -> Tensor:
     """Shift right as if unsigned, which torch's int64 is not."""
     return (value >> by) & ((1 << (64 - by)) - 1)
 
 
-def draw(weights_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:
+def draw(weights_RV: Tensor, uniform_R: Tensor) -> Tensor:
     """Return a token for each row, drawn in proportion to its weights: first a block of the vocabulary, then a token in it.
 
     A running sum over all of a vocabulary is slow on a GPU, and in float32 its end would be coarse.
@@ -76,7 +65,7 @@ def draw(weights_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:
     return (block_R1 * BLOCK + _first_above(within_R1, chosen_RB.cumsum(-1), chosen_RB))[:, 0]
 
 
-def _first_above(goal_R1: torch.Tensor, ends_RX: torch.Tensor, weights_RX: torch.Tensor) -> torch.Tensor:
+def _first_above(goal_R1: Tensor, ends_RX: Tensor, weights_RX: Tensor) -> Tensor:
     """Return the first place whose running sum is above the goal; the last if none is. Never one without weight.
 
     A GPU adds up in another order for each place, so that a running sum may rise where there is nothing to add.
@@ -86,7 +75,7 @@ def _first_above(goal_R1: torch.Tensor, ends_RX: torch.Tensor, weights_RX: torch
     return torch.where(real_RX & (ends_RX > goal_R1), place, last_R1).amin(-1, keepdim=True)
 
 
-def truncated(logits_RV: torch.Tensor, choice: Choice) -> torch.Tensor:
+def truncated(logits_RV: Tensor, choice: Choice) -> Tensor:
     """Return the logits with what top-k, then top-p leave out at −∞; the likeliest token always stays."""
     ordered_RV, places_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits_RV.shape[1], device=logits_RV.device)
@@ -97,7 +86,7 @@ def truncated(logits_RV: torch.Tensor, choice: Choice) -> torch.Tensor:
     return logits_RV.masked_fill(~torch.zeros_like(keep_RV).scatter(1, places_RV, keep_RV), -torch.inf)
 
 
-def distribution(logits_RV: torch.Tensor, choice: Choice, *, cut: bool) -> torch.Tensor:
+def distribution(logits_RV: Tensor, choice: Choice, *, cut: bool) -> Tensor:
     """Return what each request draws from, as logits: scaled and, where any asks for it, cut; for temperature 0 see `sample`."""
     # Divided by next to nothing, two logits may become one, and the likeliest token another.
     scale_R = torch.where(choice.temperature == 0, 1.0, choice.temperature.clamp(min=1e-6))
@@ -105,8 +94,8 @@ def distribution(logits_RV: torch.Tensor, choice: Choice, *, cut: bool) -> torch
     return truncated(scaled_RV, choice) if cut else scaled_RV
 
 
-def sample(logits_RV: torch.Tensor, choice: Choice, position: torch.Tensor, *, cut: bool) -> Drawn:
-    """Draw a token for each request. `cut`: some request has top-k or top-p (it costs a sort)."""
+def sample(logits_RV: Tensor, choice: Choice, position: Tensor, *, cut: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return token, log-prob as sampled and raw log-prob for each request. `cut`: some has top-k or top-p (it costs a sort)."""
     raw_RV = logits_RV.float()
     greedy = choice.temperature == 0
     scaled_RV = distribution(raw_RV, choice, cut=cut)
@@ -114,18 +103,15 @@ def sample(logits_RV: torch.Tensor, choice: Choice, position: torch.Tensor, *, c
     drawn = draw(weights_RV, uniform(choice.seed, position))
     token = torch.where(greedy, raw_RV.argmax(-1), drawn)
     logprob = weights_RV.gather(1, token[:, None])[:, 0].log() - weights_RV.sum(-1).log()
-    return Drawn(token, torch.where(greedy, 0.0, logprob), raw_logprobs(raw_RV, token))
+    return token, torch.where(greedy, 0.0, logprob), raw_logprobs(raw_RV, token)
 
 
-def sample_packed(
-    logits_RV: torch.Tensor, choice: tuple[torch.Tensor, ...], position: torch.Tensor, *, cut: bool
-) -> torch.Tensor:
+def sample_packed(logits_RV: Tensor, choice: Choice, position: Tensor, *, cut: bool) -> Tensor:
     """Return token, log-prob and raw log-prob as one tensor, [3, R], which one copy brings to the host; float64 holds any token."""
-    drawn = sample(logits_RV, Choice(*choice), position, cut=cut)
-    return torch.stack([drawn.token.double(), drawn.logprob.double(), drawn.raw_logprob.double()])
+    return torch.stack([each.double() for each in sample(logits_RV, choice, position, cut=cut)])
 
 
-def raw_logprobs(logits_RV: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+def raw_logprobs(logits_RV: Tensor, token: Tensor) -> Tensor:
     """Return the log-probs of some tokens at temperature 1."""
     raw_RV = logits_RV.float()
     return raw_RV.gather(1, token[:, None])[:, 0] - raw_RV.logsumexp(-1)

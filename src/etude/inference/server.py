@@ -22,11 +22,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from etude.inference.http import ApiError, Endpoint, StreamOptions, Wire, parse, running, supported
+from etude.inference.http import ApiError, Endpoint, Listed, StreamOptions, Wire, parse, running, supported
 from etude.inference.policy import Sampling
 from etude.inference.weight_sync import BrokenStore
 
@@ -44,10 +44,6 @@ LEAST = -9999.0  # what clients expect for a log-prob of minus infinity, which J
 SESSION = b"x-session-id"  # requests of one session extend each other: what was computed is kept
 
 
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 class SamplingParams(Wire):
     """How to sample, under vLLM's names and defaults."""
 
@@ -57,7 +53,7 @@ class SamplingParams(Wire):
     top_k: int = 0  # 0 or −1: all
     seed: int | None = None
     n: int = Field(default=1, ge=1, le=1)
-    stop: Annotated[list[str], BeforeValidator(_listed)] = Field(default=[])
+    stop: Annotated[list[str], Listed] = Field(default=[])
     stop_token_ids: list[int] = Field(default=[])
     ignore_eos: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -128,15 +124,17 @@ class TokenEndpoint(Endpoint):
 
     async def _whole(self, request: TokenRequest, tasks: Tasks, reply: Reply) -> None:
         done = await asyncio.shield(tasks[0])
-        await reply.json(200, _Shape(request).event(done.tokens, done) | {"usage": _usage(request, done)})
+        await reply.json(
+            200, _Shape(request).event(done.tokens, done) | {"usage": usage(len(request.token_ids), [done])}
+        )
 
     async def _stream(self, request: TokenRequest, tasks: Tasks, inbox: Inbox, reply: Reply) -> None:
         shape = _Shape(request)
         async for _, tokens, completion in self.served.as_they_come(tasks, inbox):
             await reply.event(shape.event(completion.tokens[shape.sent :] if completion else tokens, completion))
         if request.stream_options.include_usage:
-            usage = {"choices": [], "usage": _usage(request, tasks[0].result())}
-            await reply.event({"request_id": request.request_id, **usage})
+            counts = usage(len(request.token_ids), [tasks[0].result()])
+            await reply.event({"request_id": request.request_id, "choices": [], "usage": counts})
         await reply.event(b"[DONE]", last=True)
 
     async def abort(self, request: Request) -> dict[str, Any]:
@@ -183,16 +181,17 @@ def _logprob(token: Token) -> dict[str, Any]:
     if token.logprob != token.raw_logprob:
         entry["sampled_logprob"] = token.logprob
     if token.alternatives:
-        entry["top_logprobs"] = [
-            {"token_id": other, "logprob": max(value, LEAST)} for other, value in token.alternatives
-        ]
+        others = [{"token_id": other, "logprob": max(value, LEAST)} for other, value in token.alternatives]
+        entry["top_logprobs"] = others
     return entry
 
 
-def _usage(request: TokenRequest, done: Completion) -> dict[str, Any]:
-    into, out = len(request.token_ids), len(done.tokens)
-    details = {"prompt_tokens_details": {"cached_tokens": done.cached}}
-    return {"prompt_tokens": into, "completion_tokens": out, "total_tokens": into + out} | details
+def usage(prompt_tokens: int, completions: Sequence[Completion]) -> dict[str, Any]:
+    """Return how many tokens went in and came out."""
+    out = sum(len(completion.tokens) for completion in completions)
+    cached = min(prompt_tokens, sum(completion.cached for completion in completions))
+    counts = {"prompt_tokens": prompt_tokens, "completion_tokens": out, "total_tokens": prompt_tokens + out}
+    return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
 
 
 def _npy(experts: Any) -> str:
@@ -202,49 +201,45 @@ def _npy(experts: Any) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-class WeightRoutes:
+def weight_routes(served: Served, receiver: Receiver) -> list[Route]:
     """The weight life cycle of our engine; its weights come from one store."""
+    lock, policy = asyncio.Lock(), receiver.policy
 
-    def __init__(self, receiver: Receiver) -> None:
-        self.receiver = receiver
-        self.lock = asyncio.Lock()
-        self.post = {"/start_weight_update": self.start, "/update_weights": self.update, "/finish_weight_update": self.finish,
-                     "/pause": self.pause, "/resume": self.resume}  # fmt: skip
-        self.get = {"/weight_info": self.info, "/is_paused": self.is_paused}
-
-    async def start(self, _: Request) -> dict[str, Any]:
-        return {"message": "Weight update started"}  # nothing stops before the weights are there
-
-    async def update(self, request: Request) -> dict[str, Any]:
+    async def update(request: Request) -> dict[str, Any]:
         version = (await request.json()).get("update_info", {}).get("version")
         if type(version) is not int:
             raise ApiError(400, "update_info.version: give the number of a version of the weight store")
-        async with self.lock:
+        async with lock:
             try:
-                await self.receiver.stage(version)
+                await receiver.stage(version)
             except BrokenStore as error:
                 raise ApiError(409, str(error)) from None
         return {"message": "Weights updated"}
 
-    async def finish(self, _: Request) -> dict[str, Any]:
-        async with self.lock:
-            return {"message": "Weight update finished", **asdict(await self.receiver.commit())}
+    async def finish(_: Request) -> dict[str, Any]:
+        async with lock:
+            return {"message": "Weight update finished", **asdict(await receiver.commit())}
 
-    async def info(self, _: Request) -> dict[str, Any]:
-        return {"weight_version": str(self.receiver.version)}
-
-    async def pause(self, request: Request) -> dict[str, Any]:
+    async def pause(request: Request) -> dict[str, Any]:
         if (mode := request.query_params.get("mode", "abort")) != "keep":
             raise ApiError(400, f"mode = {mode!r}: this engine pauses with mode=keep only; abort requests by their ids")
-        await self.receiver.policy.pause(wanted=True)
+        await policy.pause(wanted=True)
         return {"status": "paused"}
 
-    async def resume(self, _: Request) -> dict[str, Any]:
-        await self.receiver.policy.pause(wanted=False)
+    async def resume(_: Request) -> dict[str, Any]:
+        await policy.pause(wanted=False)
         return {"status": "resumed"}
 
-    async def is_paused(self, _: Request) -> dict[str, Any]:
-        return {"is_paused": self.receiver.policy.paused}
+    return [
+        # Nothing stops before the weights are there.
+        served.route("/start_weight_update", lambda _: {"message": "Weight update started"}, "POST"),
+        served.route("/update_weights", update, "POST"),
+        served.route("/finish_weight_update", finish, "POST"),
+        served.route("/pause", pause, "POST"),
+        served.route("/resume", resume, "POST"),
+        served.route("/weight_info", lambda _: {"weight_version": str(receiver.version)}),
+        served.route("/is_paused", lambda _: {"is_paused": policy.paused}),
+    ]
 
 
 def build_app(
@@ -255,21 +250,12 @@ def build_app(
 
     `card`: what `/v1/models` says of the model; `ends`: tokens that end a completion unless a request ignores them.
     """
-    policy, name = served.policy, card["id"]
-    limit = min(policy.info.context, served.limits.context or policy.info.context)
-    about = {
-        "object": "model",
-        "owned_by": "etude",
-        "max_model_len": limit,
-        "vocabulary": policy.info.vocabulary,
-        **card,
-    }
+    policy, name, info = served.policy, card["id"], served.policy.info
+    limit = min(info.context, served.limits.context or info.context)
+    about = {"object": "model", "owned_by": "etude", "max_model_len": limit, "vocabulary": info.vocabulary, **card}
     generate = TokenEndpoint(served, name, ends)
 
-    async def models(_: Request) -> dict[str, Any]:
-        return {"object": "list", "data": [about]}
-
-    async def model(request: Request) -> dict[str, Any]:
+    def model(request: Request) -> dict[str, Any]:
         if request.path_params["name"] != name:
             raise ApiError(404, f"there is no such model here, only {name!r}", code="model_not_found")
         return about
@@ -283,14 +269,12 @@ def build_app(
         on_end()
         await policy.close()
 
-    weights = WeightRoutes(receiver) if receiver else None
     routes = [
         Route("/inference/v1/generate", generate, methods=["POST"]),
         *(served.route(f"{prefix}/abort_requests", generate.abort, "POST") for prefix in ("/inference/v1", "")),
-        served.route("/v1/models", models),
+        served.route("/v1/models", lambda _: {"object": "list", "data": [about]}),
         served.route("/v1/models/{name:path}", model),
-        *(served.route(path, handle, "POST") for path, handle in (weights.post if weights else {}).items()),
-        *(served.route(path, handle) for path, handle in (weights.get if weights else {}).items()),
+        *(weight_routes(served, receiver) if receiver else ()),
         Route("/health", health),
         *more,
     ]

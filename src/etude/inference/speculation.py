@@ -28,6 +28,8 @@ from etude.inference.sampler import draw, uniform
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from torch import Tensor
+
     from etude.inference.sampler import Choice
 
 DRAFT, ACCEPT = 1, 2  # streams of random numbers; 0 is for the token that is drawn from the model
@@ -37,21 +39,19 @@ DRAFT, ACCEPT = 1, 2  # streams of random numbers; 0 is for the token that is dr
 class Round:
     """What one round wrote: the drafts accepted, and one token more."""
 
-    tokens_Rk1: torch.Tensor  # the first `accepted` + 1 count
-    logprobs_Rk1: torch.Tensor
-    accepted_R: torch.Tensor
+    tokens_Rk1: Tensor  # the first `accepted` + 1 count
+    logprobs_Rk1: Tensor
+    accepted_R: Tensor
 
 
-def draft(scaled_RV: torch.Tensor, choice: Choice, position_R: torch.Tensor) -> torch.Tensor:
+def draft(scaled_RV: Tensor, choice: Choice, position_R: Tensor) -> Tensor:
     """Return a draft for each request from a head's distribution, given as logits."""
     weights = (scaled_RV - scaled_RV.amax(-1, keepdim=True)).exp()
     drawn = draw(weights, uniform(choice.seed, position_R, DRAFT))
     return torch.where(choice.temperature == 0, scaled_RV.argmax(-1), drawn)
 
 
-def judge(
-    model_Rk1V: torch.Tensor, head_RkV: torch.Tensor, draft_Rk: torch.Tensor, choice: Choice, position_R: torch.Tensor
-) -> Round:
+def judge(model_Rk1V: Tensor, head_RkV: Tensor, draft_Rk: Tensor, choice: Choice, position_R: Tensor) -> Round:
     """Keep what the model would have written.
 
     Both distributions are given as logits, scaled and cut; `position_R` is that of the first draft.
@@ -78,11 +78,11 @@ def judge(
     return Round(tokens_Rk1, torch.where(greedy_R1, 0.0, _of(model_Rk1V, tokens_Rk1) - sums_Rk1), accepted_R)
 
 
-def _row(values_RkV: torch.Tensor, which_R: torch.Tensor) -> torch.Tensor:
+def _row(values_RkV: Tensor, which_R: Tensor) -> Tensor:
     return values_RkV.gather(1, which_R[:, None, None].expand(-1, 1, values_RkV.shape[2]))[:, 0]
 
 
-def _of(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def _of(values: Tensor, tokens: Tensor) -> Tensor:
     return values.gather(-1, tokens[..., None])[..., 0]
 
 

@@ -7,11 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 from pydantic_core import from_json
 
-from etude.inference.http import StreamOptions, Wire
-
-
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+from etude.inference.http import Listed, StreamOptions, Wire
 
 
 def _parsed(value: Any) -> Any:
@@ -77,9 +73,7 @@ class ToolCall(Wire):
 class Message(Wire):
     """One message of a conversation."""
 
-    role: Annotated[
-        Role, AfterValidator(lambda role: "system" if role == "developer" else role)
-    ]  # as templates know it
+    role: Annotated[Role, AfterValidator(lambda role: "system" if role == "developer" else role)]
     content: Annotated[str, BeforeValidator(_joined)] = ""
     reasoning_content: str | None = None
     name: str | None = None
@@ -97,7 +91,7 @@ class Request(Wire):
     top_k: int = 0
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     n: int = Field(default=1, ge=1)
-    stop: Annotated[list[StopText], Field(max_length=16), BeforeValidator(_listed)] = Field(default=[])
+    stop: Annotated[list[StopText], Field(max_length=16), Listed] = Field(default=[])
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     prompt_cache_key: str | None = None  # requests of one conversation name the same one, and share what was computed
@@ -111,9 +105,8 @@ class ChatRequest(Request):
     tools: list[Tool] = Field(default=[])
     tool_choice: Literal["auto", "none"] = "auto"  # a call cannot be forced here
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = (
-        None  # the template's to heed
-    )
+    # the template's to heed
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
 

@@ -43,13 +43,7 @@ class ModelCard:
     root: str = ""  # the model's folder, where clients on this machine find the tokeniser
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "root": self.root,
-            "created": self.created,
-            "lineage": self.lineage,
-            "display": self.display,
-        }
+        return {name: value for name, value in vars(self).items() if name != "stop_tokens"}
 
 
 def card_of(name: str, folder: Path, origin: Origin | None) -> ModelCard:

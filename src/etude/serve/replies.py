@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tokenizers.decoders import ByteLevel
 
 from etude.agent.formats import begun
-from etude.inference.server import LEAST
+from etude.inference.server import LEAST, usage
 from etude.serve.openai_schema import ChatRequest
 
 if TYPE_CHECKING:
@@ -41,15 +41,13 @@ class Answer:
         """Return the whole answer."""
         choices = []
         for index, piece in enumerate(pieces):
-            message: dict[str, Any] = {
-                "role": "assistant",
-                "content": piece.text if piece.text or not piece.calls else None,
-            }
+            content = piece.text if piece.text or not piece.calls else None
+            message: dict[str, Any] = {"role": "assistant", "content": content}
             message |= {"reasoning_content": piece.reasoning} if piece.reasoning else {}
             message |= {"tool_calls": _calls(piece)} if piece.calls else {}
             said = {"message": message} if self.chat else {"text": piece.text}
             choices.append(self._choice(index, piece, said, first=True))
-        return self._envelope("chat.completion", choices) | {"usage": self.usage(completions)}
+        return self._envelope("chat.completion", choices) | {"usage": usage(self.job.prompt_tokens, completions)}
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any] | None:
         """Return one chunk of a stream; None if there is nothing to tell."""
@@ -70,14 +68,7 @@ class Answer:
         """Return the chunk that tells what was used, if it is wanted."""
         if not self.job.request.stream_options.include_usage:
             return None
-        return self._envelope("chat.completion.chunk", []) | {"usage": self.usage(completions)}
-
-    def usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """Return how many tokens went in and came out."""
-        into, out = self.job.prompt_tokens, sum(len(completion.tokens) for completion in completions)
-        cached = min(into, sum(completion.cached for completion in completions))
-        usage = {"prompt_tokens": into, "completion_tokens": out, "total_tokens": into + out}
-        return usage | {"prompt_tokens_details": {"cached_tokens": cached}}
+        return self._envelope("chat.completion.chunk", []) | {"usage": usage(self.job.prompt_tokens, completions)}
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = kind if self.chat else "text_completion"
@@ -211,8 +202,7 @@ class StopCut:
             return ""
         self.held += text
         ends = [(at + len(stop), at) for stop in self.stops if (at := self.held.find(stop)) >= 0]
-        if ends:
-            self.met = True
+        self.met = bool(ends)
         certain = min(ends)[1] if ends else len(self.held) - max((begun(self.held, s) for s in self.stops), default=0)
         out, self.held = self.held[:certain], "" if self.met else self.held[certain:]
         return out
@@ -255,8 +245,7 @@ class Writer:
         if self.turn:
             text, reasoning, calls = self.turn.feed(text, final=over)
         self.calls += len(calls)
-        reason: str | None = None
-        if completion:
-            reason = "stop" if self.cut.met else completion.finish_reason
-            reason = "tool_calls" if self.calls else reason
+        reason: str | None = completion.finish_reason if completion else None
+        if completion and (self.calls or self.cut.met):
+            reason = "tool_calls" if self.calls else "stop"
         return Piece(text, reasoning, calls, shown, [token.id for token in tokens], reason)

@@ -113,10 +113,8 @@ class Preparer:
             raise ApiError(400, "this model has no chat template; use /v1/completions")
         effort: dict[str, Any] = {}
         if request.reasoning_effort:
-            effort = {
-                "reasoning_effort": request.reasoning_effort,
-                "enable_thinking": request.reasoning_effort != "none",
-            }
+            asked = request.reasoning_effort
+            effort = {"reasoning_effort": asked, "enable_thinking": asked != "none"}
             if not any(name in str(template) for name in effort):
                 raise ApiError(400, "this model's chat template knows no reasoning effort", param="reasoning_effort")
         messages = [message.model_dump(exclude_none=True) for message in request.messages]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
@@ -86,4 +87,4 @@ def _worth(training: Training, saved: Path) -> dict[str, Any]:
     ]
     prompts = [row[:most].tolist() for row in rows][: settings.speed_texts]
     speed = measure_speculation(model, load_heads(saved, model), prompts, settings.speed_tokens)
-    return {"speed": speed.as_dict(), "lines": speed.lines}
+    return {"speed": asdict(speed), "lines": speed.lines}
