@@ -182,7 +182,6 @@ def test_new_weights_come_in_while_requests_run() -> None:
             assert versions == sorted(versions)
             assert set(versions) <= {0, 1}
             assert (await policy.generate(PROMPTS[1], GREEDY)).versions == [1] * 16
-            await policy.forget("no such session")
 
     asyncio.run(main())
 
@@ -212,7 +211,7 @@ def test_an_engine_that_breaks_tells_all_who_wait_and_all_who_come(passes: int, 
                 assert isinstance(each, RuntimeError)
                 assert "the engine has stopped" in str(each)
                 assert each.__cause__ is error
-            for late in (policy.generate(PROMPTS[0], GREEDY), policy.update({}, 1), policy.forget("a")):
+            for late in (policy.generate(PROMPTS[0], GREEDY), policy.update({}, 1), policy.beat()):
                 with pytest.raises(RuntimeError, match="the engine has stopped"):
                     await asyncio.wait_for(late, 60)
 
@@ -232,7 +231,7 @@ def test_closing_ends_what_is_under_way(wait: bool) -> None:
                 assert isinstance(each, RuntimeError)
                 assert "the engine is closed" in str(each)
             await asyncio.wait_for(asyncio.wait([asking]), 60)
-            for late in (policy.generate(PROMPTS[0], GREEDY), policy.update({}, 2), policy.forget("a")):
+            for late in (policy.generate(PROMPTS[0], GREEDY), policy.update({}, 2), policy.beat()):
                 with pytest.raises(RuntimeError, match="the engine is closed"):
                     await asyncio.wait_for(late, 60)
             await policy.close()

@@ -212,7 +212,7 @@ def test_on_a_gpu_weights_wait_on_the_device_for_their_turn(tmp_path: Path) -> N
     new = {name: tensor + 0.01 for name, tensor in AutoModelForCausalLM.from_pretrained(folder).state_dict().items()}
 
     async def main() -> None:
-        policy = LocalPolicy.open(folder, device="cuda", memory=1 << 26, compile_layers=False)
+        policy = LocalPolicy.open(folder, device="cuda", memory=1 << 26)
         store = WeightStore(tmp_path / "store", 2)
         store.publish(new, 1, 1)
         try:

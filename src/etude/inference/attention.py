@@ -44,9 +44,8 @@ class Pass:
 
     cache: Cache
     plan: Plan
-    layer: int = (
-        0  # that attends next: layers come in order, and a compiler would compile one for each number it is told
-    )
+    # The layer that attends next: layers come in order, and a compiler would compile one for each number it is given.
+    layer: int = 0
     masks: dict[int, Tensor | None] = field(default_factory=dict)  # by window; the same for all layers
     order: Order | None = None  # on a CPU; the same for all layers
 
@@ -153,10 +152,8 @@ def _one_by_one(query_HND: Tensor, layer: int, now: Pass, scaling: float, window
         if new < length or window:
             ahead = torch.arange(length)[None] - torch.arange(length - new, length)[:, None]
             mask = (ahead <= 0) & (ahead > -window if window else True)
-        out = F.scaled_dot_product_attention(
-            part[None], key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
-        )
-        done.append(out[0].transpose(0, 1))
+        how: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "scale": scaling, "enable_gqa": True}
+        done.append(F.scaled_dot_product_attention(part[None], key, value, **how)[0].transpose(0, 1))
     return torch.cat(done)
 
 

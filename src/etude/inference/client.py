@@ -208,17 +208,12 @@ class RemotePolicy:
         self._closed = False
         unix = self._url.startswith("unix:")
         # No limits on connections: the server knows how many requests it takes. Loading certificates takes a tenth of a second.
+        path, secure = self._url.removeprefix("unix:") if unix else None, self._url.startswith("https:")
+        transport = httpx2.AsyncHTTPTransport(uds=path, verify=secure, limits=httpx2.Limits(), trust_env=False)
+        base, headers = "http://localhost" if unix else self._url, {"Authorization": f"Bearer {token}"} if token else {}
+        patience = httpx2.Timeout(None, connect=self._settings.connect)  # the rest is timed by tokens, in _attempt
         self._client = httpx2.AsyncClient(
-            base_url="http://localhost" if unix else self._url,
-            headers={"Authorization": f"Bearer {token}"} if token else {},
-            timeout=httpx2.Timeout(None, connect=self._settings.connect),  # the rest is timed by tokens, in _attempt
-            transport=httpx2.AsyncHTTPTransport(
-                uds=self._url.removeprefix("unix:") if unix else None,
-                verify=self._url.startswith("https:"),
-                limits=httpx2.Limits(),
-                trust_env=False,
-            ),
-            trust_env=False,
+            base_url=base, headers=headers, timeout=patience, transport=transport, trust_env=False
         )
 
     @classmethod

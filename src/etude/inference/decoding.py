@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from etude.inference.request import Request
 
 
-Written = tuple[
-    "Tensor", "Tensor"
-]  # [3, R, written]: token (−1: none was written), log-prob, raw log-prob; and the logits
+# What a step wrote, [3, R, written]: token (−1: none), log-prob, raw log-prob; and its logits.
+Written = tuple["Tensor", "Tensor"]
 
 
 class Decoder:

@@ -148,9 +148,8 @@ class Engine:
     def _begin(self, request: Request, row: int) -> bool:
         # Heads need the hidden states of the last positions, which are not in the cache; nor are the experts of any.
         sure = request.tokens[: max(1, len(request.tokens) + 1 - max(1, self.decoder.window))]
-        held, done, copy = self.prefix_cache.begin(
-            request.tokens[:1] if request.sampling.experts else sure, request.session
-        )
+        known = request.tokens[:1] if request.sampling.experts else sure
+        held, done, copy = self.prefix_cache.begin(known, request.session)
         if not self.prefix_cache.grow(held, len(request.tokens) + self.drafts + 1):
             self.prefix_cache.end(held, request.tokens, done - (copy.count if copy else 0))
             return False
@@ -183,9 +182,8 @@ class Engine:
         watched = any(request.sampling.experts for request, _ in parts)
         with self.runner.routers.recording(wanted=watched) as routes:
             logits, hidden = self.prefill.read(tokens, places, last or [0], watched=watched)
-        for (request, count), states, routed in zip(
-            parts, hidden.split(counts), split_routes(routes, counts), strict=True
-        ):
+        chosen = split_routes(routes, counts)
+        for (request, count), states, routed in zip(parts, hidden.split(counts), chosen, strict=True):
             request.computed += count
             if request.sampling.experts:
                 request.routed.append(routed)

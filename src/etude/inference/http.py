@@ -99,9 +99,7 @@ def as_api_error(error: Exception) -> ApiError:
             after = {"retry-after": str(max(1, math.ceil(error.after)))}
             return ApiError(429, str(error), code="queue_full", headers=after)
         case TimeoutError():
-            return ApiError(
-                504, "the request took longer than this server allows; ask for fewer tokens", code="timeout"
-            )
+            return ApiError(504, "the request took longer than this server allows; ask for less", code="timeout")
         case EngineStopped():
             return ApiError(503, str(error))
         case HTTPException():

@@ -5,6 +5,7 @@ Shapes: P pages, K key/value heads, S positions a page, D width of a head; N tok
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -38,12 +39,9 @@ class Cache:
         self, layers: Sequence[LayerShape], pages: int, size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.size = size
-        self.keys = [
-            torch.zeros(pages + 1, each.heads, size, each.key_width, device=device, dtype=dtype) for each in layers
-        ]
-        self.values = [
-            torch.zeros(pages + 1, each.heads, size, each.value_width, device=device, dtype=dtype) for each in layers
-        ]
+        made = functools.partial(torch.zeros, device=device, dtype=dtype)
+        self.keys = [made(pages + 1, each.heads, size, each.key_width) for each in layers]
+        self.values = [made(pages + 1, each.heads, size, each.value_width) for each in layers]
 
     def write(self, layer: int, plan: Plan, key_KND: Tensor, value_KND: Tensor) -> None:
         """Put keys and values of a pass where they belong."""
@@ -97,8 +95,8 @@ def plan(requests: Sequence[tuple[Sequence[int], int, int]], size: int, device: 
     counts = [count for _, _, count in requests]
     widest = max(len(pages) for pages, _, _ in requests)
     table = torch.zeros(len(requests), widest, dtype=torch.int32)
-    for index, (pages, _, _) in enumerate(requests):
-        table[index, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+    for index, (own, _, _) in enumerate(requests):
+        table[index, : len(own)] = torch.tensor(own, dtype=torch.int32)
     position = torch.cat([torch.arange(first, first + count) for _, first, count in requests])
     owner = torch.repeat_interleave(torch.arange(len(requests)), torch.tensor(counts))
     page = table[owner, position // size].long()
@@ -106,10 +104,9 @@ def plan(requests: Sequence[tuple[Sequence[int], int, int]], size: int, device: 
     begin = torch.tensor([0, *counts]).cumsum(0)
     each = counts[0] if len(set(counts)) == 1 else 0
 
-    def there(made: Tensor) -> Tensor:
-        return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
-
-    return Plan(
-        there(page), there(position % size), there(position), there(table), there(torch.tensor(lengths, dtype=torch.int32)),
-        there(begin.int()), each, max(counts), counts, lengths, [list(pages) for pages, _, _ in requests],
-    )  # fmt: skip
+    made = (page, position % size, position, table, torch.tensor(lengths, dtype=torch.int32), begin.int())
+    page, offset, position, table, length, begin = (
+        tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor for tensor in made
+    )
+    pages = [list(own) for own, _, _ in requests]
+    return Plan(page, offset, position, table, length, begin, each, max(counts), counts, lengths, pages)

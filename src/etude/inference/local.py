@@ -59,7 +59,7 @@ class LocalPolicy:
     def open(  # noqa: PLR0913 - what one may want to say of a machine
         cls, folder: Path, *, name: str | None = None, device: str = "auto", dtype: torch.dtype | None = None,
         context: int | None = None, rows: int | None = None, memory: int | None = None, speculate: bool | None = None,
-        compile_layers: bool | None = None, queue: int = 4096, say: Callable[[str], None] = lambda _: None,
+        queue: int = 4096, say: Callable[[str], None] = lambda _: None,
     ) -> Self:  # fmt: skip
         """Load a model's folder, with its heads if it has any. `memory`: bytes for the cache."""
         chosen = choose_device(device)  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ class LocalPolicy:
         tokeniser = AutoTokenizer.from_pretrained(folder)
         engine = build(
             model, heads, tokeniser.decode, context=context, rows=rows, memory=memory,
-            compiled=gpu if compile_layers is None else compile_layers, say=say,
+            compiled=gpu, say=say,
         )  # fmt: skip
         engine.speculation.wish = speculate
         return cls(engine, name or folder.name, queue=queue)
@@ -122,10 +122,6 @@ class LocalPolicy:
     async def beat(self) -> None:
         """Return when the engine comes to it, between two steps: at once if it is well, never if it hangs."""
         await self._ask(lambda: None)
-
-    async def forget(self, session: str) -> None:
-        """Say that a session is over: what was kept for it may go."""
-        await self._ask(lambda: self.engine.prefix_cache.forget(session))
 
     def statistics(self) -> dict[str, int]:
         """Return what happened so far, and what is under way."""
@@ -290,9 +286,8 @@ class SpeculationSpeed:
 
 def measure_speculation(model: Any, heads: Any, prompts: Sequence[Sequence[int]], new: int) -> SpeculationSpeed:
     """Write after each prompt, one by one and greedily, in turns with and without; the first pair warms up."""
-    engine = build(
-        model, heads, str, rows=1, context=max(map(len, prompts)) + new, compiled=model.device.type == "cuda"
-    )
+    context, gpu = max(map(len, prompts)) + new, model.device.type == "cuda"
+    engine = build(model, heads, str, rows=1, context=context, compiled=gpu)
     seconds = {True: 0.0, False: 0.0}
     drafted = accepted = 0
     for index, prompt in enumerate([prompts[0], *prompts]):

@@ -123,9 +123,8 @@ class Runner:
             for depth in range(self.heads.depth if self.heads else 0):
                 hidden = self._draft_step(depth, hidden, ids, torch.arange(TRIED, device=self.device)[None])
         if odd := probe.windows - {layer.window for layer in probe.layers}:
-            raise UserError(
-                f"{type(self.model).__name__} looks back {min(odd)} positions by its mask only, which our engine does not make"
-            )
+            by = f"{min(odd)} positions by its mask only, which our engine does not make"
+            raise UserError(f"{type(self.model).__name__} looks back {by}")
         self._trunk = len(probe.layers) - (self.heads.depth if self.heads else 0)
         return probe.layers
 
@@ -207,9 +206,7 @@ class Runner:
                 shapes = f"{tuple(new.shape)} instead of {tuple(own[name].shape)}"
                 raise UserError(f"new weights are of another shape: {name} is {shapes}; nothing was changed")
             if not torch.isfinite(new).all():
-                raise UserError(
-                    f"new weights are damaged: {name} holds values that are not finite; nothing was changed"
-                )
+                raise UserError(f"new weights are damaged: {name} has values that are not finite; nothing was changed")
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def draft(self, depth: int, hidden_ND: Tensor, next_N: Tensor, where: Plan) -> Tensor:
@@ -255,9 +252,8 @@ def _trying(model: Any) -> Iterator[None]:
     try:
         yield
     except (AssertionError, AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
-        raise UserError(
-            f"{type(model).__name__} cannot be run by our engine: it is not of the usual shape ({one_line(error)})"
-        ) from error
+        why = f"it is not of the usual shape ({one_line(error)})"
+        raise UserError(f"{type(model).__name__} cannot be run by our engine: {why}") from error
 
 
 def _layers(model: Any) -> Any:

@@ -127,9 +127,8 @@ class PrefixCache:
     def _likest(self, node: Node, tokens: Text) -> tuple[Node | None, int]:
         best, most = None, 0
         for child in node.children.get(tokens[: self._worth], {}).values():
-            nearer = (
-                child.tokens[most : most + 1] == tokens[most : most + 1]
-            )  # thousands may begin alike: ask this first
+            # Thousands may begin alike: ask this first.
+            nearer = child.tokens[most : most + 1] == tokens[most : most + 1]
             if nearer and child.tokens[:most] == tokens[:most]:
                 best, most = child, common(child.tokens, tokens)
                 if most == len(tokens):

@@ -44,15 +44,12 @@ def write_greedily(
     pad = _pad_token(tokeniser)
     rows = [[pad] * (length - len(prompt)) + list(prompt) for prompt in prompts]
     masks = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    settings = GenerationConfig(
+    how = GenerationConfig(
         do_sample=False, max_new_tokens=budget, pad_token_id=pad, eos_token_id=tokeniser.eos_token_id, use_cache=True
     )
-    written = model.generate(
-        torch.tensor(rows, device=model.device),
-        attention_mask=torch.tensor(masks, device=model.device),
-        generation_config=settings,
-        stopping_criteria=[_WroteStop(tokeniser, stop, length, on_step)],
-    )
+    ids, mask = torch.tensor(rows, device=model.device), torch.tensor(masks, device=model.device)
+    stopping = [_WroteStop(tokeniser, stop, length, on_step)]
+    written = model.generate(ids, attention_mask=mask, generation_config=how, stopping_criteria=stopping)
     return [_until_end(row[length:], pad, tokeniser.eos_token_id) for row in written.tolist()]
 
 

@@ -21,43 +21,33 @@ if TYPE_CHECKING:
     from etude.inference.policy import Completion, Policy
     from etude.inference.weight_sync import Receiver
     from etude.serve.process import ModelCard
-    from etude.serve.requests import Job
-
-
-class OpenAiRoutes:
-    """What the requests of both kinds share."""
-
-    def __init__(self, served: Served, tokeniser: Any, card: ModelCard) -> None:
-        self.model = card.id
-        self.ends = frozenset(card.stop_tokens | ({tokeniser.eos_token_id} - {None}))
-        self.preparer = Preparer(tokeniser, served.policy.info, self.ends, served.limits)
-        self.texts = TokenTexts(tokeniser)
-        self.reading = ThreadPoolExecutor(1, "reading")  # one thread, as tokenisers may not be used by two
+    from etude.serve.requests import AnyRequest, Job
 
 
 class OpenAiEndpoint(Endpoint):
-    """Answers requests of one kind."""
+    """Answers requests of one kind. `reading`: one thread, as tokenisers may not be used by two."""
 
     def __init__(
-        self, served: Served, own: OpenAiRoutes, name: str, kind: type[ChatRequest | CompletionRequest]
-    ) -> None:
+        self, served: Served, name: str, kind: type[AnyRequest], preparer: Preparer, model: str, texts: TokenTexts,
+        reading: ThreadPoolExecutor,
+    ) -> None:  # fmt: skip
         super().__init__(served, name)
-        self.own, self.kind = own, kind
+        self.kind, self.preparer, self.model, self.texts, self.reading = kind, preparer, model, texts, reading
 
     async def answer(self, body: bytes, headers: dict[bytes, bytes], reply: Reply) -> None:  # noqa: ARG002 - as its base's
-        job = await asyncio.get_running_loop().run_in_executor(self.own.reading, self._job, body)
-        answer = Answer(job, self.own.model, self.own.texts)
-        writers = [Writer(self.own.texts, sampling, job.reader()) for _, sampling in job.orders]
+        job = await asyncio.get_running_loop().run_in_executor(self.reading, self._job, body)
+        answer = Answer(job, self.model, self.texts)
+        writers = [Writer(self.texts, sampling, job.reader()) for _, sampling in job.orders]
         completions = await (self._stream if job.request.stream else self._whole)(job, answer, writers, reply)
         self.served.count(job.prompt_tokens, completions)
 
     def _job(self, body: bytes) -> Job:
         """Return what is to be done. Runs in a thread: a long prompt takes long to cut into tokens."""
         request = parse(body, self.kind)
-        if request.model not in {None, self.own.model}:
-            message = f"there is no model {request.model!r} here, only {self.own.model!r}"
+        if request.model not in {None, self.model}:
+            message = f"there is no model {request.model!r} here, only {self.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
-        return self.own.preparer.job(request)
+        return self.preparer.job(request)
 
     async def _whole(self, job: Job, answer: Answer, writers: list[Writer], reply: Reply) -> list[Completion]:
         async with running(self.served.policy, job.orders, job.session) as tasks:
@@ -82,12 +72,14 @@ def build_app(
 ) -> Starlette:  # fmt: skip
     """Return the application. Its end closes the policy."""
     served = Served(policy, limits, gate)
-    own = OpenAiRoutes(served, tokeniser, card)
-    chat = OpenAiEndpoint(served, own, "chat", ChatRequest)
-    completions = OpenAiEndpoint(served, own, "completions", CompletionRequest)
+    ends = frozenset(card.stop_tokens | ({tokeniser.eos_token_id} - {None}))
+    reading = ThreadPoolExecutor(1, "reading")
+    shared = (Preparer(tokeniser, policy.info, ends, limits), card.id, TokenTexts(tokeniser), reading)
+    chat = OpenAiEndpoint(served, "chat", ChatRequest, *shared)
+    completions = OpenAiEndpoint(served, "completions", CompletionRequest, *shared)
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
     ]
-    end = lambda: own.reading.shutdown(wait=False, cancel_futures=True)  # noqa: E731 - said in one line
-    return build_token_app(served, card.as_dict(), own.ends, receiver, routes, end)
+    end = lambda: reading.shutdown(wait=False, cancel_futures=True)  # noqa: E731 - said in one line
+    return build_token_app(served, card.as_dict(), ends, receiver, routes, end)
