@@ -10,8 +10,11 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from etude.data.codebase import git_revision
 from etude.files import digest_of_files, sha256_file
 from etude.lineage.record import LINEAGE_FILE, DataUse, Parent, load_lineage
+from etude.models.fetch import fetch
+from etude.models.load import digest_files
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
     from rich.console import Console
 
+    from etude.data.codebase import Codebase
     from etude.lineage.record import Lineage, Origin, Record
     from etude.models.bases import Base
     from etude.work import Work
@@ -115,6 +119,20 @@ def file_used(path: Path, name: str, licences: dict[str, int] | None = None) -> 
     )
 
 
+def code_used(folder: Path, code: Codebase, licences: dict[str, int] | None = None) -> DataUse:
+    """Return a folder of source code as data of a record."""
+    return DataUse(
+        name="code",
+        source=f"folder {folder.absolute()}",
+        revision=git_revision(folder),
+        digest=code.digest,
+        files=len(code.files),
+        bytes=code.bytes,
+        left_out=dict(code.left_out),
+        licences=licences or {},
+    )
+
+
 def lineage_in(folder: Path) -> Lineage | None:
     """Return the family tree that a model's folder carries, if Etude made it."""
     return load_lineage(folder) if (folder / LINEAGE_FILE).is_file() else None
@@ -131,9 +149,6 @@ class Source:
 
 def fetch_source(base: Base, job: Job, role: Role, taken: Collection[str]) -> Source:
     """Fetch a model and hash its weights; its name is numbered if another one has it."""
-    from etude.models.fetch import fetch
-    from etude.models.load import digest_files
-
     folder = fetch(base, job.work.cache, job.work.reporter).folder
     names = (f"{base.name}-{number}" if number > 1 else base.name for number in itertools.count(1))
     name = next(name for name in names if name not in taken)

@@ -6,24 +6,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from pydantic import TypeAdapter
 
 from etude.bench.base_comparison import Candidate, CandidateResult, CompareConfig, check_fits, measure
 from etude.bench.state_tracking import make_chains
-from etude.data.codebase import Codebase, git_revision, read_codebase
+from etude.data.codebase import Codebase, read_codebase
 from etude.errors import UserError
 from etude.files import digest_of, read_json, write_json, write_text
 from etude.lineage import environment
-from etude.lineage.record import DataUse, Parent
 from etude.models.bases import known_bases, resolve
 from etude.models.load import choose_device
 from etude.report.bases import draw, markdown, ranked, table, verdict
-from etude.run.stage import Job, Outcome, Stage, fetch_source, print_lines
+from etude.run.stage import Job, Outcome, Stage, code_used, fetch_source, print_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from etude.data.codebase import EditChain
+    from etude.lineage.record import Parent
 
 RESULTS = "results.json"  # the same on every run
 SPEED = "speed.json"  # not
@@ -70,7 +71,7 @@ class CompareStage(Stage):
         best = ranked(results)[0]
         return Outcome(
             parents=parents,
-            data=[_data_use(_code_folder(settings), code)],
+            data=[code_used(_code_folder(settings), code)],
             device=environment.device_name(device.type),
             summary={"best": best.name, "bits_per_byte": best.bits.bits_per_byte, "candidates": len(results)},
         )
@@ -123,8 +124,6 @@ def _candidates(settings: CompareConfig, job: Job, device: Any) -> tuple[list[Ca
 def _measured(
     candidate: Candidate, code: Codebase, chains: list[EditChain], settings: CompareConfig, job: Job
 ) -> CandidateResult:
-    import torch
-
     try:
         return measure(candidate, code, chains, settings, job.work, job.seed)
     except torch.cuda.OutOfMemoryError:
@@ -137,15 +136,3 @@ def _write(results: list[CandidateResult], code: Codebase, total_files: int, fol
     write_json(folder / SPEED, {result.name: result.speed for result in results})
     write_text(folder / "report.md", markdown(results, code, total_files))
     draw(results, folder / "comparison.png")
-
-
-def _data_use(source: Path, code: Codebase) -> DataUse:
-    return DataUse(
-        name="code",
-        source=str(source.resolve()),
-        revision=git_revision(source),
-        digest=code.digest,
-        files=len(code.files),
-        bytes=code.bytes,
-        left_out=code.left_out,
-    )

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from pydantic import Field
+from transformers import AutoConfig
 
 from etude.errors import UserError
 from etude.files import read_json, write_json
 from etude.models.context import RopeSettings, stretch
+from etude.models.load import choose_device, load_model, load_tokeniser
 from etude.progress import Reporter
-from etude.run.stages.training import Training, TrainingStage, joint_objective, open_corpus, trained_on_corpus
+from etude.run.stages.training import Training, TrainingStage, joint_objective, open_corpus, train_on_corpus
+from etude.training.attention import isolate
+from etude.training.batch import rows_of
+from etude.training.long_context import bucket_bounds, by_position, make_retrieval, score_retrieval
+from etude.training.measure import bytes_per_token, heldout_domains
+from etude.training.objectives.next_token import NextToken
+from etude.training.session import refuse_damaged
 from etude.training.settings import JointMtpSettings, OptimiserSettings, TrainSettings
 
 if TYPE_CHECKING:
@@ -49,21 +59,13 @@ class ExtendStage(TrainingStage):
 
     def train(self, training: Training, world: World, work: Work | None) -> None:
         """Train on this rank."""
-        import torch
-        from transformers import AutoConfig
-
-        from etude.models.load import load_model, saved_dtype
-        from etude.training.session import refuse_damaged
-
         settings: ExtendSettings = training.settings
-        assert training.parent is not None
         corpus = open_corpus(training, training.parent)
         if settings.length > corpus.length:
-            raise UserError(
-                f"the corpus has rows of {corpus.length} tokens: too short for {settings.length}; raise data.length"
-            )
+            short = f"the corpus has rows of {corpus.length} tokens: too short for {settings.length}"
+            raise UserError(f"{short}; raise data.length")
         longer = stretch(AutoConfig.from_pretrained(training.parent), settings.length, settings.rope)
-        model = load_model(training.parent, torch.device("cpu"), torch.float32, config=longer)
+        model = training.parent_model(config=longer)
         refuse_damaged(model)
         # A place to stop, so only where no other rank would wait for this one.
         reporter = work.reporter if work and world.size == 1 else Reporter(quiet=True)
@@ -75,21 +77,13 @@ class ExtendStage(TrainingStage):
             long = {"parent": read_json(training.folder / BASE), "child": child}
             return {"long": long, "lines": long_lines(long)}
 
-        trained_on_corpus(
-            training, world, work, model, context=settings.length, dtype=saved_dtype(training.parent), more=more,
-            objective=joint_objective(training, model),
-        )  # fmt: skip
+        train_on_corpus(training, world, work, model, joint_objective(training, model), more=more)
 
 
 def measured(
     model_folder: Path, corpus: Corpus, settings: ExtendSettings, seed: int, reporter: Reporter
 ) -> dict[str, Any]:
     """Ask a saved model: loss by position in rows as long as the corpus has them, and retrieval at several lengths."""
-    import torch
-
-    from etude.models.load import choose_device, load_model, load_tokeniser
-    from etude.training.long_context import make_retrieval, score_retrieval
-
     device = choose_device(settings.device)
     model = load_model(model_folder, device)
     tokeniser = load_tokeniser(model_folder)
@@ -118,14 +112,6 @@ def _counted(items: Iterable[Retrieval], task: Task) -> Iterator[Retrieval]:
 
 
 def _positions(model: Any, corpus: Corpus, settings: ExtendSettings, device: Any) -> Iterator[tuple[str, Any]]:
-    import numpy as np
-
-    from etude.training.attention import isolate
-    from etude.training.batch import rows_of
-    from etude.training.long_context import bucket_bounds, by_position
-    from etude.training.measure import bytes_per_token, heldout_domains
-    from etude.training.objectives.next_token import NextToken
-
     isolate(model, settings.attention)
     objective, ratio = NextToken(model), bytes_per_token(corpus)
     for domain in heldout_domains(corpus) if settings.position_rows else []:
@@ -142,7 +128,7 @@ def _positions(model: Any, corpus: Corpus, settings: ExtendSettings, device: Any
 def _texts(corpus: Corpus, tokeniser: Any) -> list[str]:
     """Return the held-out documents of all domains as text, pieces of one document in their own right."""
     texts = []
-    for domain in sorted({corpus.domains[source] for source in corpus.splits.get("heldout", {})}):
+    for domain in heldout_domains(corpus):
         for batch in corpus.heldout(domain):
             for tokens, documents in zip(batch.tokens, batch.documents, strict=True):
                 kept = tokens[(documents >= 0) & (tokens != corpus.separator)]

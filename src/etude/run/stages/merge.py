@@ -7,17 +7,15 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError
-from etude.files import fsync_tree
 from etude.lineage import environment
 from etude.lineage.record import LINEAGE_FILE, load_record
 from etude.lineage.tree import find_model
 from etude.lineage.weight_files import INDEX
 from etude.models.bases import is_run, resolve
 from etude.models.merge import MergeSettings, Tensors, merging, refuse_unlike, write_merged
-from etude.models.mtp_heads import keep_apart
 from etude.run.folder import MODEL
 from etude.run.stage import Job, Outcome, Source, Stage, fetch_source, lineage_in, print_lines
-from etude.run.stages.training import carry_heads, copy_side_files
+from etude.run.stages.training import complete_model
 from etude.work import Unit
 
 if TYPE_CHECKING:
@@ -110,8 +108,5 @@ def _place_the_rest(source: Path, model: Path, job: Job) -> None:
     """Copy what is not weights from the model before this stage."""
     for file in [source / "config.json", *source.glob(INDEX)]:
         shutil.copyfile(file, model / file.name)
-    copy_side_files(source, model)
-    if carry_heads(source, model):
+    if complete_model(source, model):
         job.work.reporter.say("merge: the MTP heads of the model before it were copied as they are; train them again")
-    keep_apart(model)
-    fsync_tree(model)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from pydantic import Field, model_validator
 
+from etude.inference.local import measure_speculation
+from etude.models.load import choose_device, load_model
+from etude.models.mtp_heads import MtpHeads, heads_shape, load_heads
 from etude.models.shape import model_shape
-from etude.run.stages.training import Training, TrainingStage, open_corpus, trained_on_corpus
+from etude.run.stages.training import Training, TrainingStage, open_corpus, train_on_corpus
+from etude.training.measure import heldout_domains
+from etude.training.objectives.mtp import MultiToken
 from etude.training.settings import OptimiserSettings, TrainSettings
 
 if TYPE_CHECKING:
@@ -43,39 +50,25 @@ class MtpStage(TrainingStage):
 
     def train(self, training: Training, world: World, work: Work | None) -> None:
         """Train on this rank; all ranks draw the same fresh weights."""
-        from functools import partial
-
-        import torch
-
-        from etude.models.load import load_model, saved_dtype
-        from etude.models.mtp_heads import MtpHeads, heads_shape, load_heads
-        from etude.training.objectives.mtp import MultiToken
-
         settings: MtpSettings = training.settings
-        assert training.parent is not None
-        model = load_model(training.parent, torch.device("cpu"), torch.float32).requires_grad_(requires_grad=False)
+        model = training.parent_model().requires_grad_(requires_grad=False)
         known = heads_shape(training.parent) == (settings.depth, settings.shared)
         torch.manual_seed(training.seed)
         fresh = MtpHeads.for_model(model, depth=settings.depth, shared=settings.shared)
         model.mtp = load_heads(training.parent, model) if known else fresh
         begin = "those of the parent" if known else "fresh weights"
         layers = "one layer for all" if settings.shared else "a layer each"
-        trained_on_corpus(
-            training, world, work, model, context=model_shape(training.parent).context, dtype=saved_dtype(training.parent),
-            objective=partial(MultiToken, beta=settings.beta), notes=[f"{settings.depth} depths, {layers}, from {begin}"],
-            more=partial(_worth, training),
+        train_on_corpus(
+            training, world, work, model, partial(MultiToken, beta=settings.beta),
+            notes=[f"{settings.depth} depths, {layers}, from {begin}"], more=partial(_worth, training),
         )  # fmt: skip
 
 
 def _worth(training: Training, saved: Path) -> dict[str, Any]:
     """Decode held-out texts with the saved heads and without; return the figures and what to say of them."""
-    from etude.inference.local import measure_speculation
-    from etude.models.load import choose_device, load_model
-    from etude.models.mtp_heads import load_heads
-
     settings: MtpSettings = training.settings
     corpus = open_corpus(training, saved)
-    domains = sorted({corpus.domains[source] for source in corpus.splits.get("heldout", {})})
+    domains = heldout_domains(corpus)
     if not settings.speed_texts or not domains:
         return {}
     model = load_model(saved, choose_device(settings.device))

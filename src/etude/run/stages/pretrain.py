@@ -1,24 +1,24 @@
-"""The `pretrain` stage: a model from random weights, with the tokeniser of the corpus.
+"""The stages that pretrain on the corpus: `pretrain` from random weights, `cpt` from a model.
 
-Early mixing, the domain seen from the start at a small share, is `shares`.
-
-The `cpt` stage: go on pretraining on the domain mix, with replay against forgetting, and measure both.
+A model from random weights has the tokeniser of the corpus. `shares` mixes the domain in early, at a small share, or goes on with the
+domain mix and replays the rest against forgetting; both are measured.
 """
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import torch
+from pydantic import Field, model_validator
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from etude.errors import UserError
 from etude.files import sha256_file
 from etude.run.folder import MODEL
-from etude.run.stages.training import Training, TrainingStage, trained_on_corpus
-from etude.training.settings import LoraSettings, OptimiserSettings, ScheduleSettings, TrainSettings
+from etude.run.stages.training import Training, TrainingStage, open_corpus, train_on_corpus
+from etude.training.settings import LoraSettings, OptimiserSettings, ScheduleSettings, Settings, TrainSettings
 
 if TYPE_CHECKING:
     from etude.run.stage import Job, Outcome
@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from etude.work import Work
 
 
-class ShapeSettings(BaseModel):
+class ShapeSettings(Settings):
     """The shape of a Llama."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     width: int = Field(default=256, ge=16, description="hidden size")
     layers: int = Field(default=6, ge=1, description="number of layers")
@@ -44,9 +42,8 @@ class ShapeSettings(BaseModel):
     @model_validator(mode="after")
     def _fits(self) -> ShapeSettings:
         if self.heads % self.kv_heads:
-            raise ValueError(
-                f"heads = {self.heads} cannot be shared by kv_heads = {self.kv_heads}; one must divide the other"
-            )
+            shared = f"heads = {self.heads} cannot be shared by kv_heads = {self.kv_heads}"
+            raise ValueError(f"{shared}; one must divide the other")
         return self
 
 
@@ -63,6 +60,7 @@ class PretrainStage(TrainingStage):
     """Makes a model of the corpus alone."""
 
     kind = "pretrain"
+    needs_model = False
     settings = PretrainSettings
 
     def check(self, settings: PretrainSettings) -> None:
@@ -73,10 +71,9 @@ class PretrainStage(TrainingStage):
     def inputs(self, settings: PretrainSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:
         """Return the settings; a model from nothing has no parent."""
         if parent_digest is not None:
-            raise UserError(
-                "pretrain starts from random weights, but this recipe has a base; leave `base` out, or use `cpt`"
-            )
-        inputs = super().inputs(settings, "none", seed)
+            advice = "leave `base` out, or use `cpt`"
+            raise UserError(f"pretrain starts from random weights, but this recipe has a base; {advice}")
+        inputs = super().inputs(settings, None, seed)
         licence = sha256_file(Path(settings.licence).expanduser()) if settings.licence else None
         return {**inputs, "settings": {**inputs["settings"], "licence": licence}}
 
@@ -89,23 +86,13 @@ class PretrainStage(TrainingStage):
 
     def train(self, training: Training, world: World, work: Work | None) -> None:
         """Train on this rank; all ranks draw the same weights."""
-        import torch
-        from transformers import LlamaForCausalLM
-
-        from etude.run.stages.training import open_corpus
-
-        settings: PretrainSettings = training.settings
-        tokeniser = (training.corpus or Path()) / "tokeniser"
-        corpus = open_corpus(training, tokeniser)
+        corpus = open_corpus(training, training.parent)
         torch.manual_seed(training.seed)
-        model = LlamaForCausalLM(_config(settings.model, corpus.vocabulary, corpus.separator))
-        training = replace(training, parent=tokeniser)
-        trained_on_corpus(training, world, work, model, context=settings.model.context, dtype=torch.bfloat16)
+        model = LlamaForCausalLM(_config(training.settings.model, corpus.vocabulary, corpus.separator))
+        train_on_corpus(training, world, work, model, dtype=torch.bfloat16)
 
 
-def _config(shape: ShapeSettings, vocabulary: int, separator: int) -> Any:
-    from transformers import LlamaConfig
-
+def _config(shape: ShapeSettings, vocabulary: int, separator: int) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=shape.width,
@@ -137,16 +124,4 @@ class CptStage(TrainingStage):
     settings = CptSettings
 
     def train(self, training: Training, world: World, work: Work | None) -> None:
-        """Train on this rank."""
-        import torch
-
-        from etude.models.load import load_model, saved_dtype
-        from etude.models.shape import model_shape
-
-        assert training.parent is not None
-        shape = model_shape(training.parent)
-        model = load_model(training.parent, torch.device("cpu"), torch.float32)
-        trained_on_corpus(
-            training, world, work, model,
-            context=shape.context, lora=training.settings.lora, dtype=saved_dtype(training.parent),
-        )  # fmt: skip
+        train_on_corpus(training, world, work, training.parent_model())

@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from pydantic import Field, model_validator
 
-from etude.data.codebase import git_revision, read_codebase
+from etude.data.chat import choose_template, conversations_from_code, pack_chat, read_conversations, split
+from etude.data.codebase import read_codebase
 from etude.data.filters.licence import canonical
+from etude.data.heldout import choose_heldout
+from etude.data.loader import Loader
 from etude.errors import UserError
 from etude.files import sha256_file
-from etude.lineage.record import DataUse
+from etude.models.load import load_tokeniser, tell_apart
+from etude.models.shape import model_shape
 from etude.run.folder import MODEL
-from etude.run.stage import file_used
-from etude.run.stages.training import Training, TrainingStage, finish, joint_objective, open_corpus, training_run
+from etude.run.stage import code_used, file_used
+from etude.run.stages.training import (
+    Training,
+    TrainingStage,
+    joint_objective,
+    open_corpus,
+    refuse_longer,
+    train_and_report,
+)
 from etude.tasks.demos import DemoSettings, licences_of, make_demos, read_samples, refuse_benchmarks
-from etude.tasks.manifest import picked, read_rows
+from etude.tasks.manifest import find_manifest, picked, read_rows
+from etude.training.measure import acceptance, bits, bits_by_domain
 from etude.training.settings import JointMtpSettings, LoraSettings, OptimiserSettings, TrainSettings
 
 if TYPE_CHECKING:
-    from etude.data.chat import ChatTemplate, Conversation
-    from etude.data.loader import Corpus, Loader
+    from etude.data.chat import ChatTemplate
+    from etude.data.loader import Batch, Corpus
+    from etude.lineage.record import DataUse
     from etude.run.stage import Job, Outcome
     from etude.training.distributed import World
     from etude.training.measure import Bits
-    from etude.training.run import Evaluate, TrainingRun
+    from etude.training.run import Evaluate
     from etude.training.session import Session
     from etude.work import Work
 
@@ -59,9 +74,8 @@ class SftSettings(TrainSettings):
         if self.mtp and self.lora:
             raise ValueError("`mtp` trains heads along with all weights, `lora` none of them; leave one of the two out")
         if not (self.conversations or self.traces or self.demos or self.code):
-            raise ValueError(
-                "nothing to learn from; name `conversations` or `traces` (JSONL files), `demos`, or a folder of `code`"
-            )
+            ways = "name `conversations` or `traces` (JSONL files), `demos`, or a folder of `code`"
+            raise ValueError(f"nothing to learn from; {ways}")
         if self.shares:
             raise ValueError("`shares` has no effect here: the corpus is measured on, not learnt from")
         if self.tokens and self.epochs != SftSettings.model_fields["epochs"].default:
@@ -78,23 +92,19 @@ class SftStage(TrainingStage):
 
     def check(self, settings: SftSettings) -> None:
         """Refuse files that are not there, or not what they should be: stages before this one may take days."""
-        from etude.data.chat import read_conversations
-
-        tasks = {"demos.tasks": [settings.demos.tasks] if settings.demos else []}
-        for field, names in {"conversations": settings.conversations, "traces": settings.traces, **tasks}.items():
-            for name in names:
+        for field in ("conversations", "traces"):
+            for name in getattr(settings, field):
                 if not Path(name).expanduser().is_file():
                     raise UserError(f"sft.{field}: {name!r} is not a file (looked in {Path.cwd()})")
         for name in settings.conversations:
             read_conversations(Path(name).expanduser())
         if settings.demos:
-            manifest = Path(settings.demos.tasks).expanduser()
+            manifest = find_manifest(settings.demos.tasks, "sft.demos.tasks")
             refuse_benchmarks(manifest)
             picked(f"sft.demos: {manifest}", read_rows(manifest)[2], settings.demos.only)
         if settings.template not in {"auto", "base", "chatml"} and not Path(settings.template).is_file():
-            raise UserError(
-                f'sft.template {settings.template!r} is not "auto", "base", "chatml" or a file (looked in {Path.cwd()})'
-            )
+            named = f"sft.template {settings.template!r}"
+            raise UserError(f'{named} is not "auto", "base", "chatml" or a file (looked in {Path.cwd()})')
         if settings.code:
             read_codebase(Path(settings.code).expanduser())
         if settings.licence and canonical(settings.licence) is None:
@@ -102,12 +112,9 @@ class SftStage(TrainingStage):
 
     def inputs(self, settings: SftSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:
         """Return settings, and the conversations, code and template by content."""
-        files = [
-            *settings.conversations,
-            *settings.traces,
-            *([settings.template] if Path(settings.template).is_file() else []),
-            *([settings.demos.tasks] if settings.demos else []),
-        ]
+        files = [*settings.conversations, *settings.traces]
+        files += [settings.template] if Path(settings.template).is_file() else []
+        files += [settings.demos.tasks] if settings.demos else []
         content = [sha256_file(Path(name).expanduser()) for name in files]
         content += [read_codebase(Path(settings.code).expanduser()).digest] if settings.code else []
         inputs = super().inputs(settings, parent_digest, seed)
@@ -120,11 +127,7 @@ class SftStage(TrainingStage):
     def run(self, settings: SftSettings, job: Job) -> Outcome:
         """Make the demonstrations that are missing, and train: on those of this stage as on any other traces."""
         if settings.demos:
-            from etude.data.chat import choose_template
-            from etude.models.load import load_tokeniser
-
-            assert job.parent is not None
-            tokeniser, work = load_tokeniser(job.parent.folder), job.work
+            tokeniser, work = load_tokeniser(job.model.folder), job.work
             choose_template(tokeniser, settings.template)
             made, _ = make_demos(settings.demos, tokeniser, work.folder / DEMOS, work.cache, work.reporter, job.seed)
             settings = settings.model_copy(update={"traces": [*settings.traces, str(made.absolute())]})
@@ -132,14 +135,7 @@ class SftStage(TrainingStage):
 
     def train(self, training: Training, world: World, work: Work | None) -> None:
         """Train on this rank."""
-        import torch
-
-        from etude.data.chat import choose_template
-        from etude.models.load import load_model, load_tokeniser
-        from etude.models.shape import model_shape
-
         settings: SftSettings = training.settings
-        assert training.parent is not None
         tokeniser = load_tokeniser(training.parent)
         template = choose_template(tokeniser, settings.template)
         if template.added and settings.lora:
@@ -147,29 +143,41 @@ class SftStage(TrainingStage):
                 f"chat template {template.name!r} adds {template.added} tokens, whose embeddings lora would never train;"
                 " leave lora out, or use a template whose tokens the base knows"
             )
-        model = load_model(training.parent, torch.device("cpu"), torch.float32)
+        model = training.parent_model()
         if len(tokeniser) > model.get_input_embeddings().weight.shape[0]:
             torch.manual_seed(training.seed)
             model.resize_token_embeddings(len(tokeniser))
         context = model_shape(training.parent).context
         length = settings.length or min(CONTEXT, context)
-        if length > context:
-            raise UserError(
-                f"rows of {length} tokens are longer than the model's context of {context}; set length = {context}"
-            )
+        refuse_longer(length, context)
         chats, notes = _packed(settings, template, length, training.seed)
         notes += _untrained(settings, model, tokeniser, chats, training.seed)
         corpus = open_corpus(training, training.parent) if training.corpus else None
-        evaluate = _measurement(settings, chats, tokeniser, corpus)
-        run, loader = _run(training, world, work, model, chats, length, evaluate)
+        tokens = settings.tokens or max(1, round(settings.epochs * len(chats.splits["train"]["chat"]) * length))
+        training = replace(training, settings=settings.model_copy(update={"tokens": tokens}))
+        heldout = list(chats.heldout("chat", rows=settings.evaluation_rows)) if chats.splits.get("heldout") else []
+        loader = Loader(
+            chats, seed=training.seed, batch=settings.batch, rank=world.rank, world=world.size, workers=settings.loader_workers
+        )  # fmt: skip
+
+        def accepted(session: Session) -> dict[str, Any]:
+            if not (settings.mtp and heldout):
+                return {}
+            return {
+                "acceptance": {"chat answers": acceptance(session.accepted, heldout, session.micro, session.device)}
+            }
+
         if world.leads:
             tokeniser.save_pretrained(training.folder / MODEL)
         model.generation_config.eos_token_id = template.end_token  # where generation stops
-        if work is not None:
+        if work:
             for note in notes:
                 work.reporter.say(f"sft: {note}")
-        notes = [f"chat template: {template.name}; {template.added} tokens added", *notes]
-        finish(training, run, loader, notes=notes)
+        train_and_report(
+            training, world, work, model, loader, length, _measurement(settings, heldout, tokeniser, corpus), accepted,
+            objective=joint_objective(training, model),
+            notes=[f"chat template: {template.name}; {template.added} tokens added", *notes],
+        )  # fmt: skip
 
     def data_uses(self, settings: SftSettings, job: Job, seen: dict[str, float]) -> list[DataUse]:  # noqa: ARG002 - as its parent's
         """Return the files and the code that conversations came from."""
@@ -186,9 +194,7 @@ class SftStage(TrainingStage):
         if settings.code:
             folder = Path(settings.code).expanduser()
             code = read_codebase(folder)
-            uses.append(DataUse(name="code", source=f"folder {folder.absolute()}", revision=git_revision(folder), digest=code.digest,
-                                files=len(code.files), bytes=code.bytes, left_out=dict(code.left_out),
-                                licences=_stated(settings, code.bytes)))  # fmt: skip
+            uses.append(code_used(folder, code, _stated(settings, code.bytes)))
         return uses
 
 
@@ -198,41 +204,27 @@ def _stated(settings: SftSettings, size: int) -> dict[str, int]:
 
 def _packed(settings: SftSettings, template: ChatTemplate, length: int, seed: int) -> tuple[Corpus, list[str]]:
     """Return the conversations in rows, and what became of them, in words."""
-    from etude.data.chat import conversations_from_code, pack_chat, read_conversations, split
-    from etude.data.heldout import choose_heldout
-
-    every: list[Conversation] = [
-        each for name in settings.conversations for each in read_conversations(Path(name).expanduser())
-    ]
+    every = [each for name in settings.conversations for each in read_conversations(Path(name).expanduser())]
     notes = []
     if settings.code:
         made, counts = conversations_from_code(read_codebase(Path(settings.code).expanduser()), seed=seed)
         every += made
         notes.append(f"made from {settings.code}: {_words(counts)}")
-    train, heldout = split(every, settings.heldout, seed)
-    encoded = {
-        "train": [e for c in train for e in template.encode(c)],
-        "heldout": [e for c in heldout for e in template.encode(c)],
-    }
+    parts = zip(("train", "heldout"), split(every, settings.heldout, seed), strict=True)
+    encoded = {name: [each for chat in chats for each in template.encode(chat)] for name, chats in parts}
     episodes = [each for name in settings.traces for each in read_samples(Path(name).expanduser(), template.tokeniser)]
     held = choose_heldout({"chat": Counter(package for package, _ in episodes)}, settings.heldout, seed)
     for package, episode in episodes:
         encoded["heldout" if package in held else "train"].append(episode)
     chats, became = pack_chat(
-        encoded,
-        length=length,
-        separator=template.end_token,
-        vocabulary=len(template.tokeniser),
-        too_long=settings.too_long,
-    )
+        encoded, length=length, separator=template.end_token, vocabulary=len(template.tokeniser), too_long=settings.too_long
+    )  # fmt: skip
     notes += [f"{name}: {_words(counts)}" for name, counts in became.items() if counts]
     return chats, notes
 
 
 def _untrained(settings: SftSettings, model: Any, tokeniser: Any, chats: Corpus, seed: int) -> list[str]:
     """Tell apart the special tokens in the conversations that the base never learnt; say which, or that it was not done."""
-    from etude.models.load import tell_apart
-
     places = [series[index] for series in chats.splits["train"].values() for index in range(len(series))]
     in_use = {token for _, shard, index in places for token in shard.row(index).tokens.tolist()}
     # An adapter is applied to the base's own weights, so these stay as they are.
@@ -247,38 +239,9 @@ def _words(counts: dict[str, int]) -> str:
     return ", ".join(f"{count:,} {what}" for what, count in counts.items())
 
 
-def _run(
-    training: Training, world: World, work: Work | None, model: Any, chats: Corpus, length: int, evaluate: Evaluate
-) -> tuple[TrainingRun, Loader]:
-    from etude.data.loader import Loader
-    from etude.models.load import saved_dtype
-    from etude.training.measure import acceptance
-
-    settings: SftSettings = training.settings
-    assert training.parent is not None
-    rows = len(chats.splits["train"]["chat"])
-    chosen = settings.model_copy(update={"tokens": settings.tokens or max(1, round(settings.epochs * rows * length))})
-    loader = Loader(
-        chats, seed=training.seed, batch=settings.batch, rank=world.rank, world=world.size, workers=settings.loader_workers
-    )  # fmt: skip
-    heldout = list(chats.heldout("chat", rows=settings.evaluation_rows)) if chats.splits.get("heldout") else []
-
-    def accepted(session: Session) -> dict[str, Any]:
-        return {"acceptance": {"chat answers": acceptance(session.accepted, heldout, session.micro, session.device)}}
-
-    run = training_run(
-        training, chosen, model, loader, length, world, work, evaluate, accepted if settings.mtp and heldout else None,
-        parent_dtype=saved_dtype(training.parent), lora=settings.lora, objective=joint_objective(training, model),
-    )  # fmt: skip
-    return run, loader
-
-
-def _measurement(settings: SftSettings, chats: Corpus, tokeniser: Any, corpus: Corpus | None) -> Evaluate:
+def _measurement(settings: SftSettings, heldout: list[Batch], tokeniser: Any, corpus: Corpus | None) -> Evaluate:
     """Return what measures the answers of held-out conversations, and the run's corpus for what was forgotten."""
-    from etude.training.measure import bits, bits_by_domain
-
     rows = settings.evaluation_rows
-    heldout = list(chats.heldout("chat", rows=rows)) if chats.splits.get("heldout") else []
     learnt = [batch.tokens[batch.learnt].tolist() for batch in heldout]
     size = sum(len(tokeniser.decode(tokens).encode()) for tokens in learnt)
     ratio = size / max(1, sum(map(len, learnt)))  # bytes of text behind a learnt token

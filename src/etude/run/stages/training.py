@@ -12,14 +12,26 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from etude.errors import Interrupted, UserError
+import torch
+
+from etude.data.loader import Corpus, Loader
+from etude.data.manifest import check_shards
+from etude.errors import Interrupted, UserError, nearest
 from etude.files import fsync_tree, link_or_copy, read_json
 from etude.lineage import environment
-from etude.lineage.record import Parent, load_record
+from etude.lineage.record import load_record
 from etude.lineage.weight_files import INDEX
-from etude.models.load import weight_files
+from etude.models.load import load_model, saved_dtype, weight_files
+from etude.models.mtp_heads import FILE, keep_apart, load_heads
+from etude.models.shape import shape_of
+from etude.report.training import RESULTS, show_report, write_report
 from etude.run.folder import MODEL
 from etude.run.stage import Job, Outcome, Stage
+from etude.training.distributed import join
+from etude.training.measure import acceptance_by_domain, bits_by_domain, table
+from etude.training.objectives.mtp import MultiToken
+from etude.training.objectives.next_token import NextToken
+from etude.training.run import CHECKPOINTS, TrainingRun, corpus_session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,14 +39,13 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from etude.data.loader import Corpus, Loader
-    from etude.lineage.record import DataUse
+    from etude.lineage.record import DataUse, Parent
     from etude.training.distributed import World
     from etude.training.measure import Bits
     from etude.training.objectives import Objective
-    from etude.training.run import Evaluate, TrainingRun
+    from etude.training.run import Evaluate
     from etude.training.session import Session
-    from etude.training.settings import JointMtpSettings, LoraSettings, TrainSettings
+    from etude.training.settings import JointMtpSettings
     from etude.work import Work
 
 UNTRAINED_HEADS = "the parent's MTP heads came along untrained: they know the parent; train them again"
@@ -50,30 +61,26 @@ class Training:
     kind: str
     settings: Any
     folder: Path  # of the work
-    parent: Path | None  # the model to start from
+    parent: Path  # the model to start from; of a model from nothing, the tokeniser
     corpus: Path | None
     seed: int
+
+    def parent_model(self, **more: Any) -> Any:
+        """Return the model to start from, in main memory, in float32."""
+        return load_model(self.parent, torch.device("cpu"), torch.float32, **more)
 
 
 class TrainingStage(Stage):
     """One training stage; each kind says what it starts from, what it learns from and how it is measured."""
 
-    version = 1
+    needs_model = True
     makes_model = True
     reads_corpus = True
     learns_corpus = True  # not only measured on it
     kind: str
-    settings: type[Any]
 
-    def check(self, settings: Any) -> None:
-        """Refuse what can be seen to be wrong before anything is done."""
-
-    def inputs(self, settings: Any, parent_digest: str | None, seed: int) -> dict[str, Any]:
+    def inputs(self, settings: Any, parent_digest: str | None, seed: int) -> dict[str, Any]:  # noqa: ARG002
         """Return the settings that decide the result; the runner adds the corpus."""
-        if parent_digest is None:
-            raise UserError(
-                f"{self.kind} needs a model to start from; set `base` in the recipe, or put a stage before it that makes one"
-            )
         chosen = settings.model_dump(mode="json", exclude=WITHOUT_EFFECT)
         if chosen.get("mtp", ...) is None:
             del chosen["mtp"]  # a setting that came later: what was finished before it is still what it was
@@ -81,19 +88,13 @@ class TrainingStage(Stage):
 
     def run(self, settings: Any, job: Job) -> Outcome:
         """Call the other ranks, if there are any, and train."""
-        from etude.data.manifest import check_shards
-        from etude.report.training import RESULTS
-        from etude.training.distributed import join
-        from etude.training.run import CHECKPOINTS
-
         world, folder = join(), job.work.folder.absolute()
-        parent = job.parent.folder.absolute() if job.parent else None
         corpus = job.corpus.absolute() if job.corpus else None
-        training = Training(self.kind, settings, folder, parent, corpus, job.seed)
+        parent = job.parent.folder.absolute() if job.parent else (corpus or folder) / "tokeniser"
         if not is_trained(folder):  # else it was interrupted after its end, and is not done again
             if corpus is not None:
                 check_shards(corpus, job.work.reporter)
-            world.tell(training)
+            training = world.tell(Training(self.kind, settings, folder, parent, corpus, job.seed))
             self.train(training, world, job.work)
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         results, trained = read_json(folder / RESULTS), list(job.work.metrics.rows("train/"))
@@ -119,16 +120,11 @@ class TrainingStage(Stage):
         ]
 
     def show(self, folder: Path, console: Console) -> None:
-        """Print the table of before and after."""
-        from etude.report.training import show_report
-
         show_report(folder, console)
 
 
 def is_trained(folder: Path) -> bool:
     """Return whether a training came to its end here: its results are written last, and its model is whole."""
-    from etude.report.training import RESULTS
-
     with contextlib.suppress(UserError):
         return (folder / RESULTS).exists() and bool(weight_files(folder / MODEL))
     return False
@@ -138,17 +134,16 @@ def _parents(job: Job, *, taught: bool) -> list[Parent]:
     """Return the model that was trained, and those that wrote a part of the corpus it was trained on."""
     if job.parent is None:
         return []
-    record, known = job.parent.record, job.parent.lineage.records
-    edges = [Parent(name=record.stage, role="weights", record=record.id, model_digest=record.model_digest)]
     wrote = load_record(job.corpus).parents if taught and job.corpus else []
     teachers = [edge for edge in wrote if edge.role == "teacher"]
-    return edges + [edge if edge.record in known else edge.model_copy(update={"record": None}) for edge in teachers]
+    known = job.parent.lineage.records
+    taught_by = [each if each.record in known else each.model_copy(update={"record": None}) for each in teachers]
+    return [job.parent.as_parent(), *taught_by]
 
 
 def join_trainings() -> None:
     """Take part in the trainings that rank 0 announces, until it says that there are no more, or the user that we stop."""
     from etude.run.stages import STAGES
-    from etude.training.distributed import join
 
     world = join()
     with contextlib.suppress(Interrupted):
@@ -161,15 +156,11 @@ def join_trainings() -> None:
 def dismiss_ranks() -> None:
     """Tell the other ranks, if there are any, that there is nothing more to train."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from etude.training.distributed import join
-
         join().tell(None)
 
 
 def open_corpus(training: Training, model: Path) -> Corpus:
     """Open the run's corpus for a model, or for the tokeniser of one."""
-    from etude.data.loader import Corpus
-
     if training.corpus is None:
         raise UserError(f"{training.kind} learns from a corpus, and this recipe has none; describe one in [data]")
     corpus = Corpus.open(training.corpus)
@@ -199,63 +190,45 @@ def _vocabulary(path: Path) -> dict[str, int]:
     return words | {entry["content"]: entry["id"] for entry in content["added_tokens"]}
 
 
-def row_length(settings: TrainSettings, corpus: Corpus, context: int) -> int:
-    """Return the length of the rows to train on, after refusing one the model cannot take."""
-    length = settings.length or corpus.length
+def refuse_longer(length: int, context: int) -> None:
     if length > context:
-        raise UserError(
-            f"rows of {length} tokens are longer than the model's context of {context}; set length = {context}, or extend it first"
-        )
-    return length
+        advice = f"set length = {context}, or extend it first"
+        raise UserError(f"rows of {length} tokens are longer than the model's context of {context}; {advice}")
 
 
 def shares_by_source(corpus: Corpus, wanted: dict[str, float]) -> dict[str, float] | None:
     """Return shares of tokens by source from shares by domain: inside a domain as the corpus was built. None: all as built."""
     if not wanted:
         return None
-    from etude.errors import nearest
-
     domains = {corpus.domains[source] for source in corpus.splits["train"]}
     if unknown := sorted(set(wanted) - domains):
-        raise UserError(
-            f"shares names the domain {unknown[0]!r}, which the corpus has nothing of to train on{nearest(unknown[0], domains)}"
-        )
-    inside = {
-        domain: [source for source in corpus.splits["train"] if corpus.domains[source] == domain] for domain in wanted
-    }
-    built = {domain: sum(corpus.shares.get(source, 0) for source in sources) for domain, sources in inside.items()}
-    return {
-        source: share * (corpus.shares.get(source, 0) / built[domain] if built[domain] else 1 / len(inside[domain]))
-        for domain, share in wanted.items()
-        for source in inside[domain]
-        if share > 0
-    }
+        what = f"shares names the domain {unknown[0]!r}, which the corpus has nothing of to train on"
+        raise UserError(f"{what}{nearest(unknown[0], domains)}")
+    shares = {}
+    for domain, share in wanted.items():
+        sources = [source for source in corpus.splits["train"] if corpus.domains[source] == domain]
+        built = sum(corpus.shares.get(source, 0) for source in sources)
+        for source in sources if share > 0 else []:
+            shares[source] = share * (corpus.shares.get(source, 0) / built if built else 1 / len(sources))
+    return shares
 
 
-def trained_on_corpus(  # noqa: PLR0913 - each kind of stage gives some of them
-    training: Training, world: World, work: Work | None, model: Any, *, context: int, lora: LoraSettings | None = None,
-    dtype: Any = None, more: Callable[[Path], dict[str, Any]] | None = None, objective: Callable[[Any], Objective] | None = None,
-    notes: Sequence[str] = (),
+def train_on_corpus(
+    training: Training, world: World, work: Work | None, model: Any,
+    objective: Callable[[Any], Objective] | None = None, **more: Any,
 ) -> None:  # fmt: skip
     """Train a model on the corpus, measured on what is held out of it; save it and the report."""
-    import torch
-
-    from etude.data.loader import Loader
-    from etude.training.measure import acceptance_by_domain, bits_by_domain
-
-    settings: TrainSettings = training.settings
-    assert training.parent is not None
+    settings = training.settings
     corpus = open_corpus(training, training.parent)
-    length = row_length(settings, corpus, context)
+    length = settings.length or corpus.length
+    refuse_longer(length, shape_of(model.config).context)
     if (settings.batch * length) % (corpus.length * world.size):
         ranks = f" times {world.size} ranks" if world.size > 1 else ""
-        raise UserError(
-            f"batch × length must be a multiple of the corpus's rows of {corpus.length} tokens{ranks}; it is {settings.batch * length}"
-        )
+        rows = f"the corpus's rows of {corpus.length} tokens{ranks}"
+        raise UserError(f"batch × length must be a multiple of {rows}; it is {settings.batch * length}")
     if corpus.vocabulary > (known := model.get_input_embeddings().weight.shape[0]):
-        raise UserError(
-            f"the base knows {known} tokens, its tokeniser {corpus.vocabulary}; take a base whose files belong together"
-        )
+        advice = "take a base whose files belong together"
+        raise UserError(f"the base knows {known} tokens, its tokeniser {corpus.vocabulary}; {advice}")
     loader = Loader(
         corpus, seed=training.seed, batch=settings.batch * length // corpus.length, rank=world.rank, world=world.size,
         shares=shares_by_source(corpus, settings.shares), workers=settings.loader_workers,
@@ -268,88 +241,64 @@ def trained_on_corpus(  # noqa: PLR0913 - each kind of stage gives some of them
         return {} if session.heads_only else bits_by_domain(session.nats, corpus, **measured_on(session))
 
     def acceptance(session: Session) -> dict[str, Any]:
+        if objective is None:
+            return {}
         return {"acceptance": acceptance_by_domain(session.accepted, corpus, **measured_on(session))}
 
-    run = training_run(
-        training, settings, model, loader, length, world, work, bits, acceptance if objective else None,
-        parent_dtype=dtype or torch.float32, lora=lora, objective=objective,
-    )  # fmt: skip
-    finish(training, run, loader, more, notes)
+    train_and_report(training, world, work, model, loader, length, bits, acceptance, objective=objective, **more)
 
 
-def training_run(  # noqa: PLR0913, PLR0917 - what a run is made of
-    training: Training, settings: TrainSettings, model: Any, loader: Loader, length: int, world: World, work: Work | None,
-    evaluate: Evaluate, also: Callable[[Session], dict[str, Any]] | None, *, objective: Callable[[Any], Objective] | None, **more: Any,
-) -> TrainingRun:  # fmt: skip
-    """Return a run of a stage, ready to begin; `also`: what else is measured."""
-    from etude.training.objectives.next_token import NextToken
-    from etude.training.run import TrainingRun, corpus_session
+def train_and_report(  # noqa: PLR0913 - what a training is made of
+    training: Training, world: World, work: Work | None, model: Any, loader: Loader, length: int, evaluate: Evaluate,
+    also: Callable[[Session], dict[str, Any]], *, objective: Callable[[Any], Objective] | None, dtype: torch.dtype | None = None,
+    more: Callable[[Path], dict[str, Any]] | None = None, notes: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Train to the end; save model, side files and report, with `more` results that the saved model is asked for.
 
-    say = work.reporter.say if work else lambda _: None
+    `evaluate` measures bits per byte and `also` whatever else. `dtype`: of the parent's weights, if it has any.
+    """
+    settings, parent, saved = training.settings, training.parent, training.folder / MODEL
     session = corpus_session(
-        model, settings, loader, length, world, training.folder, say, objective=objective or NextToken, seed=training.seed, **more
+        model, settings, loader, length, world, training.folder, work.reporter.say if work else lambda _: None,
+        objective=objective or NextToken, parent_dtype=dtype or saved_dtype(parent), lora=getattr(settings, "lora", None),
+        seed=training.seed,
     )  # fmt: skip
-    return TrainingRun(session, settings, loader, evaluate, work, training.folder, also or (lambda _: {}))
-
-
-def joint_objective(training: Training, model: Any) -> Callable[[Any], Objective] | None:
-    """Return what trains the parent's MTP heads along with a model, now its own, if the settings wish for it."""
-    from etude.models.mtp_heads import load_heads
-    from etude.training.objectives.mtp import MultiToken
-
-    joint: JointMtpSettings | None = training.settings.mtp
-    if joint is None:
-        return None
-    assert training.parent is not None
-    model.mtp = load_heads(training.parent, model)
-    if model.mtp is None:
-        raise UserError(
-            f"{training.kind}.mtp: the model to start from has no MTP heads; put an `mtp` stage before this one"
-        )
-    return partial(MultiToken, beta=joint.beta, joint=joint)
-
-
-def finish(
-    training: Training,
-    run: TrainingRun,
-    loader: Loader,
-    more: Callable[[Path], dict[str, Any]] | None = None,
-    notes: Sequence[str] = (),
-) -> None:
-    """Train to the end; save model, side files and report, with `more` results that the saved model is asked for."""
+    run = TrainingRun(session, settings, loader, evaluate, work, training.folder, also)
     try:
         bits = run.run()
     finally:
         loader.close()
-    model, session = training.folder / MODEL, run.session
-    assert training.parent is not None
-    if session.heads_only and session.world.leads:
-        place_weights(training.parent, model)
-    session.export(model)
-    if run.work is None:
+    if session.heads_only and world.leads:
+        place_weights(parent, saved)
+    session.export(saved)
+    if work is None:
         return
-    from etude.models.mtp_heads import keep_apart
-    from etude.report.training import write_report
-    from etude.training.measure import table
-
-    copy_side_files(training.parent, model)
-    if carry_heads(training.parent, model):
-        notes = [*notes, UNTRAINED_HEADS]
-    keep_apart(model)
-    fsync_tree(model)  # before the results, which say that it is there
+    carried = complete_model(parent, saved)
     measured = curve(run)
     if not bits["before"] and not any(point.get("acceptance") for point in measured):
-        run.work.reporter.say(f"{training.kind}: nothing is held out, so nothing was measured; raise data.heldout")
+        work.reporter.say(f"{training.kind}: nothing is held out, so nothing was measured; raise data.heldout")
     results = {
         "device": environment.device_name(session.device.type),
         "seen": loader.achieved()["sources"],
         "domains": table(bits["before"], bits["after"]),
         "acceptance": acceptance_table(measured),
         "curve": measured,
-        "notes": [*notes, *run.notes()],
-        **(more(model) if more else {}),
+        "notes": [*notes, *([UNTRAINED_HEADS] if carried else []), *run.notes()],
+        **(more(saved) if more else {}),
     }
     write_report(training.folder, f"{training.kind}: before and after", results)
+
+
+def joint_objective(training: Training, model: Any) -> Callable[[Any], Objective] | None:
+    """Return what trains the parent's MTP heads along with a model, now its own, if the settings wish for it."""
+    joint: JointMtpSettings | None = training.settings.mtp
+    if joint is None:
+        return None
+    model.mtp = load_heads(training.parent, model)
+    if model.mtp is None:
+        advice = "put an `mtp` stage before this one"
+        raise UserError(f"{training.kind}.mtp: the model to start from has no MTP heads; {advice}")
+    return partial(MultiToken, beta=joint.beta, joint=joint)
 
 
 def curve(run: TrainingRun) -> list[dict[str, Any]]:
@@ -382,19 +331,14 @@ def place_weights(source: Path, target: Path) -> None:
             link_or_copy(file, target / file.name)
 
 
-def carry_heads(source: Path, target: Path) -> bool:
-    """Copy MTP heads that a child does not have of its own; return whether there were any."""
-    from etude.models.mtp_heads import FILE
-
-    if not (source / FILE).is_file() or (target / FILE).exists():
-        return False
-    shutil.copyfile(source / FILE, target / FILE)
-    return True
-
-
-def copy_side_files(source: Path, target: Path) -> None:
-    """Copy the tokeniser and what belongs to it; what the target has already is its own."""
-    for pattern in SIDE_FILES:
-        for file in source.glob(pattern):
-            if not (target / file.name).exists():
-                shutil.copyfile(file, target / file.name)
+def complete_model(source: Path, target: Path) -> bool:
+    """Give a model what it has not of its own: its parent's tokeniser and MTP heads; return whether it got heads."""
+    for file in (file for pattern in SIDE_FILES for file in source.glob(pattern)):
+        if not (target / file.name).exists():
+            shutil.copyfile(file, target / file.name)
+    carried = (source / FILE).is_file() and not (target / FILE).exists()
+    if carried:
+        shutil.copyfile(source / FILE, target / FILE)
+    keep_apart(target)
+    fsync_tree(target)  # before the results, which say that it is there
+    return carried
