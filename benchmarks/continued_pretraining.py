@@ -26,6 +26,7 @@ from etude.data.loader import Corpus, Loader
 from etude.models.load import load_model
 from etude.run.stages.training import shares_by_source
 from etude.training.batch import CorpusRows
+from etude.training.cuda_graphs import Replay
 from etude.training.distributed import World
 from etude.training.loop import Guard
 from etude.training.measure import bits_by_domain
@@ -71,7 +72,7 @@ class Lab:
         schedule = ScheduleSettings(kind="cosine") if kind == "cosine" else ScheduleSettings(kind="wsd", decay=0.6)
         loop.optimiser = Optimiser(session.weights.masters, chosen, replayed=loop.graphs is not None)
         if loop.graphs:
-            loop.graphs.take(loop.optimiser.update)
+            loop.graphs = Replay(loop.learn, loop.optimiser.update)
         loop.guard = Guard(GuardSettings())
         loop.factor = lambda step: factor(schedule, step, steps)
         batches = Loader(self.corpus, seed=seed, batch=BATCH, shares=shares_by_source(self.corpus, shares), workers=2)

@@ -43,12 +43,12 @@ class DyingStore(WeightStore):
 
     def publish(self, weights: Any, version: int, step: int) -> Published:
         if (version, self.when) == (self.at, "checkpoint written, not published"):
-            self.trainer.session.wait()
+            self.trainer.session._checkpoints.wait()
         if version == self.at and "not published" in self.when:
             sessions.kill_oneself()
         done = super().publish(weights, version, step)
         if version == self.at and self.when == "published, not reported":
-            self.trainer.session.wait()
+            self.trainer.session._checkpoints.wait()
             sessions.kill_oneself()
         return done
 

@@ -73,7 +73,8 @@ def test_adamw_is_torchs_and_only_matrices_decay(family: str) -> None:
             give_gradients(model.parameters(), step)
         for group in other.param_groups:
             group["lr"] = 1e-2 * (1 - step / 4)
-        mine.step(1 - step / 4)
+        mine.set_rate(1 - step / 4)
+        mine.update()
         other.step()
     for (name, left), right in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(left, right, rtol=1e-6, atol=1e-7), name  # fused kernels round otherwise
@@ -92,7 +93,8 @@ def test_with_muon_the_rest_has_adamw_and_its_own_rate() -> None:
     for step in range(3):
         for model in (ours, theirs):
             give_gradients(model.parameters(), step)
-        mine.step(1.0)
+        mine.set_rate(1.0)
+        mine.update()
         for other in others:
             other.step()
     start = dict(sessions.tiny_model().named_parameters())
@@ -110,7 +112,8 @@ def test_gpt2_has_no_decay_on_its_embeddings() -> None:
     optimiser = Optimiser(Weights(model).masters, OptimiserSettings(lr=0.1, weight_decay=1.0))
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight)
-    optimiser.step(1.0)
+    optimiser.set_rate(1.0)
+    optimiser.update()
     decayed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
     wanted = {"attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"}
     assert decayed == {f"transformer.h.0.{name}" for name in wanted}
@@ -123,7 +126,8 @@ def test_a_loaded_state_goes_on_bit_for_bit(name: Any) -> None:
     one, two = Optimiser(Weights(straight).masters, settings), Optimiser(Weights(resumed).masters, settings)
     for step in range(3):
         give_gradients(straight.parameters(), step)
-        one.step(1.0)
+        one.set_rate(1.0)
+        one.update()
     saved = {key: value.clone() for key, value in one.tensors().items()}
     resumed.load_state_dict(straight.state_dict())
     two.load(saved)
@@ -131,7 +135,8 @@ def test_a_loaded_state_goes_on_bit_for_bit(name: Any) -> None:
     for step in range(3, 6):
         for model, optimiser in ((straight, one), (resumed, two)):
             give_gradients(model.parameters(), step)
-            optimiser.step(0.5)
+            optimiser.set_rate(0.5)
+            optimiser.update()
     for (key, left), right in zip(straight.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(left, right), key
 
@@ -154,7 +159,8 @@ def test_a_weight_that_took_no_part_is_left_alone(name: Any, kind: type[Weights]
     for _ in range(2):
         model["used"](torch.ones(2, 8, dtype=model["used"].weight.dtype)).sum().backward()
         weights.collect()
-        optimiser.step(1.0)
+        optimiser.set_rate(1.0)
+        optimiser.update()
         weights.publish()
     for key, weight in model.named_parameters():
         assert torch.equal(weight, before[key]) == key.startswith("idle"), key

@@ -10,7 +10,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from etude.files import write_text
+from pydantic import TypeAdapter
+
+from etude.files import read_json, write_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,13 +68,8 @@ class Exchange:
 
     def batch(self, step: int) -> Batch | None:
         """Return the batch of a step, if it is there."""
-        if (payload := _get(self.folder / "batches" / _name(step))) is None:
-            return None
-        groups = tuple(
-            TrainedGroup(each["group"], each["task"], tuple(TrainedEpisode(**episode) for episode in each["episodes"]))
-            for each in payload["groups"]
-        )
-        return Batch(payload["step"], groups)
+        payload = _get(self.folder / "batches" / _name(step))
+        return TypeAdapter(Batch).validate_python(payload) if payload else None
 
     def put_report(self, report: Report) -> None:
         """Say that a step is trained and published. One that a kill made the trainer do again is kept apart: it was spent again."""
@@ -89,7 +86,7 @@ class Exchange:
 
     def spent_again(self) -> list[Report]:
         """Return the reports of steps that were done again after a kill."""
-        return [Report(**json.loads(path.read_text())) for path in sorted((self.folder / "again").glob("*.json"))]
+        return [Report(**read_json(path)) for path in sorted((self.folder / "again").glob("*.json"))]
 
     def stop(self) -> None:
         """Tell the trainer that no more batches will come."""
@@ -116,8 +113,4 @@ def _put(path: Path, value: dict[str, Any]) -> None:
 
 
 def _get(path: Path) -> dict[str, Any] | None:
-    try:
-        payload: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    return payload
+    return read_json(path) if path.exists() else None  # a file never goes away

@@ -91,16 +91,9 @@ def branches(trace: Trace, episode: int, *, train_summaries: bool) -> list[Branc
         if any(sample.trained):
             assert not sample.trained[0], f"trace {trace.id!r} begins with a sampled token, which nothing predicts"
             until = slice(1, len(sample.trained) - sample.trained[::-1].index(True))
-            made.append(
-                Branch(
-                    episode,
-                    np.array(sample.tokens[: until.stop], np.int64),
-                    np.array(sample.raw_logprobs[until], np.float32),
-                    np.array(sample.versions[until], np.int64),
-                    np.array(sample.trained[until], np.bool_),
-                    np.array(other.trained[until], np.bool_),
-                )
-            )
+            columns = ((sample.raw_logprobs, np.float32), (sample.versions, np.int64), (sample.trained, np.bool_))
+            values = [np.array(column[until], kind) for column, kind in (*columns, (other.trained, np.bool_))]
+            made.append(Branch(episode, np.array(sample.tokens[: until.stop], np.int64), *values))
     return made
 
 
@@ -114,9 +107,8 @@ def row_length(branches: Sequence[Branch], limit: int, *, fixed: bool) -> int:
     """Return the length of rows: the limit, or if it need not be fixed what the longest branch takes."""
     longest = max(len(branch.tokens) for branch in branches)
     if longest > limit:
-        raise UserError(
-            f"a branch of {longest} tokens does not fit a training row of {limit}; raise `length`, or lower harness.summary.trigger"
-        )
+        what = f"a branch of {longest} tokens does not fit a training row of {limit}"
+        raise UserError(f"{what}; raise `length`, or lower harness.summary.trigger")
     return limit if fixed else min(limit, -(-longest // STEP) * STEP)
 
 

@@ -81,9 +81,8 @@ class Trainer:
         context = model_shape(model).context
         self.length = settings.length or context
         if self.length > context:
-            raise UserError(
-                f"length = {self.length} is beyond the model's context of {context}; set length = 0 or extend it"
-            )
+            beyond = f"length = {self.length} is beyond the model's context of {context}"
+            raise UserError(f"{beyond}; set length = 0 or extend it")
         device = self.world.device(settings.device).type
         self.session = Session(
             load_model(model, torch.device("cpu"), torch.float32), settings, self, self.length,
@@ -91,7 +90,7 @@ class Trainer:
             lambda step: min(1.0, (step + 1) / max(1, settings.warmup)),
             # The size of a loss says nothing, as advantages change from batch to batch: only what is no number is refused.
             Guard(GuardSettings(), outliers=False), say, lambda prepared: PolicyGradient(prepared, self.algorithm.weigh),
-            saved_dtype(model), settings.lora, keep_start=_copy(settings.kl), graphs=False,
+            saved_dtype(model), settings.lora, keep_start=settings.kl.reference if settings.kl.coefficient else "", graphs=False,
         )  # fmt: skip
         start = self.session.start
         self.reference = Reference(start, settings.kl, self.session.weights.masters) if start else None
@@ -117,8 +116,7 @@ class Trainer:
                 self.session.say(f"step {step.number} was skipped: {step.skipped}")
             if self.reference:
                 self.reference.follow(self.session.weights.masters)
-            metrics = self._metrics(step)
-            yield {name: value for name, value in metrics.items() if math.isfinite(value)}
+            yield {name: value for name, value in self._metrics(step).items() if math.isfinite(value)}
 
     def take(self, micro: int, device: torch.device) -> StepRows | None:
         """Wait for the next batch and return its rows."""
@@ -160,15 +158,11 @@ class Trainer:
         try:
             lines = [file.read_bytes() for file in files]
         except FileNotFoundError as error:
-            raise UserError(
-                f"step {batch.step} learns from {error.filename}, which is gone; put it back or begin a new run"
-            ) from None
-        whether = self.settings.train_summaries
-        read = [
-            branch
-            for episode, (line, file) in enumerate(zip(lines, files, strict=True))
-            for branch in branches(from_json(line, str(file)), episode, train_summaries=whether)
-        ]
+            gone = f"step {batch.step} learns from {error.filename}, which is gone"
+            raise UserError(f"{gone}; put it back or begin a new run") from None
+        traces = [from_json(line, str(file)) for line, file in zip(lines, files, strict=True)]
+        masked = {"train_summaries": self.settings.train_summaries}
+        read = [branch for place, trace in enumerate(traces) for branch in branches(trace, place, **masked)]
         if not any(branch.learnt.any() for branch in read):
             raise UserError(f"step {batch.step}: its episodes hold no token to learn from; look at their traces")
         return read
@@ -217,9 +211,8 @@ class Trainer:
         ranks = self.world.gather([np.concatenate(column) if column else np.zeros(0) for column in columns])
         sampled, now, ages, same, ratios, masked = (np.concatenate(column) for column in zip(*ranks, strict=True))
         metrics = {f"staleness_{int(age)}": float((ages == age).mean()) for age in np.unique(ages).tolist()}
-        if (
-            mismatch := np.abs(now - sampled)[same.astype(bool)]
-        ).size:  # sampled by these very weights: only rounding differs
+        mismatch = np.abs(now - sampled)[same.astype(bool)]  # sampled by these very weights: only rounding differs
+        if mismatch.size:
             metrics |= {"mismatch_mean": float(mismatch.mean()), "mismatch_p99": float(np.quantile(mismatch, 0.99))}
         return metrics | {
             "sampled": len(sampled), "trained": len(ratios), "entropy": -float(sampled.mean()), "masked": float(masked.mean()),
@@ -263,10 +256,6 @@ class Packed:
     weights: list[float]  # of each learnt token of an episode
     divisor: float  # of the loss
     apart: float  # nats between policy and reference, in all
-
-
-def _copy(settings: KlSettings) -> Any:
-    return {"start": "frozen", "average": "average"}[settings.reference] if settings.coefficient else ""
 
 
 class Reference:

@@ -6,9 +6,12 @@ common: folders, reuse, digests, licences, records.
 
 from __future__ import annotations
 
+import gc
 import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+
+import torch
 
 from etude.data.codebase import git_revision
 from etude.files import digest_of_files, sha256_file
@@ -131,6 +134,13 @@ def code_used(folder: Path, code: Codebase, licences: dict[str, int] | None = No
         left_out=dict(code.left_out),
         licences=licences or {},
     )
+
+
+def free_gpu_memory() -> None:
+    """Give a GPU's memory back: the stages after this one may work in processes of their own."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def lineage_in(folder: Path) -> Lineage | None:

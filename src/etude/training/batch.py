@@ -146,15 +146,12 @@ def micro_batches(batch: Batch, rows: int, *, whole_first: bool = False) -> Iter
     faster attention may be used, and a compiled model meets five cases only.
     """
     for begin in range(0, len(batch.tokens), rows):
-        part = _part(batch, begin, rows)
-        if not whole_first:
-            yield rows_of(part)
-            continue
-        pieces = (part.positions == 0).sum(1)
-        quarter = max(1, rows // 4)
-        yield rows_of(
-            _reordered(part, np.argsort(pieces > 1, kind="stable")), int((pieces == 1).sum()) // quarter * quarter
-        )
+        part, whole = _part(batch, begin, rows), 0
+        if whole_first:
+            pieces, quarter = (part.positions == 0).sum(1), max(1, rows // 4)
+            part = _reordered(part, np.argsort(pieces > 1, kind="stable"))
+            whole = int((pieces == 1).sum()) // quarter * quarter
+        yield rows_of(part, whole)
 
 
 def _reordered(batch: Batch, order: npt.NDArray[np.intp]) -> Batch:
@@ -164,14 +161,13 @@ def _reordered(batch: Batch, order: npt.NDArray[np.intp]) -> Batch:
 
 
 def _part(batch: Batch, begin: int, rows: int) -> Batch:
-    here = slice(begin, begin + rows)
-    lacking = begin + rows - len(batch.tokens)
-    tokens, documents, positions = batch.tokens[here], batch.documents[here], batch.positions[here]
-    learnt = None if batch.learnt is None else batch.learnt[here]
-    if lacking > 0:
-        more = ((0, lacking), (0, 0))
-        documents = np.pad(documents, more, constant_values=-1)
-        positions = np.concatenate([positions, np.tile(np.arange(positions.shape[1], dtype=np.int32), (lacking, 1))])
-        tokens = np.pad(tokens, more)
-        learnt = None if learnt is None else np.pad(learnt, more)
-    return Batch(tokens, documents, positions, batch.sources[here], learnt)
+    lacking = max(0, begin + rows - len(batch.tokens))
+
+    def taken(values: npt.NDArray[Any], padding: Any) -> Any:
+        more = np.broadcast_to(np.asarray(padding, values.dtype), (lacking, values.shape[1]))
+        return np.concatenate([values[begin : begin + rows], more])
+
+    positions = taken(batch.positions, np.arange(batch.positions.shape[1]))
+    learnt = None if batch.learnt is None else taken(batch.learnt, padding=False)
+    sources = batch.sources[begin : begin + rows]
+    return Batch(taken(batch.tokens, 0), taken(batch.documents, -1), positions, sources, learnt)

@@ -1,12 +1,12 @@
-"""Checkpoints: the whole state of a training, written while it goes on, whole or not at all, checked before it is used.
+"""What training writes: checkpoints on the way, and the model at the end.
 
     CHECKPOINTS/00000400/tensors.safetensors    weights and optimiser state
     CHECKPOINTS/00000400/state.json             everything else, and the SHA-256 of the tensors
 
-A checkpoint is copied to main memory, then written by a thread under another name and renamed. The newest `keep` stay. One that
-turns out damaged is said aloud and passed over for the one before it.
+A checkpoint is the whole state, copied to main memory, then written by a thread under another name and renamed, so it is there whole
+or not at all. The newest `keep` stay. One that turns out damaged is reported and passed over for the one before it.
 
-Save what was trained as a Hugging Face folder, MTP heads in a file of their own beside the weights.
+The model is a Hugging Face folder, with MTP heads in a file of their own beside the weights.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Checkpoints:
         work = self.folder / f"{step:08d}{UNFINISHED}"
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        with full_disk_told(work / TENSORS):
+        with full_disk_reported(work / TENSORS):
             save_file(tensors, work / TENSORS)
         write_json(work / STATE, {"step": step, "sha256": sha256_file(work / TENSORS), **state})
         shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
@@ -99,7 +99,7 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def full_disk_told(file: Path) -> Iterator[None]:
+def full_disk_reported(file: Path) -> Iterator[None]:
     """Report a full disk as any other writer would; safetensors has an error of its own for it."""
     try:
         yield
@@ -124,7 +124,7 @@ def export(model: Any, state: dict[str, torch.Tensor], dtype: torch.dtype, folde
     weights = dict(model.named_parameters(remove_duplicate=False))  # a tied one is saved once
     state |= {name: value.cpu() for name, value in model.state_dict().items() if name not in weights}
     heads = {name.removeprefix(HEADS): state.pop(name) for name in list(state) if name.startswith(HEADS)}
-    with full_disk_told(folder):
+    with full_disk_reported(folder):
         if trunk:
             _save_trunk(model, state, dtype, folder)
         if heads:

@@ -32,13 +32,13 @@ FEWEST_PIECES = 64
 class Graph:
     """A function without arguments that always works on the same tensors; recorded at its third call."""
 
-    def __init__(self, function: Callable[[], Tensors]) -> None:
+    def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._result: Tensors = {}
+        self._result: Any = None
 
-    def __call__(self, stream: torch.cuda.Stream, pool: Any) -> Tensors:
+    def __call__(self, stream: torch.cuda.Stream, pool: Any) -> Any:
         """Do it; the result is overwritten by the next call."""
         if self._graph is None and self._calls < WARM:
             self._calls += 1
@@ -70,16 +70,7 @@ class Replay:
     def __post_init__(self) -> None:
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
-        self.take(self.update)
-
-    def take(self, update: Callable[[], None]) -> None:
-        """Step by another optimiser from now on."""
-        self.update = update
-        self._update = Graph(self._update_alone)
-
-    def _update_alone(self) -> Tensors:
-        self.update()
-        return {}
+        self._update = Graph(self.update)
 
     def rows(self, rows: Rows, scale: torch.Tensor) -> Tensors:
         """Do what `learn` does."""
@@ -93,7 +84,8 @@ class Replay:
         still, factor, graph = self._held[key]
         for place, value in zip((*still.tensors(), factor), (*rows.tensors(), scale), strict=True):
             place.copy_(value)
-        return graph(self._stream, self._pool)
+        values: Tensors = graph(self._stream, self._pool)
+        return values
 
     def step(self) -> None:
         """Do what `update` does."""

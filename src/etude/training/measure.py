@@ -7,7 +7,6 @@ always the same ones, so two measurements are compared row by row.
 
 from __future__ import annotations
 
-import io
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -107,9 +106,8 @@ def acceptance(accepted: Accepted, batches: Iterable[Batch], micro: int, device:
     ]
     sums, weights = np.sum(parts, axis=0)
     if not np.isfinite(sums).all():
-        raise UserError(
-            "the acceptance of MTP heads is not a finite number: the model's outputs are not; lower the learning rate"
-        )
+        what = "the acceptance of MTP heads is not a finite number: the model's outputs are not"
+        raise UserError(f"{what}; lower the learning rate")
     return [float(total / weight) for total, weight in zip(sums, weights, strict=True) if weight]
 
 
@@ -136,10 +134,8 @@ def save_bits(path: Path, bits: Mapping[str, Bits]) -> None:
     arrays = {
         f"{domain}/{name}": np.asarray(value) for domain, each in bits.items() for name, value in vars(each).items()
     }
-    buffer = io.BytesIO()
-    np.savez(buffer, allow_pickle=False, **arrays)
-    with whole_file(path) as beside:
-        beside.write_bytes(buffer.getvalue())
+    with whole_file(path) as beside, beside.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
 
 
 def load_bits(path: Path) -> dict[str, Bits]:

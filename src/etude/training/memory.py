@@ -1,14 +1,13 @@
-"""Will it fit? An estimate of the memory a training takes, before it starts.
+"""Memory: how much a training will take, before it starts, and how to take it only once.
 
 Weights, gradients and the optimiser's state are counted exactly. What is kept of the forward pass for the backward pass is estimated
 from the model's shape, in the computing dtype: for each position and layer about 10 vectors as wide as the model, 4 as wide as
-its feed-forward part, queries, keys and values; with recomputation one vector a layer. Then the chunk of logits.
+its feed-forward part, queries, keys and values; with recomputation one vector a layer. Then the chunk of logits. From this follows
+how many rows a device works on at once (`choose_micro`).
 
-Keep freed memory instead of giving it back to the system after every operation, when training on a CPU.
-
-glibc takes large blocks from the system and gives them back when they are freed; the next operation gets fresh pages, which the kernel
-must clear first. A training frees and takes the same hundred-megabyte blocks thousands of times. Told to keep them, sprout's steps
-became a third faster (docs/lab-notes.md). Memory in use peaks no higher; it is only not handed back in between.
+A CPU's memory is then kept between operations (`keep_freed_memory`): glibc would give every large block back to the system when it is
+freed, and the kernel would clear the pages of the next. Steps of sprout became a third faster (docs/lab-notes.md); the peak stays
+the same.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
-"""Optimisers: AdamW, or Muon for the matrices inside the model and AdamW for the rest.
+"""How weights change: the optimiser, the weights it changes, and its learning rate.
 
-Bases that can be had are nearly all trained with AdamW, and changing the optimiser costs quality (arXiv 2605.10468), so AdamW
-is the default; Muon is for models trained from scratch. Weight decay is for matrices; embeddings and vectors have none.
+The optimiser is AdamW, or Muon for the matrices inside the model and AdamW for the rest. Bases that can be had are nearly all trained
+with AdamW, and changing the optimiser costs quality (arXiv 2605.10468), so AdamW is the default; Muon is for models trained from
+scratch. Weight decay is for matrices; embeddings and vectors have none. Muon is our own because torch's goes through matrices one by
+one: a small model then waits for kernel launches. Ours stacks those of one shape. The update is the same, and a test compares.
 
-Muon is our own because torch's goes through matrices one by one: a small model then waits for kernel launches. Ours stacks
-those of one shape. The update is the same, and a test compares.
+The weights it changes are those the model computes with on a CPU, and under FSDP. On one GPU the model computes in bf16 and the
+optimiser keeps float32 masters: a bf16 weight has eight bits of precision and would not move under a small update. Gradients are
+added up in float32.
 
-The weights an optimiser changes, and those a model computes with.
-
-On a CPU, and under FSDP, they are the same. On one GPU the model computes in bf16 and the optimiser keeps float32 masters: a bf16
-weight has eight bits of precision and would not move under a small update. Gradients are added up in float32.
-
-Learning-rate schedules as pure functions: the factor on the peak rate at a step of a run.
+The learning rate is its peak times a factor, a pure function of the step:
 
     linear     warm-up, then a line to `floor`. For annealing a model that still has its optimiser state, or a short run
     cosine     warm-up, then half a cosine to `floor`. Re-warm and re-decay of a finished base (Ibrahim et al., 2024)
@@ -96,9 +94,8 @@ class Optimiser:
         self._parts: list[torch.optim.Optimizer]
         if settings.name == "muon":
             if sharded:
-                raise UserError(
-                    'optimiser.name = "muon" needs whole matrices and cannot be used on several ranks; use "adamw"'
-                )
+                why = "needs whole matrices and cannot be used on several ranks"
+                raise UserError(f'optimiser.name = "muon" {why}; use "adamw"')
             if not matrices:
                 raise UserError('optimiser.name = "muon": this model has no matrices that it could train; use "adamw"')
             first = Muon(matrices, settings.lr, settings.weight_decay, settings.momentum)
@@ -123,11 +120,6 @@ class Optimiser:
         """Update the weights."""
         for part in self._parts:
             part.step()
-
-    def step(self, factor: float) -> None:
-        """Update the weights at a factor of the peak learning rates."""
-        self.set_rate(factor)
-        self.update()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the state as tensors, by name of the weight and of the value."""

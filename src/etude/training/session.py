@@ -63,7 +63,7 @@ class Session:
     parent_dtype: torch.dtype = torch.float32  # of the weights as the parent has them
     lora: LoraSettings | None = None
     seed: int = 0
-    keep_start: Literal["", "frozen", "average"] = ""  # a copy of the weights at the start to compute with (`start`)
+    keep_start: Literal["", "start", "average"] = ""  # a copy of the weights at the start to compute with (`start`)
     graphs: bool = True  # CUDA graphs for a small model; the source must give rows of few shapes
     device: torch.device = field(init=False)
     shape: ComputeShape = field(init=False)
@@ -212,10 +212,6 @@ class Session:
             self.micro = self.loop.micro = state["micro"]  # with another split, sums would be rounded otherwise
         return state, tensors
 
-    def wait(self) -> None:
-        """Wait until the last checkpoint is on disk."""
-        self._checkpoints.wait()
-
     def close(self) -> None:
         self._checkpoints.close()
 
@@ -245,12 +241,9 @@ class Session:
         """Return the state as the model computes with it, LoRA added in: what an engine should hold. Every rank must take part."""
         if self._adapters is not None:
             return lora.merged_state(self._adapters, self.model)
-        weights, dtype = (
-            {name for name, _ in self.model.named_parameters(remove_duplicate=False)},
-            self._computing_dtype,
-        )
+        weights = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         state = {name: whole(value) for name, value in self.model.state_dict().items()}
-        return {name: value.to(dtype) if name in weights else value for name, value in state.items()}
+        return {name: value.to(self._computing_dtype) if name in weights else value for name, value in state.items()}
 
     def settle(self) -> None:
         """Make the model what will be saved, so that what is measured last is what is handed over."""
@@ -288,9 +281,8 @@ def refuse_damaged(model: Any) -> None:
     """Refuse weights that are not numbers."""
     for name, weight in model.named_parameters():
         if not torch.isfinite(weight).all():
-            raise UserError(
-                f"the weights to start from are damaged: {name} holds values that are not finite; fetch the base again"
-            )
+            damage = f"{name} holds values that are not finite"
+            raise UserError(f"the weights to start from are damaged: {damage}; fetch the base again")
 
 
 def layers_of(model: Any) -> list[torch.nn.Module]:

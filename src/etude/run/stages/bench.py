@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +21,7 @@ from etude.models.load import choose_device
 from etude.models.shape import model_shape
 from etude.report.benchmark import Scored, write_report
 from etude.rl.metrics import sampling_flops
-from etude.run.stage import Job, Outcome, Stage, file_used, print_lines
+from etude.run.stage import Job, Outcome, Stage, file_used, free_gpu_memory, print_lines
 from etude.tasks.manifest import find_manifest, load_set, picked, read_rows
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class BenchStage(Stage):
         began = time.monotonic()
         agents = _agents(settings, folders, job)
         asyncio.run(run_benchmark(tasks, agents, settings, folder, work.cache, work.reporter))
-        _free_memory()
+        free_gpu_memory()
         _count_compute(folders, time.monotonic() - began, job)
         write_json(folder / RESULTS, {"lines": write_report([folder], folder)})
         return Outcome(
@@ -121,15 +120,6 @@ def _agents(settings: BenchStageSettings, folders: Mapping[str, Path], job: Job)
         for name, folder in folders.items()
     ]
     return [*models, *(BUILT_IN[word] for word in settings.against if word in BUILT_IN)]
-
-
-def _free_memory() -> None:
-    """Give a GPU's memory back: the stages after this one may work in processes of their own."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def _count_compute(folders: Mapping[str, Path], seconds: float, job: Job) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from pydantic import Field
 from transformers import AutoConfig
 
@@ -14,6 +13,7 @@ from etude.files import read_json, write_json
 from etude.models.context import RopeSettings, stretch
 from etude.models.load import choose_device, load_model, load_tokeniser
 from etude.progress import Reporter
+from etude.run.stage import free_gpu_memory
 from etude.run.stages.training import Training, TrainingStage, joint_objective, open_corpus, train_on_corpus
 from etude.training.attention import isolate
 from etude.training.batch import rows_of
@@ -100,8 +100,7 @@ def measured(
             items = make_retrieval(encode, texts, length, settings.retrieval_keys, settings.retrieval_items, seed)
             retrieval[str(length)] = score_retrieval(model, _counted(items, task))
     del model
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    free_gpu_memory()
     return {"positions": positions, "retrieval": retrieval}
 
 

@@ -21,14 +21,7 @@ from etude.models.load import load_tokeniser, tell_apart
 from etude.models.shape import model_shape
 from etude.run.folder import MODEL
 from etude.run.stage import code_used, file_used
-from etude.run.stages.training import (
-    Training,
-    TrainingStage,
-    joint_objective,
-    open_corpus,
-    refuse_longer,
-    train_and_report,
-)
+from etude.run.stages.training import Training, TrainingStage, joint_objective, open_corpus, train_and_report
 from etude.tasks.demos import DemoSettings, licences_of, make_demos, read_samples, refuse_benchmarks
 from etude.tasks.manifest import find_manifest, picked, read_rows
 from etude.training.measure import acceptance, bits, bits_by_domain
@@ -147,9 +140,7 @@ class SftStage(TrainingStage):
         if len(tokeniser) > model.get_input_embeddings().weight.shape[0]:
             torch.manual_seed(training.seed)
             model.resize_token_embeddings(len(tokeniser))
-        context = model_shape(training.parent).context
-        length = settings.length or min(CONTEXT, context)
-        refuse_longer(length, context)
+        length = settings.length or min(CONTEXT, model_shape(training.parent).context)
         chats, notes = _packed(settings, template, length, training.seed)
         notes += _untrained(settings, model, tokeniser, chats, training.seed)
         corpus = open_corpus(training, training.parent) if training.corpus else None

@@ -190,12 +190,6 @@ def _vocabulary(path: Path) -> dict[str, int]:
     return words | {entry["content"]: entry["id"] for entry in content["added_tokens"]}
 
 
-def refuse_longer(length: int, context: int) -> None:
-    if length > context:
-        advice = f"set length = {context}, or extend it first"
-        raise UserError(f"rows of {length} tokens are longer than the model's context of {context}; {advice}")
-
-
 def shares_by_source(corpus: Corpus, wanted: dict[str, float]) -> dict[str, float] | None:
     """Return shares of tokens by source from shares by domain: inside a domain as the corpus was built. None: all as built."""
     if not wanted:
@@ -221,7 +215,6 @@ def train_on_corpus(
     settings = training.settings
     corpus = open_corpus(training, training.parent)
     length = settings.length or corpus.length
-    refuse_longer(length, shape_of(model.config).context)
     if (settings.batch * length) % (corpus.length * world.size):
         ranks = f" times {world.size} ranks" if world.size > 1 else ""
         rows = f"the corpus's rows of {corpus.length} tokens{ranks}"
@@ -258,6 +251,9 @@ def train_and_report(  # noqa: PLR0913 - what a training is made of
     `evaluate` measures bits per byte and `also` whatever else. `dtype`: of the parent's weights, if it has any.
     """
     settings, parent, saved = training.settings, training.parent, training.folder / MODEL
+    if length > (context := shape_of(model.config).context):
+        advice = f"set length = {context}, or extend it first"
+        raise UserError(f"rows of {length} tokens are longer than the model's context of {context}; {advice}")
     session = corpus_session(
         model, settings, loader, length, world, training.folder, work.reporter.say if work else lambda _: None,
         objective=objective or NextToken, parent_dtype=dtype or saved_dtype(parent), lora=getattr(settings, "lora", None),
