@@ -130,9 +130,8 @@ class RlSettings(TrainerSettings):
         if self.engine and not self.engine.startswith(("http://", "https://", "unix:")):
             raise ValueError(f"engine = {self.engine!r} is no address; write one such as http://127.0.0.1:8000")
         if self.engine and not self.processes:
-            raise ValueError(
-                "engine names a running server, and processes = false keeps all in one process; leave one out"
-            )
+            both = "engine names a running server, and processes = false keeps all in one process"
+            raise ValueError(f"{both}; leave one out")
         return self
 
     @property

@@ -99,18 +99,14 @@ def _on_cpu(
     query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor,
     bounds: torch.Tensor, scaling: float, window: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    ends = bounds.tolist()
-    length = query_BHTD.shape[2]
-    done: list[torch.Tensor] = []
-    rows = zip(query_BHTD.split(1), key_BKTD.split(1), value_BKTD.split(1), strict=True)
-    pieces = [(begin, end - begin) for begin, end in itertools.pairwise(ends) if end > begin]
-    of_rows: list[list[int]] = [[] for _ in range(query_BHTD.shape[0])]
-    for begin, size in pieces:
-        of_rows[begin // length].append(size)
-    for (query, key, value), sizes in zip(rows, of_rows, strict=True):
-        parts = zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True)
-        outs = [_causal(q, k, v, scaling, window) for q, k, v in parts]
-        done.append(torch.cat(outs, 2))
+    sizes: list[list[int]] = [[] for _ in range(len(query_BHTD))]  # of the pieces of each row
+    for begin, end in itertools.pairwise(bounds.tolist()):
+        if end > begin:
+            sizes[begin // query_BHTD.shape[2]].append(end - begin)
+    done = []
+    for query, key, value, own in zip(query_BHTD.split(1), key_BKTD.split(1), value_BKTD.split(1), sizes, strict=True):
+        pieces = zip(query.split(own, 2), key.split(own, 2), value.split(own, 2), strict=True)
+        done.append(torch.cat([_causal(*piece, scaling, window) for piece in pieces], 2))
     return torch.cat(done).transpose(1, 2)
 
 
@@ -144,9 +140,8 @@ def isolate(model: Any, wish: AttentionWish) -> str:
     for chosen in [*ours, *([] if wish == "documents" else theirs)]:
         if _takes(model, chosen) and _keeps_apart(model):
             return "documents" if chosen == NAME else chosen
-    raise UserError(
-        f"{type(model).__name__} cannot keep the documents of a row apart (attention = {wish!r}); take another base"
-    )
+    what = f"{type(model).__name__} cannot keep the documents of a row apart (attention = {wish!r})"
+    raise UserError(f"{what}; take another base")
 
 
 def _takes(model: Any, attention: str) -> bool:

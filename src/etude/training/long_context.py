@@ -105,15 +105,13 @@ def _item(encode: Encode, texts: str, length: int, keys: int, rng: random.Random
 
 def _constants(code: str, keys: int, rng: random.Random) -> tuple[list[str], list[str]]:
     """Return names and values that are nowhere in the code. The names' ends differ, so none is a part of another."""
-    ends = rng.sample(
-        [f"{one}{two}{digit}" for one in "BDFHJKQX" for two in "GLMPRTWZ" for digit in range(2, 10)], keys
-    )
+    endings = [f"{one}{two}{digit}" for one in "BDFHJKQX" for two in "GLMPRTWZ" for digit in range(2, 10)]
+    ends = rng.sample(endings, keys)
     names = [f"{rng.choice(FIRST_WORDS)}_{rng.choice(SECOND_WORDS)}_{end}" for end in ends]
     values = [value for value in map(str, rng.sample(range(10_000, 100_000), 16 * keys)) if value not in code][:keys]
     if len(values) < keys or any(name in code for name in names):
-        raise UserError(
-            "the held-out code is so full of constants that planted ones would not stand out; use other code"
-        )
+        full = "the held-out code is so full of constants that planted ones would not stand out"
+        raise UserError(f"{full}; use other code")
     return names, values
 
 

@@ -141,10 +141,6 @@ def save_bits(path: Path, bits: Mapping[str, Bits]) -> None:
 def load_bits(path: Path) -> dict[str, Bits]:
     """Read what `save_bits` wrote."""
     with np.load(path) as arrays:
-        domains = sorted({name.rpartition("/")[0] for name in arrays})
-        return {
-            domain: Bits(
-                arrays[f"{domain}/nats"], arrays[f"{domain}/tokens"], float(arrays[f"{domain}/bytes_per_token"])
-            )
-            for domain in domains
-        }
+        columns = {domain: [arrays[f"{domain}/{name}"] for name in ("nats", "tokens", "bytes_per_token")]
+                   for domain in sorted({name.rpartition("/")[0] for name in arrays})}  # fmt: skip
+        return {domain: Bits(nats, tokens, float(ratio)) for domain, (nats, tokens, ratio) in columns.items()}

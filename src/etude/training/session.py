@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from etude.lineage.compute import ComputeShape
     from etude.training.batch import Rows
     from etude.training.distributed import World
     from etude.training.loop import Source, Step
@@ -65,14 +64,6 @@ class Session:
     seed: int = 0
     keep_start: Literal["", "start", "average"] = ""  # a copy of the weights at the start to compute with (`start`)
     graphs: bool = True  # CUDA graphs for a small model; the source must give rows of few shapes
-    device: torch.device = field(init=False)
-    shape: ComputeShape = field(init=False)
-    attention: str = field(init=False)
-    micro: int = field(init=False)
-    compiled: bool = field(init=False)
-    start: Root | None = field(init=False)
-    weights: Weights = field(init=False)
-    loop: Loop = field(init=False)
 
     def __post_init__(self) -> None:
         self.device = self.world.device(self.settings.device)

@@ -165,10 +165,8 @@ def open_corpus(training: Training, model: Path) -> Corpus:
         raise UserError(f"{training.kind} learns from a corpus, and this recipe has none; describe one in [data]")
     corpus = Corpus.open(training.corpus)
     if not same_tokens(training.corpus / "tokeniser", model):
-        raise UserError(
-            f"the corpus in {corpus.folder} was made with another vocabulary than the model's ({corpus.vocabulary} tokens);"
-            ' set data.tokeniser.source = "base"'
-        )
+        made = f"was made with another vocabulary than the model's ({corpus.vocabulary} tokens)"
+        raise UserError(f'the corpus in {corpus.folder} {made}; set data.tokeniser.source = "base"')
     if not corpus.splits.get("train"):
         raise UserError(f"the corpus in {corpus.folder} has nothing to train on: every shard is empty; see its report")
     return corpus
@@ -176,7 +174,7 @@ def open_corpus(training: Training, model: Path) -> Corpus:
 
 def same_tokens(corpus: Path, model: Path) -> bool:
     """Return whether every token of a corpus's tokeniser has the same number in a model's, which may know more."""
-    mine, theirs = ((folder / "tokenizer.json") for folder in (corpus, model))
+    mine, theirs = corpus / "tokenizer.json", model / "tokenizer.json"
     if not theirs.is_file() or mine.read_bytes() == theirs.read_bytes():
         return theirs.is_file()
     known = _vocabulary(theirs)

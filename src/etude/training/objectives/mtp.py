@@ -41,9 +41,8 @@ class MultiToken:
     def __init__(self, model: Any, *, beta: float, joint: JointMtpSettings | None = None) -> None:
         self._next, self._joint = NextToken(model), joint
         if not self._next.plain_head:
-            raise UserError(
-                f"{type(model).__name__} scales or caps its logits, which MTP heads do not learn; take another base"
-            )
+            what = f"{type(model).__name__} scales or caps its logits, which MTP heads do not learn"
+            raise UserError(f"{what}; take another base")
         self._detached = joint is None or joint.detach
         depths = [beta**index for index in range(model.mtp.depth)]
         self._shares = [each / sum(depths) for each in depths]
@@ -57,9 +56,7 @@ class MultiToken:
         """Return the FLOPs of a step over one piece: the trunk's, and a layer and the head for every depth."""
         trunk = training_flops(shape, length) if self._joint else forward_flops(shape, length)
         layer = ComputeShape(self._step[0], (replace(shape.attention[-1], window=None),))
-        head = (
-            2 * self._step[1] * length * (2 if self._detached else 3)
-        )  # a head that does not learn has half a backward pass
+        head = 2 * self._step[1] * length * (2 if self._detached else 3)  # a frozen head has half a backward pass
         return trunk + len(self._shares) * (training_flops(layer, length) + head)
 
     def loss(self, model: Any, rows: Rows) -> Loss:
@@ -68,12 +65,8 @@ class MultiToken:
             hidden_BTD = last_hidden(model, rows)
         head_VD = model.get_output_embeddings().weight
         drafts_KND = drafts(model, rows, hidden_BTD, detached=self._detached).flatten(1, 2)
-        mtp = cross_entropy.distilled_sum(
-            drafts_KND,
-            hidden_BTD.detach().flatten(0, 1),
-            head_VD.detach() if self._detached else head_VD,
-            self._weights(rows),
-        )
+        target_ND, fixed_VD = hidden_BTD.detach().flatten(0, 1), head_VD.detach() if self._detached else head_VD
+        mtp = cross_entropy.distilled_sum(drafts_KND, target_ND, fixed_VD, self._weights(rows))
         if self._joint is None:
             return Loss(mtp, {})
         plain = cross_entropy.weighted_sum(

@@ -56,10 +56,9 @@ def last_hidden(model: Any, rows: Rows) -> torch.Tensor:
 
 
 def _own_nats(model: Any, rows: Rows) -> torch.Tensor:
-    logits = model(**packed(rows)).logits.float()
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows.targets_BT.flatten(), reduction="none").view_as(
-        rows.tokens_BT
-    )
+    logits_NV = model(**packed(rows)).logits.float().flatten(0, 1)
+    nats_N = torch.nn.functional.cross_entropy(logits_NV, rows.targets_BT.flatten(), reduction="none")
+    return nats_N.view_as(rows.tokens_BT)
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
