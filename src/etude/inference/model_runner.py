@@ -206,7 +206,7 @@ class Runner:
                 shapes = f"{tuple(new.shape)} instead of {tuple(own[name].shape)}"
                 raise UserError(f"new weights are of another shape: {name} is {shapes}; nothing was changed")
             if not torch.isfinite(new).all():
-                raise UserError(f"new weights are damaged: {name} has values that are not finite; nothing was changed")
+                raise UserError(f"new weights are damaged: {name} holds values that are not finite; nothing changed")
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def draft(self, depth: int, hidden_ND: Tensor, next_N: Tensor, where: Plan) -> Tensor:
