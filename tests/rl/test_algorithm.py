@@ -247,6 +247,7 @@ def test_a_model_learns_by_each(tiny_base: Path, tmp_path: Path, name: str) -> N
     ("composer2", {"window": (0.8, 1.2)}, "`window` has no effect with the algorithm 'composer2'"),
     ("gspo", {"tau": 0.1}, "`tau` has no effect with the algorithm 'gspo'"),
     ("grpo", {"window": (1.2, 0.8)}, "the first bound must be below the second"),
+    ("composer2", {"engine": "localhost:8000"}, "engine = 'localhost:8000' is no address"),
     ("grppo", {}, "unknown algorithm 'grppo'; did you mean 'grpo'"),
 ])  # fmt: skip
 def test_settings_without_effect_are_refused(name: str, more: dict[str, Any], message: str) -> None:

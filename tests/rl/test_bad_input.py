@@ -58,5 +58,5 @@ def test_weights_that_cannot_be_loaded_end_the_run_with_what_their_process_said(
 def test_tasks_from_which_nothing_can_be_learnt(tiny_base: Path, tmp_path: Path) -> None:
     flat = toy(tiny_base)
     flat.liked = frozenset()
-    with pytest.raises(UserError, match=r"nothing could be learnt from these tasks: of 4 groups 4 were flat"):
+    with pytest.raises(UserError, match=r"no group of these tasks gave a training signal: of 4 groups 4 were flat"):
         play(tiny_base, tmp_path / "run", settings_of(), flat)

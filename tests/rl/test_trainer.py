@@ -206,5 +206,5 @@ def test_a_batch_that_cannot_be_learnt_from_is_refused(tiny_base: Path, tmp_path
     with pytest.raises(UserError, match="does not fit a training row of 16; raise `length`"):
         made.step(trainer, made.batch(tmp_path, 1, [[(long, 1.0)]]), tmp_path)
     empty = Trace("empty", "task", [Node(None, "opening", [1, 2], "")])
-    with pytest.raises(UserError, match="hold no token to learn from"):
+    with pytest.raises(UserError, match="hold no token to train on"):
         made.step(trainer, made.batch(tmp_path, 1, [[(empty, 1.0), (empty, 0.0)]]), tmp_path)

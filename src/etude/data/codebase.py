@@ -107,7 +107,8 @@ def read_codebase(root: Path, keep: Keep = "code") -> Codebase:
         else:
             files.append(SourceFile(path.relative_to(base).as_posix(), text))
     if not any(file.text.strip() for file in files):
-        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items())) or "it is empty"
+        nothing = "it is empty" if root.exists() else "it does not exist"
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items())) or nothing
         wanted = "source files" if keep == "code" else f"text ({', '.join(sorted(PROSE_SUFFIXES))})"
         raise UserError(f"{str(root)!r} holds no {keep} to read ({reasons}); point at a folder with {wanted}")
     return Codebase(root, tuple(sorted(files, key=lambda file: file.path)), dict(sorted(left_out.items())))

@@ -317,7 +317,7 @@ class Orchestrator:
         why = f"of {counts['opened']} groups {counts['flat']} were flat (rewards alike), {counts['void']} void (too few episodes)"
         if not done:
             raise UserError(
-                f"nothing could be learnt from these tasks: {why}; take easier or harder ones, or larger groups"
+                f"no group of these tasks gave a training signal: {why}; take easier or harder ones, or larger groups"
             )
         self.work.reporter.say(
             f"rl: no task is left after {done} of {wanted} steps; {why}; more tasks or epochs would give more"

@@ -83,7 +83,9 @@ class Part:
 def branches(trace: Trace, episode: int, *, train_summaries: bool) -> list[Branch]:
     """Return the branches of an episode that hold sampled tokens of their own."""
     if not all(node.trainable for node in trace.nodes if node.sampled):
-        raise UserError(f"trace {trace.id!r} lacks log-probs: what its policy does not tell cannot be learnt from")
+        raise UserError(
+            f"trace {trace.id!r} lacks log-probs, without which it cannot be trained on; use a policy that returns them"
+        )
     paths = samples(trace)
     masked = paths if train_summaries else samples(_without_summaries(trace))
     made = []

@@ -164,7 +164,7 @@ class Trainer:
         masked = {"train_summaries": self.settings.train_summaries}
         read = [branch for place, trace in enumerate(traces) for branch in branches(trace, place, **masked)]
         if not any(branch.learnt.any() for branch in read):
-            raise UserError(f"step {batch.step}: its episodes hold no token to learn from; look at their traces")
+            raise UserError(f"step {batch.step}: its rollouts hold no token to train on; look at their traces")
         return read
 
     def _divergences(self, parts: Sequence[Part], episodes: int) -> Array:

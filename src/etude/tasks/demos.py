@@ -81,7 +81,7 @@ def refuse_benchmarks(manifest: Path) -> None:
     """Refuse a set that is a benchmark, or that shares a package with a benchmark whose recipe lies beside it."""
     header, codebases, _ = read_rows(manifest)
     if header["split"] != "train":
-        raise UserError(f"{manifest} is a benchmark, whose tasks must not be learnt; name a training set")
+        raise UserError(f"{manifest} is a benchmark, whose tasks must not be trained on; name a training set")
     own = {row["codebase"].partition("==")[0] for row in codebases}
     for beside in sorted(manifest.absolute().parent.glob("*.toml")):
         if not re.search(r'(?m)^split\s*=\s*"bench"', beside.read_text(encoding="utf-8")):

@@ -211,7 +211,7 @@ def load_set(path: Path, cache: Path, reporter: Reporter, only: str = "") -> Tas
     made, here = (version.split(".")[:2] for version in (str(header.get("python", "")), platform.python_version()))
     if made not in ([""], here):
         versions = f"made and validated with Python {'.'.join(made)}, and this is {'.'.join(here)}"
-        reporter.say(f"{header['name']} was {versions}: some tests may differ; `etude tasks check` tells")
+        reporter.say(f"{header['name']} was {versions}: some tests may differ; `etude tasks check` shows which")
     wanted = picked(str(path), tasks, only)
     named = {row["codebase"] for row in wanted}
     codebases = {}

@@ -130,7 +130,7 @@ class Loop:
     def _step(self, batch: Fetched, began: float, *, last: bool) -> Step:
         weight = batch.rows.divisor or self.world.sum(batch.weight)
         if weight <= 0:
-            raise UserError(f"step {self.done + 1}: a whole batch has no token to learn from; its mask hides every one")
+            raise UserError(f"step {self.done + 1}: the batch has no token to train on; its mask hides every one")
         loss, metrics = self.backward(batch.parts, weight)
         # A GPU is still at work on that: time to get the next batch ready.
         self._ahead = self._fetch() if self.source.ahead and not last else None

@@ -65,12 +65,14 @@ class SftSettings(TrainSettings):
     @model_validator(mode="after")
     def _has_data(self) -> SftSettings:
         if self.mtp and self.lora:
-            raise ValueError("`mtp` trains heads along with all weights, `lora` none of them; leave one of the two out")
+            raise ValueError(
+                "`mtp` trains MTP heads jointly with all weights, `lora` adapters only; leave one of the two out"
+            )
         if not (self.conversations or self.traces or self.demos or self.code):
             ways = "name `conversations` or `traces` (JSONL files), `demos`, or a folder of `code`"
-            raise ValueError(f"nothing to learn from; {ways}")
+            raise ValueError(f"nothing to train on; {ways}")
         if self.shares:
-            raise ValueError("`shares` has no effect here: the corpus is measured on, not learnt from")
+            raise ValueError("`shares` has no effect here: the corpus is only measured on")
         if self.tokens and self.epochs != SftSettings.model_fields["epochs"].default:
             raise ValueError("`epochs` has no effect beside `tokens`; leave one of them out")
         return self

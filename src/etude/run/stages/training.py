@@ -162,7 +162,7 @@ def dismiss_ranks() -> None:
 def open_corpus(training: Training, model: Path) -> Corpus:
     """Open the run's corpus for a model, or for the tokeniser of one."""
     if training.corpus is None:
-        raise UserError(f"{training.kind} learns from a corpus, and this recipe has none; describe one in [data]")
+        raise UserError(f"{training.kind} trains on a corpus, and this recipe has none; describe one in [data]")
     corpus = Corpus.open(training.corpus)
     if not same_tokens(training.corpus / "tokeniser", model):
         made = f"was made with another vocabulary than the model's ({corpus.vocabulary} tokens)"
