@@ -96,6 +96,7 @@ def test_what_a_user_gets_wrong_is_one_line(etude: Etude, repository: Path, tmp_
             "the request is empty": (" ", "--model", server.url, "--repo", repository),
             "is no folder": ("x", "--model", server.url, "--repo", tmp_path / "none"),
             "serves no model": ("x", "--model", server.url, "--name", "other", "--repo", repository),
+            "--tokeniser is for models of a server": ("x", "--model", "sprout", "--tokeniser", "sprout"),
             "no server at": ("x", "--model", "http://127.0.0.1:9/v1", "--repo", repository),
             "nosuch": ("x", "--model", server.url, "--repo", repository, "--sandbox", "nosuch"),
         }
