@@ -1,6 +1,6 @@
 """A real vLLM drafts with exported MTP heads, and writes what transformers writes without them.
 
-The Python of vLLM's environment is where ETUDE_VLLM_PYTHON says; without it these tests are skipped. Takes a minute or so.
+The Python of vLLM's environment is where VLLM_PYTHON says; without it these tests are skipped. Takes a minute or so.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from etude.models.load import load_model
 from etude.models.mtp_heads import export_heads, keep_apart
 from tests.models.test_mtp_export import PROMPT, saved
 
-VLLM = Path(os.environ.get("ETUDE_VLLM_PYTHON", "python-of-vllm"))
+VLLM = Path(os.environ.get("VLLM_PYTHON", "python-of-vllm"))
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not VLLM.is_file(), reason="no vLLM: set ETUDE_VLLM_PYTHON to the Python of an environment that has it"
+        not VLLM.is_file(), reason="no vLLM: set VLLM_PYTHON to the Python of an environment that has it"
     ),
 ]
 ALONE = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
