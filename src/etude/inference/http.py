@@ -2,8 +2,7 @@
 
 An `Endpoint` takes one request from its first byte to its last: admitted, read, answered; or refused, cut off, given up. A client
 that hangs up cancels its completions, streaming or not. One that does not read is cut off when too much waits for it. Tokens that
-arrive together leave in one event: all streams together send about `EVENTS` a second, so with one request every token is an event
-of its own, and with 256 the host has time left for the model.
+arrive together leave in one event.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 
     from etude.inference.policy import Completion, Policy, Sampling, Token
 
-EVENTS = 400  # a second, of all streams together
 LAST_WORDS = 2.0  # seconds to say why a stream ends; the client may not be listening
 RETRY_AFTER = 2.0  # seconds after which a refused client may try again
 UNREAD = 30_000  # milliseconds that the network may fail to take what we send before the connection is dropped
@@ -213,16 +211,17 @@ class Reply:
         typed = {"content-type": "application/json", **(headers or {})}
         await Response(to_json(value), status, typed)(self.scope, self.receive, self.send)
 
-    async def event(self, data: dict[str, Any] | bytes | None, *, last: bool = False) -> None:
-        """Send one event of a stream; None: nothing to send."""
-        if data is None:
+    async def event(self, *data: dict[str, Any] | bytes | None, last: bool = False) -> None:
+        """Send events of a stream in one piece; None: nothing to send."""
+        texts = [each if isinstance(each, bytes) else to_json(each) for each in data if each is not None]
+        if not texts:
             return
         if self.status is None:
             self.status = 200
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
             await self.send({"type": "http.response.start", "status": 200, "headers": headers})
-        text = data if isinstance(data, bytes) else to_json(data)
-        await self.send({"type": "http.response.body", "body": b"data: " + text + b"\n\n", "more_body": not last})
+        body = b"".join(b"data: " + text + b"\n\n" for text in texts)
+        await self.send({"type": "http.response.body", "body": body, "more_body": not last})
 
     async def refuse(self, error: ApiError) -> None:
         """Say what went wrong, in whatever way is still possible."""
@@ -379,8 +378,6 @@ class Served:
                     del left[index]
                 if done or tokens:
                     yield index, tokens, task.result() if done else None
-            if left:
-                await asyncio.wait(left.values(), timeout=self.in_flight / EVENTS, return_when="FIRST_COMPLETED")
 
     def count(self, prompt_tokens: int, completions: Sequence[Completion]) -> None:
         self.metrics.prompt_tokens.inc(prompt_tokens)

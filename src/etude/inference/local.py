@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from etude.inference.model_runner import Staged
-    from etude.inference.policy import OnTokens
+    from etude.inference.policy import OnTokens, Token
     from etude.inference.request import Request
 
 T = TypeVar("T")
@@ -36,6 +36,7 @@ PAGE = 64  # positions, on a GPU; on a CPU a page is as long as the context, so 
 ROWS = {"cpu": 32, "cuda": 512}
 CHUNK = {"cpu": 512, "cuda": 8192}  # tokens of prompts read in one step
 SHARE = 0.6  # of a GPU's free memory, for the cache; of a CPU's at most, see `_memory`
+EVENTS = 400  # times a second that callers hear of new tokens, all together
 
 
 class LocalPolicy:
@@ -49,6 +50,7 @@ class LocalPolicy:
         self._over: EngineStopped | None = None  # why nothing more is done
         self._pending = 0
         self.paused = False
+        self.events = EVENTS
         # What callers hear of one step goes to their loop in one piece: to wake it for every request would cost more than the step.
         self._outbox: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
@@ -88,9 +90,14 @@ class LocalPolicy:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Completion] = loop.create_future()
         box: list[Request] = []
-        show = (lambda new: self._tell(loop, partial(on_tokens, new))) if on_tokens else None
-        end = lambda result: self._tell(loop, partial(_settle, done, result))  # noqa: E731 - said in one line
-        self._post(lambda: box.append(self.engine.submit(prompt, sampling, session, show, end)))
+        stream = _Stream(self, loop, on_tokens) if on_tokens else None
+
+        def end(result: Any) -> None:
+            if stream:
+                stream.flush()
+            self.tell(loop, partial(_settle, done, result))
+
+        self._post(lambda: box.append(self.engine.submit(prompt, sampling, session, stream, end)))
         self._pending += 1
         try:
             return await done
@@ -145,7 +152,7 @@ class LocalPolicy:
                 result: T | Exception = what()
             except Exception as error:  # noqa: BLE001 - it is the asker's, whatever it is
                 result = error
-            self._tell(loop, partial(_settle, done, result))
+            self.tell(loop, partial(_settle, done, result))
 
         self._post(doing)
         return await done
@@ -189,7 +196,8 @@ class LocalPolicy:
         while self._mail:
             self._mail.popleft()()
 
-    def _tell(self, loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
+    def tell(self, loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
+        """Have a caller's event loop do something after this step; for the engine's thread."""
         self._outbox.setdefault(loop, []).append(what)
 
     def _flush(self) -> None:
@@ -197,6 +205,29 @@ class LocalPolicy:
         for loop, calls in outbox.items():
             with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody is left to hear of it
                 loop.call_soon_threadsafe(_call_each, loop, calls)
+
+
+class _Stream:
+    """Hands the tokens of one request to its caller: one by one while few requests run, many together when many do.
+
+    To wake a caller takes the interpreter from the engine's thread for longer than to write a token takes it.
+    """
+
+    def __init__(self, policy: LocalPolicy, loop: asyncio.AbstractEventLoop, on_tokens: OnTokens) -> None:
+        self.policy, self.loop, self.on_tokens = policy, loop, on_tokens
+        self.buffer: list[Token] = []
+        self.due = 0.0
+
+    def __call__(self, new: list[Token]) -> None:
+        self.buffer += new
+        if (now := time.perf_counter()) >= self.due:
+            self.due = now + len(self.policy.engine.rows) / self.policy.events
+            self.flush()
+
+    def flush(self) -> None:
+        if self.buffer and self.on_tokens:
+            self.policy.tell(self.loop, partial(self.on_tokens, self.buffer))
+            self.buffer = []
 
 
 def build(  # noqa: PLR0913
@@ -251,7 +282,10 @@ def _memory(device: torch.device, page: int, rows: int) -> int:
 
 def _call_each(loop: asyncio.AbstractEventLoop, calls: list[Callable[[], None]]) -> None:
     for call in calls:
-        loop.call_soon(call)  # each on its own: one that raises does not keep the others from being called
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - one that raises does not keep the others from being called
+            loop.call_exception_handler({"message": "a listener to tokens failed", "exception": error})
 
 
 def _settle(future: asyncio.Future[Any], result: Any) -> None:

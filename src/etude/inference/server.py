@@ -131,11 +131,14 @@ class TokenEndpoint(Endpoint):
     async def _stream(self, request: TokenRequest, tasks: Tasks, inbox: Inbox, reply: Reply) -> None:
         shape = _Shape(request)
         async for _, tokens, completion in self.served.as_they_come(tasks, inbox):
-            await reply.event(shape.event(completion.tokens[shape.sent :] if completion else tokens, completion))
-        if request.stream_options.include_usage:
-            counts = usage(len(request.token_ids), [tasks[0].result()])
-            await reply.event({"request_id": request.request_id, "choices": [], "usage": counts})
-        await reply.event(b"[DONE]", last=True)
+            if completion is None:
+                await reply.event(shape.event(tokens, None))
+                continue
+            end: list[dict[str, Any]] = [shape.event(completion.tokens[shape.sent :], completion)]
+            if request.stream_options.include_usage:
+                counts = usage(len(request.token_ids), [completion])
+                end.append({"request_id": request.request_id, "choices": [], "usage": counts})
+            await reply.event(*end, b"[DONE]", last=True)
 
     async def abort(self, request: Request) -> dict[str, Any]:
         """End the requests of some ids."""

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 POLL = 0.05  # seconds between two looks for new weights
 BEAT = 1.0  # seconds between two questions whether the engine's thread is well
+EVENTS = (
+    100  # a second, of all rollouts together: rollouts need no token at once, only what came before an engine is lost
+)
 
 
 class Follower:
@@ -141,6 +144,7 @@ async def serve(job: RlJob, say: Say) -> None:
     from etude.inference.server import build_app
 
     policy = await asyncio.to_thread(open_policy, job, say)
+    policy.events = EVENTS
     receiver = Receiver(policy, WeightStore(job.weights, job.settings.anchor_every), say)
     if newest := receiver.store.newest():  # before anybody is answered: old weights would write what is soon too old
         with contextlib.suppress(BrokenStore):

@@ -62,8 +62,7 @@ class OpenAiEndpoint(Endpoint):
             async for index, tokens, completion in self.served.as_they_come(tasks, inbox):
                 completions += [completion] if completion else []
                 await reply.event(answer.chunk(index, writers[index].write(tokens, completion)))
-        await reply.event(answer.last_chunk(completions))
-        await reply.event(b"[DONE]", last=True)
+        await reply.event(answer.last_chunk(completions), b"[DONE]", last=True)
         return completions
 
 
