@@ -56,7 +56,7 @@ def _trial(
     quality |= {"lines": float(dice.randint(2, 60)), "reference_lines": 14.0, "comment_density": dice.random() / 3}
     premise = float(dice.random() < skill) if shape["style"] == "premise" else None
     seen = {"claimed": float(dice.random() < 0.7), "unverified": float(dice.random() < 0.5), "silent": 0.0, "open_todos": 0.0,
-            "unasked_files": None, "premise_noticed": premise, "malformed": float(dice.random() < 0.2)}  # fmt: skip
+            "premise_noticed": premise, "malformed": float(dice.random() < 0.2)}  # fmt: skip
     return Trial(
         model=model, number=number, outcome=outcome, passed=passed, expected={"fail_to_pass": 3, "pass_to_pass": 40}, calls=turns + 2,
         turns=turns, seconds=9.5 * turns, stop=dice.choice(["finished"] * 4 + ["turns"]), quality=quality if dice.random() < 0.9 else {},

@@ -13,7 +13,7 @@ from etude.bench.axes import EFFICIENCY, INTERACTION, QUALITY, SCORE, Prices, ef
 from etude.bench.statistics import Estimate
 from etude.bench.trials import Trial, read_results
 from etude.report.benchmark import Scored, frontier, number, wrapped, write_report
-from etude.rewards.quality import Work, measure
+from etude.rewards.quality import measure
 from etude.tasks.task import Candidate, Edit, Task
 from tests.bench import fake
 
@@ -56,9 +56,7 @@ def test_a_set_of_tasks_is_described() -> None:
 
 
 def test_every_number_of_a_trial_is_reached_by_its_metric() -> None:
-    measured = vector(
-        measure([Work({"a.py": (None, "import os\n"), "b.txt": (None, "x")}, {"a.py": ("x = 1\n", "x = 2\n")})])[0]
-    )
+    measured = vector(measure({"a.py": (None, "import os\n"), "b.txt": (None, "x")}, {"a.py": ("x = 1\n", "x = 2\n")}))
     trial = fake.trials({"m": 1.0}, packages=1, tasks=1, k=1, invalid=0)[0].model_copy(update={"quality": measured})
     values = {metric.name: metric.value(trial) for metric in (*QUALITY, *EFFICIENCY, *INTERACTION)}
     assert (

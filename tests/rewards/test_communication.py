@@ -14,7 +14,7 @@ TESTED = call("shell", command="pytest -q")
 
 
 def part(trace: Trace, change: Any = CHANGE) -> float:
-    return communication(trace, change, interaction(trace, changed=list(change)))
+    return communication(trace, change, interaction(trace))
 
 
 @pytest.mark.parametrize(

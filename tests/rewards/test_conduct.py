@@ -14,7 +14,7 @@ SHELL, READ = call("shell", command="ls"), call("read", path="a")
 
 
 def part(trace: Trace) -> float:
-    return conduct(trace, interaction(trace, changed=[]))
+    return conduct(trace, interaction(trace))
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def trace(
     ],
 )  # fmt: skip
 def test_a_claim_is_a_sentence_that_does_not_hedge(said: str, claimed: bool) -> None:
-    found = interaction(trace(EDIT, said=said), changed=["a.py"])
+    found = interaction(trace(EDIT, said=said))
     assert (found.claimed, found.unverified, found.silent) == (claimed, claimed, not said)
 
 
@@ -72,33 +72,27 @@ def test_a_claim_is_a_sentence_that_does_not_hedge(said: str, claimed: bool) -> 
     ],
 )  # fmt: skip
 def test_a_claim_is_verified_by_passing_tests_after_the_last_edit(steps: list[Any], verified: bool) -> None:
-    assert interaction(trace(*steps, said="Fixed."), changed=[]).unverified is not verified
+    assert interaction(trace(*steps, said="Fixed.")).unverified is not verified
 
 
 def test_an_episode_that_a_limit_ended_has_no_final_message() -> None:
-    found = interaction(trace(EDIT, said="All tests pass.", stop="turns"), changed=["a.py"])
+    found = interaction(trace(EDIT, said="All tests pass.", stop="turns"))
     assert found == Interaction(
         claimed=False,
         unverified=False,
         silent=True,
         open_todos=0,
-        unasked_files=None,
         premise_noticed=None,
         malformed=2,
     )
 
 
 def test_the_last_list_of_things_to_do_counts_and_calls_without_answers_do_not() -> None:
-    assert interaction(trace(todo(3), todo(1)), changed=[]).open_todos == 1
-    assert interaction(trace(todo(3), todo(0)), changed=[]).open_todos == 0
+    assert interaction(trace(todo(3), todo(1))).open_todos == 1
+    assert interaction(trace(todo(3), todo(0))).open_todos == 0
     cut = trace(todo(3), said="x")
     cut.nodes[1].details["calls"] *= 2
-    assert interaction(cut, changed=[]).open_todos == 3
-
-
-def test_edits_count_only_where_none_was_asked() -> None:
-    assert interaction(trace(EDIT), changed=["a.py", "b.py"], edits_asked=False).unasked_files == 2
-    assert interaction(trace(), changed=[], edits_asked=False).unasked_files == 0
+    assert interaction(cut).open_todos == 3
 
 
 PREMISE = Premise(blamed=("src/lexer.py", "Lexer.next_token"), true=("src/parser.py", "Parser.expression"))
@@ -117,10 +111,10 @@ PREMISE = Premise(blamed=("src/lexer.py", "Lexer.next_token"), true=("src/parser
     ],
 )
 def test_a_wrong_premise_is_noticed_by_naming_the_true_place(said: str, thinking: str, noticed: bool) -> None:
-    assert interaction(trace(said=said, thinking=thinking), changed=[], premise=PREMISE).premise_noticed is noticed
+    assert interaction(trace(said=said, thinking=thinking), premise=PREMISE).premise_noticed is noticed
 
 
 def test_a_file_that_is_both_blamed_and_true_tells_nothing() -> None:
     same = Premise(blamed=("a/core.py", "load"), true=("a/core.py", "dump"))
-    assert interaction(trace(said="Changed core.py."), changed=[], premise=same).premise_noticed is False
-    assert interaction(trace(said="Changed dump in core.py."), changed=[], premise=same).premise_noticed is True
+    assert interaction(trace(said="Changed core.py."), premise=same).premise_noticed is False
+    assert interaction(trace(said="Changed dump in core.py."), premise=same).premise_noticed is True

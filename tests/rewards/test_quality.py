@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rewards.quality import Work, churn, decisions, hunks, measure, owners, size, touched
+from etude.rewards.quality import churn, decisions, hunks, measure, owners, size, touched
 
 BEFORE = textwrap.dedent("""
     import os
@@ -33,7 +33,7 @@ LINES = st.lists(st.sampled_from(["a", "b", "c", ""]), max_size=12)
 
 
 def quality(change: dict[str, Any], reference: dict[str, Any] = SAME) -> dict[str, Any]:
-    return asdict(measure([Work(change, reference, ("tests", "conftest.py"))])[0])
+    return asdict(measure(change, reference, ("tests", "conftest.py")))
 
 
 @given(LINES, LINES)
@@ -41,9 +41,9 @@ def test_hunks_turn_one_text_into_the_other(before: list[str], after: list[str])
     texts = "\n".join(before), "\n".join(after)
     old, new = (text.splitlines() for text in texts)
     made, end = [], 0
-    for hunk in hunks(texts):
-        made += old[end : hunk.first] + new[hunk.start : hunk.end]
-        end = hunk.last
+    for i, j, k, m in hunks(texts):
+        made += old[end:i] + new[k:m]
+        end = j
     assert made + old[end:] == new
     assert (size({"a": texts}) == 0) == (old == new)
 

@@ -77,7 +77,7 @@ def test_a_solved_task_is_worth_more_than_an_unsolved_one_whatever_the_manners(
     counts: dict[str, int], quality: Any, said: str, share: float
 ) -> None:
     trace = replace(played(said), counts=counts)
-    rude = worth(trace=trace, quality=quality, interaction=interaction(trace, changed=["boxes.py"]))
+    rude = worth(trace=trace, quality=quality, interaction=interaction(trace))
     polite = worth(outcome="fail", fail_to_pass=share)
     assert rude > 0.7 > polite
 

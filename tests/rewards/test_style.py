@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rewards.quality import Work, measure
+from etude.rewards.quality import measure
 from etude.rewards.reward import crowding, faults, style
 from tests.rewards.episodes import BEFORE, CHANGE, CLEAN
 
@@ -20,7 +20,7 @@ THOUGHTS = "".join(f"        # wait, maybe number {n} is the one\n" for n in ran
 
 def judged(after: str, more: Change | None = None) -> float:
     """The faults that are found in what a file has become, by the real measure."""
-    return faults(measure([Work({"src/boxes.py": (BEFORE, after), **(more or {})}, CHANGE)])[0])
+    return faults(measure({"src/boxes.py": (BEFORE, after), **(more or {})}, CHANGE))
 
 
 def test_the_reference_itself_is_without_fault() -> None:

@@ -29,15 +29,18 @@ from etude.run.stages.sft import SftSettings, _packed
 from etude.tasks.demos import (
     Demonstrator,
     DemoSettings,
+    Script,
+    in_terminal,
     jobs,
     licences_of,
     make,
     read_samples,
     refuse_benchmarks,
     tokeniser_digest,
+    wrong_versions,
 )
 from etude.tasks.manifest import TaskSet, write_set
-from etude.tasks.strategies import Change, Script, changes, in_terminal, wrong_versions
+from etude.tasks.prompts import Change, changes
 from etude.tasks.task import StoredStyle, Task
 from tests.tasks import small
 

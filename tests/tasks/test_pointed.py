@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.tasks.generators.parsed import solution_spans
-from etude.tasks.prompts import MOST_SHOWN, asked, pointed_request
-from etude.tasks.strategies import changes
+from etude.tasks.prompts import MOST_SHOWN, asked, changes, pointed_request
 from etude.tasks.task import Candidate, Edit, Task
 from tests.tasks import small
 

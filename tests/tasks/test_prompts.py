@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from etude.tasks import prompts
 from etude.tasks.generators.parsed import solution_spans
-from etude.tasks.prompts import Failure
-from etude.tasks.strategies import phrases
+from etude.tasks.prompts import Failure, phrases
 from etude.tasks.task import Candidate, Edit, Split, StoredStyle
 
 FIXED = '''\

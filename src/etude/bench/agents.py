@@ -124,7 +124,7 @@ async def run_benchmark(
     scorer: Scorer = score,
 ) -> None:  # fmt: skip
     """Make all attempts that the folder does not hold yet, one agent after another."""
-    measure([])  # says now, not after the first attempt, that ruff is missing
+    measure({}, {})  # says now, not after the first attempt, that ruff is missing
     asks = {task.id: asked(task, settings.style) for task in task_set.tasks}
     if others := sum(style != settings.style for style, _ in asks.values()):
         reporter.say(f"{others} tasks have no {settings.style} request: asked in another style, see the report")

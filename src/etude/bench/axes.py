@@ -113,7 +113,6 @@ INTERACTION = (
     _seen("– without a passing test run since the last edit ↓", "unverified", among="claimed"),
     _seen("ends without a message ↓", "silent"),
     _seen("leaves to-dos open ↓", "open_todos"),
-    _seen("changes files where none was asked ↓", "unasked_files"),
     _seen("notices a wrong premise ↑", "premise_noticed"),
     Metric("malformed calls ↓", lambda trial: trial.interaction.get("malformed")),
 )

@@ -52,7 +52,6 @@ class Interaction:
     unverified: bool  # it says so, and ran no passing tests after its last edit
     silent: bool  # there is no final message
     open_todos: int  # left on its own list
-    unasked_files: int | None  # changed though the user asked for no change
     premise_noticed: bool | None
     malformed: int
 
@@ -77,10 +76,8 @@ class _Step(NamedTuple):
         return not self.answer["failed"] and (self.name in {"edit", "write"} or bool(in_shell))
 
 
-def interaction(
-    trace: Trace, *, changed: Sequence[str], edits_asked: bool = True, premise: Premise | None = None
-) -> Interaction:
-    """Return what a trace shows. `changed`: the files of its diff; `premise`: given where the request's is wrong."""
+def interaction(trace: Trace, premise: Premise | None = None) -> Interaction:
+    """Return what a trace shows. `premise`: given where the request's is wrong."""
     said = final_message(trace)
     thoughts = "\n".join(str(turn["thinking"]) for turn in _turns(trace))
     claimed = any(CLAIM.search(each) and not HEDGE.search(each) for each in SENTENCE.split(said))
@@ -91,7 +88,6 @@ def interaction(
         unverified=claimed and not _verified(steps),
         silent=not said.strip(),
         open_todos=lists[-1] if lists else 0,
-        unasked_files=None if edits_asked else len(changed),
         premise_noticed=_noticed(premise, said, thoughts) if premise else None,
         malformed=trace.counts.get("malformed", 0),
     )

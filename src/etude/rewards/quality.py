@@ -9,7 +9,6 @@ it stands in a file that the reference touches; a new file is not, since the ref
 from __future__ import annotations
 
 import ast
-import difflib
 import fnmatch
 import io
 import json
@@ -23,56 +22,37 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from etude.errors import UserError
 from etude.syntax import parse_python
+from etude.tasks.generators.parsed import differing, is_below
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     Pair = tuple[str | None, str | None]  # a file before and after; None: there is none
     Change = Mapping[str, Pair]  # by path
     Findings = Mapping[tuple[str, str], Counter[str]]  # by name and text of a file: findings by rule
 
 DEEP = 200  # levels of syntax; ruff overflows its stack at some thousands
-LONG = 2000  # lines from which on a difference need not be the shortest
-
-
-class Hunk(NamedTuple):
-    """Neighbouring lines, by their numbers from 0: before[first:last] became after[start:end]."""
-
-    first: int
-    last: int
-    start: int
-    end: int
-
-    @property
-    def size(self) -> int:
-        return self.last - self.first + self.end - self.start
 
 
 @lru_cache(maxsize=4096)
-def hunks(pair: Pair) -> tuple[Hunk, ...]:
-    before, after = ((text or "").splitlines() for text in pair)
-    shorter = min(len(before), len(after))  # equal ends are cut off: difflib is quadratic
-    head = next((n for n in range(shorter) if before[n] != after[n]), shorter)
-    tail = next((n for n in range(shorter - head) if before[-1 - n] != after[-1 - n]), shorter - head)
-    inner = before[head : len(before) - tail], after[head : len(after) - tail]
-    opcodes = difflib.SequenceMatcher(None, *inner, autojunk=len(inner[1]) > LONG).get_opcodes()
-    return tuple(Hunk(*(place + head for place in places)) for kind, *places in opcodes if kind != "equal")
+def hunks(pair: Pair) -> list[tuple[int, int, int, int]]:
+    """Return the runs of lines that differ, by their numbers from 0: before[i:j] became after[k:m]."""
+    return differing(*((text or "").splitlines() for text in pair))
 
 
 def size(change: Change) -> int:
     """Return how many lines were added and removed."""
-    return sum(hunk.size for pair in change.values() for hunk in hunks(pair))
+    return sum(j - i + m - k for pair in change.values() for i, j, k, m in hunks(pair))
 
 
 def churn(pair: Pair) -> int:
     """Return how many changed lines say the same as before: other spaces, line breaks, quotes, brackets or commas, same syntax."""
     before, after = ((text or "").splitlines() for text in pair)
-    same = (h for h in hunks(pair) if _meaning(before[h.first : h.last]) == _meaning(after[h.start : h.end]))
-    return sum(hunk.size for hunk in same)
+    return sum(j - i + m - k for i, j, k, m in hunks(pair) if _meaning(before[i:j]) == _meaning(after[k:m]))
 
 
 def _meaning(lines: list[str]) -> tuple[str, ...]:
@@ -119,9 +99,8 @@ def owners(text: str | None) -> Mapping[int, str]:
 def touched(pair: Pair) -> set[str]:
     """Return the functions in which lines came or went."""
     before, after = map(owners, pair)
-    old = {before.get(line, "") for hunk in hunks(pair) for line in range(hunk.first, hunk.last)}
-    new = {after.get(line, "") for hunk in hunks(pair) for line in range(hunk.start, hunk.end)}
-    return (old | new) - {""}
+    old = {before.get(line, "") for i, j, _, _ in hunks(pair) for line in range(i, j)}
+    return (old | {after.get(line, "") for _, _, k, m in hunks(pair) for line in range(k, m)}) - {""}
 
 
 @lru_cache(maxsize=1024)
@@ -183,26 +162,11 @@ class Quality:
     unparsable: int  # files that are no longer Python
 
 
-@dataclass(frozen=True)
-class Work:
-    """One agent's change, beside the reference's; `tests`: files and folders that hold the tests."""
-
-    change: Change
-    reference: Change
-    tests: tuple[str, ...] = ()
-
-
-def measure(works: Sequence[Work]) -> list[Quality]:
-    """Return the quality of each change. ruff runs once for all of them, and sees each text once."""
-    pairs = [item for work in works for change in (work.change, work.reference) for item in _python(change).items()]
-    findings = _linted({key for path, pair in pairs for key in _keys(path, pair)})
-    return [_quality(work, findings) for work in works]
-
-
-def _quality(work: Work, findings: Findings) -> Quality:
-    changes = work.change, work.reference
-    own, reference = ({path: pair for path, pair in each.items() if not _below(path, work.tests)} for each in changes)
-    python, solution = _python(own), _python(reference)
+def measure(change: Change, reference: Change, tests: Sequence[str] = ()) -> Quality:
+    """Return the quality of an agent's change, beside the reference's; `tests`: files and folders that hold the tests."""
+    own, reference = ({path: each[path] for path in each if not is_below(path, tests)} for each in (change, reference))
+    python, solution = ({path: each[path] for path in each if path.endswith(".py")} for each in (own, reference))
+    findings = _linted({key for path, pair in (*python.items(), *solution.items()) for key in _keys(path, pair)})
     new, expected = _introduced(python, findings), _introduced(solution, findings)
     unrelated = {
         (path, name)
@@ -220,14 +184,6 @@ def _quality(work: Work, findings: Findings) -> Quality:
         debug_prints=max(0, sum(new[rule] - expected[rule] for rule in PRINTS)), commented_code=new[COMMENTED],
         unparsable=sum(parsed(after or "") is None and parsed(before or "") is not None for before, after in python.values()),
     )  # fmt: skip
-
-
-def _below(path: str, folders: Iterable[str]) -> bool:
-    return any(f"{path}/".startswith(f"{folder.rstrip('/')}/") for folder in folders)
-
-
-def _python(change: Change) -> Change:
-    return {path: pair for path, pair in change.items() if path.endswith(".py")}
 
 
 def _is_scratch(path: str, pair: Pair) -> bool:
@@ -255,7 +211,7 @@ def _comment_density(python: Change) -> float | None:
     added = commented = 0
     for pair in python.values():
         after = (pair[1] or "").splitlines()
-        lines = [line for hunk in hunks(pair) for line in range(hunk.start, hunk.end) if after[line].strip()]
+        lines = [line for _, _, k, m in hunks(pair) for line in range(k, m) if after[line].strip()]
         added += len(lines)
         commented += len(_commented(pair[1] or "").intersection(lines))
     return commented / added if added else None

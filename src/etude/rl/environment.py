@@ -225,7 +225,7 @@ class CodingEnvironment:
             raise UserError(
                 f"seconds = {settings.seconds:g}: scoring alone may take {longest:.0f}; set at least {least:.0f}"
             )
-        measure([])  # says now, not after the first episode, that ruff is missing
+        measure({}, {})  # says now, not after the first episode, that ruff is missing
 
     def _longest_scoring(self, task: Task) -> float:
         return longest_scoring(task, self.set.codebase(task))

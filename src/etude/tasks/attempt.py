@@ -20,7 +20,7 @@ from etude.agent.repository import content_of, under, unified
 from etude.agent.search import Searcher, installed_embedder
 from etude.agent.tools import BadCall, Outcome, Toolset
 from etude.rewards.interaction import Interaction, Premise, interaction
-from etude.rewards.quality import Quality, Work, measure
+from etude.rewards.quality import Quality, measure
 from etude.sandbox.box import Entry, SandboxError
 from etude.sandbox.local import open_sandbox
 from etude.tasks.prompts import not_at_fault
@@ -122,12 +122,12 @@ async def judge(task: Task, codebase: Codebase, trace: Trace, left: Left, style:
     """Look at what was left, whose score is known, and at the trace along the other axes."""
     if score.outcome == "invalid":
         raise SandboxError(score.reason)
-    works = [Work(left.change, reference_change(task), codebase.tests)] if left.change else []
-    quality = await asyncio.to_thread(measure, works)
-    seen = interaction(trace, changed=list(left.change), premise=premise_of(task, style, trace.task))
+    compared = (left.change, reference_change(task), codebase.tests)
+    quality = await asyncio.to_thread(measure, *compared) if left.change else None
+    seen = interaction(trace, premise_of(task, style, trace.task))
     trace.made_by["score"] = {"outcome": score.outcome, "reason": score.reason, "ignored": list(score.ignored),
                               "known": score.how == "known"}  # fmt: skip
-    return Judged(score, quality[0] if quality else None, seen)
+    return Judged(score, quality, seen)
 
 
 def premise_of(task: Task, style: Style, prompt: str) -> Premise | None:

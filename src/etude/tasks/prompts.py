@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import random
 import re
+import shlex
 import string
 import tokenize
+import tomllib
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
-from etude.tasks.generators.parsed import Parsed, changed_lines
+from etude.agent.calls import Call
+from etude.tasks.generators.parsed import Parsed, changed_lines, differing
 from etude.tasks.seal import code_pieces
-from etude.tasks.strategies import changes, phrases
 from etude.tasks.task import PointedStyle, Split, StoredStyle, Style
 
 if TYPE_CHECKING:
@@ -37,7 +40,89 @@ RAISED = re.compile(r"\s*((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Warning|Exit|Inte
 GRAM = 4  # tokens of code in a row that a prompt must not share with the solution
 MOST_DICTATED, MOST_PIECES = 1_200, 4  # characters, in how many places
 AND_ALSO = "\nand also\n```\n{old}\n```\nby\n```\n{new}\n```"
+SHOWN = 70  # characters of a line that is spoken of
 MOST_SHOWN = 40  # lines of a function; of a longer one, those around the change
+
+
+@lru_cache(maxsize=2)
+def phrases(file: str = "demos.toml") -> dict[str, dict[str, list[str]]]:
+    """Return the texts of a file beside this one, of a kind each, by what they are for."""
+    return tomllib.loads(Path(__file__).with_name(file).read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Change:
+    """One replacement in a file, in which `old` is once when those before it are made; no `old`: the whole file; no `new`: it goes."""
+
+    path: str
+    name: str  # of the definition it is in
+    old: str | None
+    new: str | None
+
+    def call(self, indent: str = "") -> Call:
+        """Return the call that makes it; with an indent it will not be found."""
+        if self.new is None:
+            return Call("shell", {"command": f"rm -- {shlex.quote(self.path)}"})
+        if self.old is None:
+            return Call("write", {"path": self.path, "content": self.new})
+        old, new = (re.sub(r"(?m)^(?=.)", indent, text) for text in (self.old, self.new))
+        return Call("edit", {"path": self.path, "old": old, "new": new})
+
+    @property
+    def line(self) -> dict[str, str]:
+        """The one line that gives way to one other, where that is so and both are short enough to be spoken of."""
+        old, new = (self.old or "").splitlines(), (self.new or "").splitlines()
+        pairs = [(a.strip(), b.strip()) for a, b in zip(old, new, strict=False) if a != b]
+        if len(old) != len(new) or len(pairs) != 1:
+            return {}
+        short = all(0 < len(text) <= SHOWN and "`" not in text for text in pairs[0])
+        return dict(zip(("was", "now"), pairs[0], strict=True)) if short else {}
+
+
+def changes(path: str, before: str, after: str) -> list[Change]:
+    """Return the replacements that turn one text into another, front to back, with as many lines around each as make it unique."""
+    old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
+    made = []
+    for i, j, k, m in differing(old, new):
+        present = "".join([*new[:k], *old[i:]])
+        for around in range(len(old) + len(new)):
+            head, tail = "".join(new[max(0, k - around) : k]), "".join(old[j : j + around])
+            was, now = head + "".join(old[i:j]) + tail, head + "".join(new[k:m]) + tail
+            if was.strip() and _times(was, present) == 1:
+                break
+        if was.endswith("\n") and now.endswith("\n") and now.strip() and _times(was[:-1], present) == 1:
+            was, now = was[:-1], now[:-1]
+        made.append(Change(path, _name(path, before, after, range(k + 1, m + 1)) or path, was, now))
+    return made
+
+
+def changes_of(edit: Edit) -> list[Change]:
+    """Return the replacements of one file of a solution, or the whole file; `edit` chooses ends of lines itself."""
+    plain = (edit.broken or "").strip() and edit.fixed is not None and "\r" not in f"{edit.broken}{edit.fixed}"
+    parts = changes(edit.path, str(edit.broken), str(edit.fixed)) if plain else []
+    return parts or [Change(edit.path, edit.path, None, edit.fixed)]
+
+
+def _times(part: str, text: str) -> int:
+    """Return how often a part is in a text, as the tool that edits counts: also where it overlaps itself."""
+    return len(re.findall(f"(?={re.escape(part)})", text))
+
+
+def _name(path: str, before: str, after: str, lines: range) -> str:
+    """Return the definition that lines of the new text bring, or that they are in."""
+    if not path.endswith(".py"):
+        return ""
+    file = _parsed(path, after)
+    here = [(name, node) for name, node in file.definitions if node.lineno in lines]
+    known = {name for name, _ in Parsed(path, before).definitions} if here else set()
+    brought = [name for name, _ in here if name not in known]
+    return brought[0] if brought else file.name_at(min(lines.start, len(file.lines)))
+
+
+@lru_cache(maxsize=16)
+def _parsed(path: str, text: str) -> Parsed:
+    """Return a file; many tasks break the same one, so that parsing it anew for each would take most of the time."""
+    return Parsed(path, text)
 
 
 @dataclass(frozen=True)

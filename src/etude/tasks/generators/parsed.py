@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+LONG = 2000  # lines from which on a difference need not be the shortest: difflib is quadratic
 LARGEST_FILE = 300_000  # bytes; longer ones are data or generated
 TEST_FOLDERS = frozenset({"test", "tests", "testing"})
 
@@ -226,7 +227,8 @@ def differing(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int, in
         head += 1
     while tail < least - head and old[-1 - tail] == new[-1 - tail]:
         tail += 1
-    matcher = difflib.SequenceMatcher(None, old[head : len(old) - tail], new[head : len(new) - tail], autojunk=False)
+    inner = old[head : len(old) - tail], new[head : len(new) - tail]
+    matcher = difflib.SequenceMatcher(None, *inner, autojunk=len(inner[1]) > LONG)
     return [(head + i, head + j, head + k, head + m) for tag, i, j, k, m in matcher.get_opcodes() if tag != "equal"]
 
 
