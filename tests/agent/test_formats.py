@@ -14,8 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from etude.agent.calls import Call, Parameter, ToolSpec
-from etude.agent.chat_tokens import Talk
-from etude.agent.formats import ChatFormat, JsonCalls, PlainCalls, Style, TagCalls, choose_format, read_turn
+from etude.agent.formats import ChatFormat, JsonCalls, PlainCalls, Style, TagCalls, Talk, choose_format, read_turn
 from etude.errors import UserError
 from tests import tiny
 from tests.data.talks import SPROUT, call, said

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from etude.agent.calls import Answer, Call, Parameter, ToolSpec
-from etude.agent.endpoint import END, message_format
+from etude.agent.endpoint import message_format
 from etude.agent.harness import Harness, HarnessSettings
 from etude.agent.policies import ScriptedPolicy
 from etude.agent.summary import SummarySettings, kept_from
@@ -46,7 +46,7 @@ def play(
     lines: Sequence[str | Callable[[str], str]], tools: Echo | None = None, policy: Any = None, **settings: Any
 ) -> tuple[Trace, ScriptedPolicy]:
     """Run an episode."""
-    policy = policy or ScriptedPolicy(lines, TALK.encode, TALK.text, END, context=settings.pop("context", 1 << 20))
+    policy = policy or ScriptedPolicy(lines, TALK, context=settings.pop("context", 1 << 20))
     harness = Harness(policy, TALK, tools or Echo(), HarnessSettings(**settings), Trace("t", "task"), seed=7)
     return asyncio.run(harness.run("system", "do it")), policy
 
@@ -183,7 +183,7 @@ def test_too_many_restarts_end_it() -> None:
 
 def test_a_drawn_trigger_stays_in_its_range_and_depends_on_the_seed() -> None:
     own = SummarySettings(trigger=100, trigger_to=200)
-    drawn = {seed: Harness(ScriptedPolicy([], TALK.encode, TALK.text, END), TALK, Echo(), HarnessSettings(summary=own), Trace("t", ""), seed=seed).trigger for seed in range(40)}  # fmt: skip
+    drawn = {seed: Harness(ScriptedPolicy([], TALK), TALK, Echo(), HarnessSettings(summary=own), Trace("t", ""), seed=seed).trigger for seed in range(40)}  # fmt: skip
     assert all(100 <= each <= 200 for each in drawn.values())
     assert len(set(drawn.values())) > 20
 
@@ -191,7 +191,7 @@ def test_a_drawn_trigger_stays_in_its_range_and_depends_on_the_seed() -> None:
 class Busybody:
     """A policy that is busy first, and then never comes to an end."""
 
-    info = ScriptedPolicy([], TALK.encode, TALK.text, END).info
+    info = ScriptedPolicy([], TALK).info
 
     def __init__(self) -> None:
         self.asked = 0

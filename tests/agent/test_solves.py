@@ -17,7 +17,7 @@ from etude.agent.policies import ScriptedPolicy
 from etude.agent.repository import unified
 from etude.agent.search import Searcher
 from etude.agent.summary import SummarySettings
-from etude.agent.tools import Toolset
+from etude.agent.tools import Toolset, ToolSettings
 from etude.agent.trace import Trace, from_json, samples, to_json
 from etude.models.bases import resolve
 from etude.models.load import load_tokeniser
@@ -79,13 +79,13 @@ async def episode(
     tokeniser = load_tokeniser(resolve("sprout").folder)
     talk = choose_format(tokeniser)
     assert isinstance(talk, ChatFormat)
-    policy = ScriptedPolicy(extra(talk, script(talk)), talk.talk.tokens, talk.text, talk.talk.end_token)
+    policy = ScriptedPolicy(extra(talk, script(talk)), talk)
     python = Path(sys.prefix)
     place = Place((layer,), readonly=(python,), env={"PATH": f"{python}/bin:/usr/bin:/bin"})
     sandbox = await open_sandbox(place)
     try:
         trace = Trace("solves", REQUEST, made_by={"sandbox": sandbox.backend})
-        tools = Toolset(sandbox, searcher=Searcher(cache))
+        tools = Toolset(sandbox, ToolSettings(), Searcher(cache))
         await Harness(policy, talk, tools, HarnessSettings(summary=summary), trace).run(SYSTEM, REQUEST)
         entries = await sandbox.diff()
         trace.diff = unified(entries, [layer])

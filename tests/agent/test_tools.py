@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from etude.agent.calls import Answer, Call
 from etude.agent.search import Searcher
-from etude.agent.tools import BASH_ONLY, SPECS, BadCall, Toolset, ToolSettings, checked, cut
+from etude.agent.toolbox import Refused
+from etude.agent.tools import BASH_ONLY, SPECS, Toolset, ToolSettings, checked, cut
 from etude.errors import UserError
 from etude.sandbox.box import Limits, Missing, Place, Result, Sandbox, SandboxError
 from etude.sandbox.local import open_sandbox
@@ -38,7 +39,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 async def answers(sandbox: Sandbox, *calls: Call, settings: ToolSettings | None = None) -> list[Answer]:
-    return await Toolset(sandbox, settings, Searcher()).run(calls)
+    return await Toolset(sandbox, settings or ToolSettings(), Searcher()).run(calls)
 
 
 def in_bare(tree: Path, *calls: Call, settings: ToolSettings | None = None) -> list[Answer]:
@@ -234,7 +235,7 @@ def test_strictness(loose: Call, kind: str | None, taken: dict[str, Any]) -> Non
     if kind is None:
         assert checked(loose, STRICT)[0] == taken
         return
-    with pytest.raises(BadCall) as fault:
+    with pytest.raises(Refused) as fault:
         checked(loose, STRICT)
     assert fault.value.kind == kind
 
@@ -256,7 +257,7 @@ def test_any_call_fits_or_is_told_why_not(name: str, arguments: dict[str, Any], 
     settings = ToolSettings(strict_arguments=strict)
     try:
         taken, passed_over = checked(Call(name, arguments), settings)
-    except BadCall:
+    except Refused:
         return
     kinds = {parameter.name: parameter.kind for parameter in SPECS[name].parameters}
     assert all(type(value) is kinds[key] for key, value in taken.items())
@@ -284,7 +285,7 @@ def test_bash_only(tree: Path) -> None:
         (answer,) = run(tools.run([call("bash", command="[[ a == a ]] && echo yes")]))
         assert answer.text == "[exit code 0]\nyes"
     with pytest.raises(UserError, match="needs an index"):
-        Toolset(BareSandbox(tree))
+        Toolset(BareSandbox(tree), ToolSettings())
 
 
 @given(st.text(alphabet="ab\n", max_size=400), st.integers(1, 100))

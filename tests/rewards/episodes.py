@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, get_type_hints
 
 from etude.agent.calls import Answer, Call, ToolSpec
-from etude.agent.endpoint import END, message_format
+from etude.agent.endpoint import message_format
 from etude.agent.harness import Harness, HarnessSettings
 from etude.agent.policies import ScriptedPolicy
 from etude.agent.trace import Trace
@@ -41,7 +41,7 @@ class Tools:
 
 def played(*turns: str, tools: Sequence[str] = ("read", "edit", "shell", "todo"), **limits: Any) -> Trace:
     """Run an episode of these turns."""
-    policy = ScriptedPolicy(turns, TALK.encode, TALK.text, END)
+    policy = ScriptedPolicy(turns, TALK)
     harness = Harness(policy, TALK, Tools(tools), HarnessSettings(**limits), Trace("e", "t"), seed=1)
     return asyncio.run(harness.run("system", "task"))
 

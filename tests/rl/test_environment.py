@@ -57,7 +57,7 @@ def shell(command: str) -> str:
 
 
 def scripted(*lines: Line) -> ScriptedPolicy:
-    return ScriptedPolicy(lines, TALK.encode, TALK.text, TALK.talk.end_token)
+    return ScriptedPolicy(lines, TALK)
 
 
 def play(environment: CodingEnvironment, policy: Policy, journal: Path, item: str = "calc-1") -> Episode:
@@ -268,7 +268,7 @@ def test_cancelled_it_leaves_nothing(calc: tuple[TaskSet, Path], tmp_path: Path)
             await asyncio.Event().wait()
 
     async def cancelled() -> None:
-        policy = Waiting([], TALK.encode, TALK.text, 0)
+        policy = Waiting([], TALK)
         task = asyncio.create_task(
             environment(calc).run_episode("calc-1", policy, TALK, name="x", seed=0, journal=tmp_path / "journal")  # type: ignore[arg-type]
         )

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.agent.calls import Answer, Call, ToolSpec
+from etude.agent.endpoint import message_format
 from etude.agent.policies import ScriptedPolicy
 from etude.inference.policy import Completion, Sampling, Token
 from etude.rl.environment import Diverged, Journal, ReplayPolicy, ReplayTools, without_noise
@@ -28,7 +29,7 @@ class Given(ScriptedPolicy):
     """Samples what it is given, then nothing more."""
 
     def __init__(self, completions: list[Completion]) -> None:
-        super().__init__([], lambda _: [], lambda _: "", 0)
+        super().__init__([], message_format())
         self.left = completions
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, **_: object) -> Completion:

@@ -33,7 +33,7 @@ from etude.work import Work
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from etude.agent.calls import Format
+    from etude.agent.formats import ChatFormat
     from etude.inference.policy import Policy
 
 LINES = (
@@ -70,7 +70,7 @@ class Toy:
         return [Item(f"toy-{number:03d}", family=str(number % 2)) for number in range(self.tasks)]
 
     async def run_episode(
-        self, item: str, policy: Policy, talk: Format, *, name: str, seed: int, journal: Path
+        self, item: str, policy: Policy, talk: ChatFormat, *, name: str, seed: int, journal: Path
     ) -> Episode:
         self.played.append(name)
         if cause := self.broken(item, name):

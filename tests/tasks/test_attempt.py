@@ -53,7 +53,7 @@ def calc(tmp_path_factory: pytest.TempPathFactory) -> Codebase:
 
 def test_an_attempt_is_played_and_judged_and_long_files_are_named(calc: Codebase) -> None:
     trace, tools = Trace("one", "sums are wrong"), ToolSettings(tools=["edit", "shell"])
-    policy = ScriptedPolicy([TALK.write(*MENDING), "Mended."], TALK.encode, TALK.text, TALK.talk.end_token)
+    policy = ScriptedPolicy([TALK.write(*MENDING), "Mended."], TALK)
 
     def begin(toolset: Toolset) -> Harness:
         assert toolset.python == str(calc.python)

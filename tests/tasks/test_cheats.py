@@ -51,7 +51,7 @@ class Episode:
 async def episode(calc: Codebase, talk: ChatFormat, layer: Path, calls: list[Call]) -> Episode:
     """Run one call a turn through the real harness, then score what is left in the workspace."""
     lines = [*(talk.write(call) for call in calls), talk.write(said="Done, all tests pass.")]
-    policy = ScriptedPolicy(lines, talk.talk.tokens, talk.text, talk.talk.end_token)
+    policy = ScriptedPolicy(lines, talk)
     place = place_of(calc, (layer,))
     sandbox = await open_sandbox(replace(place, limits=replace(place.limits, disk=32 * MIB)))
     try:

@@ -8,28 +8,27 @@ since nobody knows the tokens that were sampled: log-probs are NaN. For training
 
 from __future__ import annotations
 
-import asyncio
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-
-import httpx2
+from urllib.parse import urlsplit
 
 from etude.agent.formats import ChatFormat, PlainCalls
-from etude.errors import UserError, nearest, one_line
-from etude.inference.client import message_in
-from etude.inference.policy import Busy, Completion, PolicyInfo, Token
+from etude.errors import UserError
+from etude.inference.client import RemotePolicy, ServerFailed, TryAgain, message_in
+from etude.inference.policy import Completion, PolicyInfo, Token
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import httpx2
+
+    from etude.inference.client import ClientSettings
     from etude.inference.policy import OnTokens, Sampling
 
 SYSTEM, USER, ASSISTANT, END = range(256, 260)
 ROLES = {SYSTEM: "system", USER: "user", ASSISTANT: "assistant"}
 BYTES = 4  # of text in a token, about
 CONTEXT = 32_768  # tokens; an endpoint does not say how many it takes, and refuses what is too long
-TRIES = 4
 
 
 class MessageTalk:
@@ -81,35 +80,21 @@ def messages_of(prompt: Sequence[int]) -> list[dict[str, str]]:
     return messages
 
 
-class EndpointPolicy:
-    """A `Policy` over /chat/completions; made by `open`."""
+class EndpointPolicy(RemotePolicy):
+    """A `Policy` over /chat/completions; made by `open`. Its context, prompts and completions are counted in bytes."""
 
-    def __init__(self, url: str, model: str, token: str, timeout: float, context: int) -> None:
-        self._url = url.rstrip("/")
+    def __init__(
+        self, url: str, vocabulary: int = 260, token: str = "", settings: ClientSettings | None = None
+    ) -> None:
+        super().__init__(url, vocabulary, token, settings)
+        self.api = "/v1" if url.rstrip("/").endswith("/v1") or urlsplit(url).path in {"", "/"} else ""
+
+    async def connect(self, model: str = "") -> PolicyInfo:
+        """Choose the first model, or the one named."""
+        self.card = await self.ask_card(model)
         details = {"url": self._url, "tokens": "bytes of text, not for training"}
-        self.info = PolicyInfo(model, BYTES * context, 260, details)
-        headers, patience = {"Authorization": f"Bearer {token}"} if token else {}, httpx2.Timeout(timeout, connect=10.0)
-        self._client = httpx2.AsyncClient(headers=headers, timeout=patience, trust_env=False)
-
-    @classmethod
-    async def open(
-        cls, url: str, model: str = "", token: str = "", timeout: float = 600.0, context: int = CONTEXT
-    ) -> EndpointPolicy:
-        """Connect to an endpoint such as http://127.0.0.1:8000/v1 and choose its first model, or the one named."""
-        policy = cls(url, model, token, timeout, context)
-        try:
-            reply = await policy._ask("GET", "/models")
-            names = [str(card["id"]) for card in reply["data"]]
-            if not names or (model and model not in names):
-                raise UserError(f"{url} serves no model {model!r}{nearest(model, names)}")
-        except BaseException as error:
-            await policy.close()
-            if isinstance(error, KeyError | TypeError):
-                wrong = "not an OpenAI-compatible endpoint; give its /v1 address"
-                raise UserError(f"{url}/models names no models: {wrong}") from None
-            raise
-        policy.info = replace(policy.info, name=model or names[0])
-        return policy
+        self.info = PolicyInfo(self.card["id"], BYTES * int(self.card["max_model_len"] or CONTEXT), 260, details)
+        return self.info
 
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None, on_tokens: OnTokens = None
@@ -122,7 +107,7 @@ class EndpointPolicy:
         }  # fmt: skip
         if sampling.seed is not None:
             body["seed"] = sampling.seed
-        reply = await self._ask("POST", "/chat/completions", body)
+        reply = await self.tell(f"{self.api}/chat/completions", body)
         try:
             choice = reply["choices"][0]
             said, finish = str(choice["message"].get("content") or ""), choice["finish_reason"]
@@ -135,23 +120,7 @@ class EndpointPolicy:
             on_tokens(tokens)
         return Completion(tokens, "stop" if ended else "length", END if ended else None)
 
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._client.aclose()
-
-    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Ask, again where nothing came of it."""
-        for attempt in range(TRIES):
-            try:
-                reply = await self._client.request(method, self._url + path, json=body)
-            except httpx2.RequestError as error:
-                if attempt + 1 == TRIES:
-                    raise UserError(f"no answer from {self._url}{path} ({one_line(error)}); is it running?") from None
-            else:
-                if reply.status_code < 300:
-                    return reply.json()
-                said = f"{self._url}{path}: {message_in(reply.text)} (status {reply.status_code})"
-                if reply.status_code not in {429, 500, 502, 503} or attempt + 1 == TRIES:
-                    raise Busy(30.0) if reply.status_code == 429 else UserError(said)
-            await asyncio.sleep(0.5 * 2**attempt)
-        raise AssertionError("unreachable")
+    async def _refuse(self, reply: httpx2.Response) -> None:
+        if reply.status_code in {500, 502, 504}:  # which pass, where many machines answer
+            raise TryAgain(ServerFailed(f"{self._url} failed: {message_in(reply.text)} (status {reply.status_code})"))
+        await super()._refuse(reply)

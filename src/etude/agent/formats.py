@@ -27,16 +27,19 @@ Three styles of calls are known:
 from __future__ import annotations
 
 import bisect
+import copy
+import functools
 import itertools
 import json
+import operator
 import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from etude.agent.calls import Call, ToolSpec, Turn
-from etude.agent.chat_tokens import PROBE, Talk
-from etude.errors import UserError, nearest
+from etude.data.chat import ChatTemplate
+from etude.errors import UserError, nearest, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -53,20 +56,6 @@ class CallMatch:
     start: int
     end: int
     made: Call | str
-
-
-class Style(Protocol):
-    """How calls are written: one a file."""
-
-    name: str
-
-    def find(self, text: str, start: int) -> CallMatch | None:
-        """Return the first call at `start` or behind it."""
-        ...
-
-    def render(self, call: Call) -> str:
-        """Return a call as it is to be written."""
-        ...
 
 
 def read_turn(text: str, style: Style, tokens_up_to: Callable[[int], int], *, in_thinking: bool) -> Turn:
@@ -194,10 +183,9 @@ class TagCalls:
 
     def render(self, call: Call) -> str:
         """Return a call as tags."""
-        values = {
-            name: value if isinstance(value, str) else json.dumps(value) for name, value in call.arguments.items()
-        }
-        body = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+        body = ""
+        for name, value in call.arguments.items():
+            body += f"<parameter={name}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
         return f"{OPEN}\n<function={call.name}>\n{body}</function>\n{CLOSE}"
 
 
@@ -295,9 +283,8 @@ class PlainCalls:
 
     def render(self, call: Call) -> str:
         """Return a call as text."""
-        return "\n".join(
-            [f"@{call.name}", *(_written(name, str(value)) for name, value in call.arguments.items()), "@end"]
-        )
+        arguments = (_written(name, str(value)) for name, value in call.arguments.items())
+        return "\n".join([f"@{call.name}", *arguments, "@end"])
 
     def explain(self, tools: Sequence[ToolSpec]) -> str:
         """Return how calls are written, and what there is to call."""
@@ -348,17 +335,151 @@ def _read(text: str, head: re.Match[str]) -> CallMatch | None:
     return CallMatch(head.start(), len(text) if after is None else after.end() if ends else after.start(), fault)
 
 
+Style = JsonCalls | TagCalls | PlainCalls
+
+# Where a model has no template. Each message ends with the end token, which no untrusted text can write, so none can forge a message.
+LAYOUT = (
+    "{{ bos_token or '' }}{% for m in messages %}{{ m.role | capitalize }}:\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:\n{% endif %}"
+)
+_MARK = re.compile(r"etude(\d+)mark")
+SAID = "etude-said"
+PROBE = Call("etude_probe", {"etude_key": SAID})
+_TOOL = {"description": "probe", "parameters": {"type": "object", "properties": {"etude_key": {"type": "string"}}}}
+PROBE_TOOLS = [{"type": "function", "function": {"name": PROBE.name, **_TOOL}}]
+
+
+class Talk:
+    """One tokeniser and one template. `answers_as` is the role of answers; with "tool", calls are shown the template's way."""
+
+    def __init__(self, tokeniser: Any, answers_as: str = "user") -> None:
+        self.own_layout = not tokeniser.chat_template
+        if self.own_layout:
+            if tokeniser.eos_token is None:
+                raise UserError("the tokeniser has neither a chat template nor an end token to tell turns apart")
+            tokeniser = copy.copy(tokeniser)
+            tokeniser.chat_template, answers_as = LAYOUT, "tool"
+        self.tokeniser, self.answers_as = tokeniser, answers_as
+        template = ChatTemplate(tokeniser, "base")
+        self.end, self.end_token = template.end, template.end_token
+        self.stop_tokens = frozenset({self.end_token, tokeniser.eos_token_id} - {None})
+        added = [token.content for token in tokeniser.added_tokens_decoder.values() if not token.content.isspace()]
+        spelled = "|".join(re.escape(text) for text in sorted(added, key=len, reverse=True) if len(text) > 1)
+        self._added = re.compile(f"(?=({spelled}))")
+        try:
+            self._knows_system = _mark(0) in self._render([_message("system", 0), _message("user", 1)])
+        except UserError:
+            self._knows_system = False
+        self.opens_thinking = self._render([_message("user", 0)]).rstrip().endswith("<think>")
+        self._shape_after = functools.cache(self._render_after)
+
+    def opening(self, system: str, tools: Sequence[dict[str, Any]], task: str) -> list[int]:
+        """Return the tokens up to the first turn."""
+        if system and not self._knows_system:
+            system, task = "", f"{system}\n\n{task}"
+        messages = [_message("system", 0)] if system else []
+        shape = self._render([*messages, _message("user", 1)], tools)
+        return self._tokens(shape, [system, task], begins=True)
+
+    def after(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        """Return the tokens between the end token of a turn and the next turn."""
+        roles, texts = [role for role, _ in messages], [text for _, text in messages]
+        if self.answers_as != "tool":
+            answers, count = roles.count("tool"), itertools.count(1)
+            heads = [f"[{next(count)} of {answers}]\n" if role == "tool" and answers > 1 else "" for role in roles]
+            roles, texts = ["user"] * len(roles), list(map(operator.add, heads, texts))
+        if set(roles) == {"user"}:  # many templates want users and assistants to alternate
+            roles, texts = ["user"], ["\n\n".join(texts)]
+        return self._tokens(self._shape_after(tuple(roles)), texts)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of an untrusted text that follows others."""
+        return self._tokens(_mark(0), [text])
+
+    def tokens(self, text: str) -> list[int]:
+        """Return the tokens of a trusted text, read behind an end token, as some tokenisers begin texts with a space."""
+        return self._encode(self.end + text)[1:]
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return tokens as text."""
+        return str(self.tokeniser.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def probe(self) -> str:
+        """Return what the template writes of a call and its answer: all behind the request."""
+        messages = [_message("user", 0), *_called(1, [_message("tool", 1)])]
+        shown = self._render(messages, PROBE_TOOLS)
+        if _mark(1) not in shown or PROBE.name not in shown.partition(_mark(0))[0]:
+            raise UserError("the chat template leaves tools or their answers out")
+        return shown.partition(_mark(0))[2]
+
+    def _render_after(self, roles: tuple[str, ...]) -> str:
+        calls = 0 if self.own_layout else roles.count("tool")
+        messages = _called(calls, [_message(role, place) for place, role in enumerate(roles)])
+        shown = self._render([{"role": "user", "content": "ask"}, *messages], PROBE_TOOLS if calls else [])
+        # Behind what was said (or behind the last call), up to the end token, the template writes for the policy.
+        _, ended, rest = shown.rpartition(SAID)[2].partition(self.end)
+        if not ended or any(_mark(place) not in rest for place in range(len(roles))):
+            left_out = f"some of the messages {', '.join(roles)}"
+            raise UserError(f"the chat template leaves out {left_out}; use another format of calls")
+        return rest
+
+    def _render(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
+        try:
+            render = self.tokeniser.apply_chat_template
+            return str(render(messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # noqa: BLE001 - templates are programs and fail in many ways
+            raise UserError(f"the chat template fails: {one_line(error)}") from None
+
+    def _tokens(self, shape: str, texts: Sequence[str], *, begins: bool = False) -> list[int]:
+        whole, untrusted = "", []
+        for place, piece in enumerate(_MARK.split(shape)):  # every second one is the number of a mark
+            text = texts[int(piece)].encode("utf-8", "replace").decode() if place % 2 else piece
+            if place % 2:
+                untrusted.append((len(whole), len(whole) + len(text)))
+            whole += text
+        spelled = [match.span(1) for match in self._added.finditer(whole)]
+        forged = [a for a, b in spelled if any(a < end and b > start for start, end in untrusted)]
+        first, *rest = [whole[a:b] for a, b in itertools.pairwise([0, *(start + 1 for start in forged), len(whole)])]
+        encoded = self._encode(first) if begins else self.tokens(first)
+        return [*encoded, *(token for piece in rest for token in self.tokens(piece))]
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokeniser.encode(text, add_special_tokens=False, verbose=False))
+
+
+def _mark(place: int) -> str:
+    return f"etude{place}mark"
+
+
+def _message(role: str, place: int) -> dict[str, Any]:
+    return {"role": role, "content": _mark(place)}
+
+
+def _called(calls: int, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return an assistant's message, calling if there is something to call, and the answers to it. Ids are as Mistral wants them."""
+    if not calls:
+        return [{"role": "assistant", "content": SAID}, *answers]
+    ids, function = [f"call{place:05}" for place in range(calls)], {"name": PROBE.name, "arguments": PROBE.arguments}
+    made = [{"id": each, "type": "function", "function": function} for each in ids]
+    turns = [answer | {"tool_call_id": each, "name": PROBE.name} for answer, each in zip(answers, ids, strict=False)]
+    return [{"role": "assistant", "content": "", "tool_calls": made}, *turns, *answers[calls:]]
+
+
 WINDOW = 16
 WISHES = ("auto", "native", "plain")
 
 
 class ChatFormat:
-    """A layout and a style of calls. Implements `Format`."""
+    """How talk is written for one model: a layout and a style of calls. What was sampled stays as it was sampled.
+
+    `encode` returns the tokens of a text in an assistant's turn, without its end (special tokens spelt in it stay text); `text` is
+    the way back, for people; `stop_tokens` end a turn.
+    """
 
     def __init__(self, talk: Talk | MessageTalk, style: Style) -> None:
         self.talk, self.style = talk, style
         self.name = f"{style.name}-layout" if talk.own_layout else style.name
-        self.stop_tokens = talk.stop_tokens
+        self.stop_tokens, self.encode, self.text = talk.stop_tokens, talk.encode, talk.text
 
     def opening(self, system: str, tools: Sequence[ToolSpec], task: str) -> list[int]:
         """Return the tokens up to where the policy's first turn begins."""
@@ -367,13 +488,12 @@ class ChatFormat:
         return self.talk.opening("\n\n".join(part for part in (system, explained) if part), shown, task)
 
     def following(self, last: Sequence[int], messages: Sequence[tuple[str, str]]) -> list[int]:
-        """Return the tokens after a turn up to the next one; a turn that was cut off is ended first."""
+        """Return the tokens after a turn up to the next one; a turn that was cut off is ended first.
+
+        Messages are (role, text): role "tool" for answers, "user" for what the harness asks; mixed in one call, in this order.
+        """
         ended = bool(last) and last[-1] in self.stop_tokens
         return [*([] if ended else [self.talk.end_token]), *self.talk.after(messages)]
-
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text in an assistant's turn; special tokens spelt in it stay text."""
-        return self.talk.encode(text)
 
     def close_thinking(self, tokens: Sequence[int]) -> list[int]:
         """Return the tokens that end the thinking a turn is in the midst of."""
@@ -385,14 +505,10 @@ class ChatFormat:
     def read(self, tokens: Sequence[int]) -> Turn:
         """Take a sampled turn apart; its end token counts as said."""
         body = list(tokens[:-1] if tokens and tokens[-1] in self.stop_tokens else tokens)
-        ends = self._ends(body)
-        turn = read_turn(
-            self.text(body), self.style, lambda at: bisect.bisect_right(ends, at), in_thinking=self.talk.opens_thinking
-        )
-        rest = len(tokens) - sum(turn.tokens.values())
-        return Turn(
-            turn.thinking, turn.said, turn.calls, turn.malformed, {**turn.tokens, "said": turn.tokens["said"] + rest}
-        )
+        up_to, thinking = functools.partial(bisect.bisect_right, self._ends(body)), self.talk.opens_thinking
+        turn = read_turn(self.text(body), self.style, up_to, in_thinking=thinking)
+        turn.tokens["said"] += len(tokens) - sum(turn.tokens.values())
+        return turn
 
     def _ends(self, body: list[int]) -> list[int]:
         """Return where in the text each token ends, read in windows of some tokens: a whole prefix each time would take minutes."""
@@ -410,10 +526,6 @@ class ChatFormat:
         opening = "" if self.talk.opens_thinking else THINK
         thought = [f"{opening}\n{thinking}\n{THOUGHT}\n"] if thinking or not opening else []
         return "\n".join([*thought, *([said] if said else []), *map(self.style.render, calls)])
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """Return tokens as text."""
-        return self.talk.text(tokens)
 
 
 def choose_format(tokeniser: Any, wish: str = "auto") -> ChatFormat:

@@ -25,7 +25,8 @@ from etude.inference.policy import Busy, Completion, Sampling
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from etude.agent.calls import Answer, Call, Format, ToolSpec, Turn
+    from etude.agent.calls import Answer, Call, ToolSpec, Turn
+    from etude.agent.formats import ChatFormat
     from etude.inference.policy import Policy, Token
 
 VERSION = "2"  # of the harness; raise it when the same policy would see other tokens
@@ -77,7 +78,7 @@ class Harness:
     """Runs one episode. `watch` sees every node as it is added."""
 
     policy: Policy
-    talk: Format
+    talk: ChatFormat
     tools: Tools
     settings: HarnessSettings
     trace: Trace
@@ -97,7 +98,7 @@ class Harness:
 
     async def run(self, system: str, task: str) -> Trace:
         """Return the finished trace. What the sandbox or the inference server raises is no episode, and is raised."""
-        self._add("opening", None, self.talk.opening(system, self.tools.specs, task), f"{system}\n\n{task}")
+        self._add(Node(None, "opening", self.talk.opening(system, self.tools.specs, task), f"{system}\n\n{task}"))
         bad = 0
         while not (stop := self._limit()):
             turn = await self._turn()
@@ -142,7 +143,7 @@ class Harness:
         if left > 0 and not self.trace.nodes[self.leaf].details["ended"] and not self._limit():
             if closing := self.talk.close_thinking(ids):
                 self.counts["thinking_ended"] += 1
-                self._add("note", self.leaf, closing, self.talk.text(closing))
+                self._add(Node(self.leaf, "note", closing, self.talk.text(closing)))
             if self._room() > 0:
                 await self._sample("turn", left)
             ids = [token for node in self.trace.nodes[first:] for token in node.tokens]
@@ -159,26 +160,30 @@ class Harness:
 
     async def _run_last(self, turn: Turn, stop: Stop) -> None:
         """Run the calls of the last turn that was allowed: they were made in time, though nobody reads their answers."""
-        answers = await self.tools.run(turn.calls) if turn.calls and stop != "seconds" else []
-        self.counts["failed_calls"] += sum(answer.failed for answer in answers)
+        answers = await self._run_calls(turn) if stop != "seconds" else []
         self.trace.nodes[self.leaf].details["unread"] = [_as_json(answer) for answer in answers]
+
+    async def _run_calls(self, turn: Turn) -> list[Answer]:
+        answers = await self.tools.run(turn.calls) if turn.calls else []
+        self.counts["failed_calls"] += sum(answer.failed for answer in answers)
+        return answers
 
     async def _answer(self, turn: Turn) -> Stop | None:
         """Run the calls, append their answers; begin anew where the context has grown too long."""
         began = time.monotonic()
-        answers = await self.tools.run(turn.calls) if turn.calls else []
+        answers = await self._run_calls(turn)
         seconds = time.monotonic() - began
-        self.counts["failed_calls"] += sum(answer.failed for answer in answers)
-        texts = [answer.text for answer in answers] + [self._reminder(line) for line in turn.malformed]
-        messages = [("tool", text) for text in texts]
+        names = ", ".join(spec.name for spec in self.tools.specs)
+        reminders = [f"That call could not be read: {line}. Tools: {names}." for line in turn.malformed]
+        messages = [("tool", text) for text in [*(answer.text for answer in answers), *reminders]]
         if not messages:  # cut off before it said what it wants
             messages = [("user", "Your turn was cut off. Go on, with shorter turns.")]
         last = self.trace.nodes[self.leaf].tokens
         tokens = self.talk.following(last, messages)
         own, length = self.settings.summary, len(self.trace.context(self.leaf)) + len(tokens)
-        due = length >= min(self.trigger, self.policy.info.context - own.tokens)
-        ask = due and own.kind in {"self", "prompted"}
-        if due and own.kind != "none" and self.counts["restarts"] >= own.most:
+        due = own.due(length, self.trigger, self.policy.info.context)
+        ask = due and own.kind != "truncate"
+        if due and self.counts["restarts"] >= own.most:
             return "summaries"
         if ask:
             messages.append(("user", own.request))
@@ -186,10 +191,11 @@ class Harness:
         self.counts["tokens_answers"] += len(tokens)
         details = {"answers": [_as_json(answer) for answer in answers], "request": own.request if ask else ""}
         text = "\n".join(text for _, text in messages)
-        self._add("summary_request" if ask else "answers", self.leaf, tokens, text, seconds=seconds, details=details)
+        kind: NodeKind = "summary_request" if ask else "answers"
+        self._add(Node(self.leaf, kind, tokens, text, seconds=seconds, details=details))
         if ask:
             return await self._sum_up()
-        if due and own.kind == "truncate":
+        if due:
             self._drop_oldest()
         return None
 
@@ -218,7 +224,7 @@ class Harness:
         self._restart(tokens, "\n".join(node.text for node in kept), copied=len(tokens))
 
     def _restart(self, tokens: list[int], text: str, copied: int) -> None:
-        self._add("restart", 0, tokens, text, details={"copied": copied, "number": self.counts["restarts"]})
+        self._add(Node(0, "restart", tokens, text, details={"copied": copied, "number": self.counts["restarts"]}))
         self.trigger = self.settings.summary.draw(self.random)
 
     async def _sample(self, kind: NodeKind, most: int) -> None:
@@ -226,9 +232,7 @@ class Harness:
         own, prompt = self.settings, self.trace.context(self.leaf)
         most = min(most, self._room(), max(1, own.tokens - self.counts["sampled"]))
         seed = None if self.seed is None else (self.seed * 1_000_003 + len(self.trace.nodes)) % 2**63
-        sampling = Sampling(
-            most, temperature=own.temperature, top_p=own.top_p, seed=seed, stop_tokens=self.talk.stop_tokens
-        )
+        sampling = Sampling(most, own.temperature, own.top_p, seed=seed, stop_tokens=self.talk.stop_tokens)
         began, written = time.monotonic(), list["Token"]()
         done: Completion | None = None
         try:
@@ -239,11 +243,11 @@ class Harness:
         tokens = done.tokens if done else written
         details = {"ended": bool(done and done.finish_reason == "stop"), "cached": done.cached if done else 0}
         self.counts["sampled"] += len(tokens)
-        ids = [token.id for token in tokens]
-        place = self._add(kind, self.leaf, ids, self.talk.text(ids), seconds=time.monotonic() - began, details=details)
-        node = self.trace.nodes[place]
-        node.sampled, node.versions = True, [token.version for token in tokens]
-        node.logprobs, node.raw_logprobs = [t.logprob for t in tokens], [t.raw_logprob for t in tokens]
+        ids, versions = [token.id for token in tokens], [token.version for token in tokens]
+        logprobs, raw = [token.logprob for token in tokens], [token.raw_logprob for token in tokens]
+        node = Node(self.leaf, kind, ids, self.talk.text(ids), True, logprobs, raw, versions, details=details)  # noqa: FBT003
+        node.seconds = time.monotonic() - began
+        self._add(node)
 
     async def _patiently(
         self, prompt: list[int], sampling: Sampling, on_tokens: Callable[[list[Token]], None]
@@ -255,27 +259,12 @@ class Harness:
                 self.counts["waits"] += 1
                 await asyncio.sleep(busy.after)
 
-    def _reminder(self, line: str) -> str:
-        """Return the short fixed answer to a malformed call."""
-        names = ", ".join(spec.name for spec in self.tools.specs)
-        return f"That call could not be read: {line}. Tools: {names}."
-
-    def _add(
-        self,
-        kind: NodeKind,
-        parent: int | None,
-        tokens: list[int],
-        text: str,
-        seconds: float = 0.0,
-        details: dict[str, Any] | None = None,
-    ) -> int:
-        now = time.monotonic() - self.began
-        node = Node(parent, kind, tokens, text, began=now - seconds, seconds=seconds, details=details or {})
+    def _add(self, node: Node) -> None:
+        node.began = time.monotonic() - self.began - node.seconds
         self.trace.nodes.append(node)
         self.leaf = len(self.trace.nodes) - 1
-        if kind not in {"turn", "summary"}:  # those are shown once they are read
+        if not node.sampled:  # those that are sampled are shown once they are read
             self.watch(node)
-        return self.leaf
 
 
 def _as_json(answer: Answer) -> dict[str, Any]:

@@ -6,11 +6,11 @@ tokeniser is a folder's, which the user names or the server does. Any other serv
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etude.agent.endpoint import CONTEXT, EndpointPolicy, message_format
+from etude.agent.endpoint import BYTES, EndpointPolicy, message_format
 from etude.agent.formats import choose_format
 from etude.errors import UserError
 from etude.inference.client import RemotePolicy
@@ -20,7 +20,7 @@ from etude.models.bases import known_bases, locate
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-    from etude.agent.calls import Format
+    from etude.agent.formats import ChatFormat
     from etude.inference.policy import Policy, Sampling
     from etude.progress import Reporter
 
@@ -32,7 +32,7 @@ class ModelSource:
     """A model that is there, not yet loaded."""
 
     name: str
-    open: Callable[[], Awaitable[tuple[Policy, Format]]]
+    open: Callable[[], Awaitable[tuple[Policy, ChatFormat]]]
     folder: Path | None = None  # of its weights; none: a server has them
     text: bool = False  # a service without token ids: its tokens are bytes of text
 
@@ -58,9 +58,10 @@ async def find(
         await probe.close()
     if tokeniser:
         raise UserError(f"{url} returns no token ids, so --tokeniser is of no use; vLLM does with --enable-scale-out")
-    policy = await EndpointPolicy.open(url, name or chosen, token, context=context or CONTEXT)
+    policy = await EndpointPolicy.open(url, model=name or chosen, token=token)
+    policy.info = replace(policy.info, context=BYTES * context if context else policy.info.context)
 
-    async def opened() -> tuple[Policy, Format]:
+    async def opened() -> tuple[Policy, ChatFormat]:
         return policy, message_format()
 
     return ModelSource(policy.info.name, opened, text=True)
@@ -79,7 +80,7 @@ def _tokeniser_of(url: str, card: dict[str, Any], given: str, cache: Path, repor
 
 
 def _at_address(url: str, card: dict[str, Any], token: str, folder: Path) -> ModelSource:
-    async def connected() -> tuple[Policy, Format]:
+    async def connected() -> tuple[Policy, ChatFormat]:
         from etude.models.load import load_tokeniser
 
         tokeniser = load_tokeniser(folder)
@@ -93,7 +94,7 @@ def in_folder(
 ) -> ModelSource:  # fmt: skip
     """Return the model of a folder; `memory`: bytes for the engine's cache, where others work on the same GPU."""
 
-    async def load() -> tuple[Policy, Format]:
+    async def load() -> tuple[Policy, ChatFormat]:
         from etude.inference.local import LocalPolicy
         from etude.models.load import load_tokeniser
 
@@ -112,13 +113,11 @@ class ScriptedPolicy:
     def __init__(
         self,
         lines: Iterable[str | Callable[[str], str]],
-        encode: Callable[[str], list[int]],
-        text: Callable[[Sequence[int]], str],
-        end: int,
+        talk: ChatFormat,
         *,
         context: int = 1 << 20,
     ) -> None:
-        self._lines, self._encode, self._text, self._end = iter(lines), encode, text, end
+        self._lines, self._talk = iter(lines), talk
         self.prompts: list[list[int]] = []  # what was asked, for tests
         self.info = PolicyInfo("scripted", context, 1 << 31)
 
@@ -133,13 +132,13 @@ class ScriptedPolicy:
         """Return the next line."""
         self.prompts.append(list(prompt))
         line = next(self._lines, "")
-        said = line if isinstance(line, str) else line(self._text(prompt))
-        ids = [*self._encode(said), self._end]
+        said = line if isinstance(line, str) else line(self._talk.text(prompt))
+        ids = [*self._talk.talk.tokens(said), end := self._talk.talk.end_token]
         cut = len(ids) > sampling.max_tokens
         tokens = [Token(each, 0.0, 0.0, 0) for each in ids[: sampling.max_tokens]]
         if on_tokens is not None:
             on_tokens(tokens)
-        return Completion(tokens, "length" if cut else "stop", None if cut else self._end)
+        return Completion(tokens, "length" if cut else "stop", None if cut else end)
 
     async def close(self) -> None:
         """There is nothing to let go of."""

@@ -39,7 +39,7 @@ from etude.sandbox.local import open_sandbox
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
-    from etude.agent.calls import Format
+    from etude.agent.formats import ChatFormat
     from etude.agent.tools import ToolSettings
     from etude.agent.trace import Node
     from etude.inference.policy import Policy
@@ -116,7 +116,7 @@ def settings_for(policy: Policy, *, turns: int, seconds: float, temperature: flo
 
 
 async def run_agent(
-    request: str, copy: SandboxedCopy, policy: Policy, talk: Format, settings: HarnessSettings, tools: ToolSettings,
+    request: str, copy: SandboxedCopy, policy: Policy, talk: ChatFormat, settings: HarnessSettings, tools: ToolSettings,
     *, cache: Path, watch: Callable[[Node], None],
 ) -> tuple[Trace, list[Entry]]:  # fmt: skip
     """Have the agent work on a request; return its trace and what it changed, caches left out."""

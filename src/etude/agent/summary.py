@@ -61,6 +61,10 @@ class SummarySettings(BaseModel):
     def request(self) -> str:
         return LONG if self.kind == "prompted" else SHORT
 
+    def due(self, length: int, trigger: int, context: int) -> bool:
+        """Whether a context of this length begins anew: it has reached the trigger drawn for it, or leaves no room to sum up."""
+        return self.kind != "none" and length >= min(trigger, context - self.tokens)
+
     def draw(self, random: Random) -> int:
         """Return the number of tokens at which the context begins anew next time."""
         return self.trigger if self.trigger_to is None else random.randint(self.trigger, self.trigger_to)

@@ -14,7 +14,7 @@ import inspect
 import json
 import re
 import time
-from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from etude.agent import toolbox
 from etude.agent.calls import Answer, Parameter, ToolSpec
+from etude.agent.toolbox import Refused
 from etude.errors import UserError
 from etude.sandbox.box import SandboxError
 
@@ -39,6 +40,7 @@ BASH_ONLY: list[ToolName] = ["bash"]  # as mini-swe-agent has it
 AT_ONCE = 8  # read-only calls; each is a process in the sandbox
 MOST_TODO = 50
 TOOLBOX = inspect.getsource(toolbox)  # a program
+Outcome = tuple[str, dict[str, Any], bool]  # text for the policy, details for the trace, whether it failed
 
 
 class ToolSettings(BaseModel):
@@ -63,14 +65,7 @@ class ToolSettings(BaseModel):
     shell: str = Field(default="bash", description="shell inside the sandbox: bash, or sh where there is no bash")
 
 
-def _may(name: str, kind: type[str | int], about: str) -> Parameter:
-    return Parameter(name, kind, about, required=False)
-
-
-def _spec(name: str, about: str, *parameters: Parameter) -> ToolSpec:
-    return ToolSpec(name, about, parameters)
-
-
+_may = partial(Parameter, required=False)
 _PATH = Parameter("path", str, "file, relative to the workspace")
 _LINES = _may("start", int, "first line, from 1"), _may("end", int, "last line")
 _REGEX = Parameter("pattern", str, "Python regular expression, matched line by line")
@@ -82,44 +77,38 @@ _COMMAND = Parameter("command", str, "what to run in the workspace; each command
 _TIMEOUT = _may("timeout", int, "seconds")
 _GREP = "Find lines by a regular expression; answers path:line:text."
 _EDIT = "Replace one piece of a file. old must be in it exactly once, spaces included."
-_SPECS = (
-    _spec("read", "Show a file with line numbers.", _PATH, *_LINES),
-    _spec("grep", _GREP, _REGEX, *_WHERE, _may("max", int, "most matches to show")),
-    _spec("glob", "Find files by name.", _GLOB),
-    _spec("list", "List a folder.", _may("path", str, "folder; the workspace if not given")),
-    _spec("search", "Find code by meaning.", *_QUERY),
-    _spec("edit", _EDIT, _PATH, *_PIECES),
-    _spec("write", "Write a whole file.", _PATH, Parameter("content", str, "all of its text")),
-    _spec("shell", "Run a command.", _COMMAND, _TIMEOUT),
-    _spec("todo", "Keep the plan: replaces it.", Parameter("items", str, "one a line: [ ] open or [x] done")),
-    _spec("bash", "Run a command.", _COMMAND, _TIMEOUT),
-)
-SPECS = {spec.name: spec for spec in _SPECS}
-
-
-class BadCall(Exception):  # noqa: N818 - an answer
-    """A call that does not fit its tool: the short fixed answer, and which kind of fault it is."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(text)
-        self.kind = kind
+SPECS = {
+    name: ToolSpec(name, about, tuple(parameters))
+    for name, about, *parameters in (
+        ("read", "Show a file with line numbers.", _PATH, *_LINES),
+        ("grep", _GREP, _REGEX, *_WHERE, _may("max", int, "most matches to show")),
+        ("glob", "Find files by name.", _GLOB),
+        ("list", "List a folder.", _may("path", str, "folder; the workspace if not given")),
+        ("search", "Find code by meaning.", *_QUERY),
+        ("edit", _EDIT, _PATH, *_PIECES),
+        ("write", "Write a whole file.", _PATH, Parameter("content", str, "all of its text")),
+        ("shell", "Run a command.", _COMMAND, _TIMEOUT),
+        ("todo", "Keep the plan: replaces it.", Parameter("items", str, "one a line: [ ] open or [x] done")),
+        ("bash", "Run a command.", _COMMAND, _TIMEOUT),
+    )
+}
 
 
 def checked(call: Call, settings: ToolSettings) -> tuple[dict[str, Any], list[str]]:
-    """Return a call's arguments as its tool takes them, and the names of those passed over; BadCall if it does not fit."""
+    """Return a call's arguments as its tool takes them, and the names of those passed over; Refused if it does not fit."""
     if call.name not in settings.tools:
-        raise BadCall("unknown tool", f"Unknown tool. Tools: {', '.join(settings.tools)}.")
+        raise Refused(f"Unknown tool. Tools: {', '.join(settings.tools)}.", "unknown tool")
     known = {parameter.name: parameter for parameter in SPECS[call.name].parameters}
     unknown = [name for name in call.arguments if name not in known]
     if unknown and settings.strict_arguments:
         names = ", ".join(name if parameter.required else f"{name}?" for name, parameter in known.items())
-        raise BadCall("unknown argument", f"{call.name}: unknown argument. Arguments: {names}.")
+        raise Refused(f"{call.name}: unknown argument. Arguments: {names}.", "unknown argument")
     given = {name: value for name, value in call.arguments.items() if name in known}
     if not settings.strict_arguments:
         given = {name: value for name, value in given.items() if value is not None}
     for name, parameter in known.items():
         if parameter.required and name not in given:
-            raise BadCall("missing argument", f"{call.name}: argument {name} is missing.")
+            raise Refused(f"{call.name}: argument {name} is missing.", "missing argument")
     return {name: _value(call.name, known[name], value, settings) for name, value in given.items()}, unknown
 
 
@@ -130,9 +119,9 @@ def _value(tool: str, parameter: Parameter, value: Any, settings: ToolSettings) 
         digits = isinstance(value, str) and value.strip().isdecimal() and len(value) < 10
         whole = isinstance(value, int) or (lenient and isinstance(value, float) and value.is_integer())
         if isinstance(value, bool) or not (digits or whole):
-            raise BadCall("mistyped argument", f"{tool}: argument {parameter.name} must be a whole number.")
+            raise Refused(f"{tool}: argument {parameter.name} must be a whole number.", "mistyped argument")
         if not 0 < int(value) < 1 << 31:
-            raise BadCall("bad value", f"{tool}: argument {parameter.name} must be 1 or more.")
+            raise Refused(f"{tool}: argument {parameter.name} must be 1 or more.", "bad value")
         return int(value)
     if isinstance(value, str):
         return value
@@ -140,16 +129,7 @@ def _value(tool: str, parameter: Parameter, value: Any, settings: ToolSettings) 
         return str(value)
     if lenient and isinstance(value, list) and all(isinstance(item, str) for item in value):
         return "\n".join(value)
-    raise BadCall("mistyped argument", f"{tool}: argument {parameter.name} must be text.")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a tool has to say."""
-
-    text: str
-    details: dict[str, Any] = field(default_factory=dict)
-    failed: bool = False
+    raise Refused(f"{tool}: argument {parameter.name} must be text.", "mistyped argument")
 
 
 def cut(text: str, most: int) -> tuple[str, int]:
@@ -176,7 +156,7 @@ def request(name: str, given: dict[str, Any], settings: ToolSettings) -> dict[st
     if name == "read":
         asked = {"start": 1, "end": 0, "lines": settings.read_lines, "characters": bounds["characters"], **given}
         if 0 < asked["end"] < asked["start"]:
-            raise BadCall("bad value", "read: end is before start.")
+            raise Refused("read: end is before start.", "bad value")
         return asked
     if name == "grep":
         most = min(given.pop("max", settings.matches), bounds["most"])
@@ -186,7 +166,7 @@ def request(name: str, given: dict[str, Any], settings: ToolSettings) -> dict[st
     if name == "write":
         return {"path": given["path"], "text": given["content"]}
     if not given["old"] or given["old"] == given["new"]:
-        raise BadCall("bad value", f"edit: old {'and new are the same' if given['old'] else 'is empty'}.")
+        raise Refused(f"edit: old {'and new are the same' if given['old'] else 'is empty'}.", "bad value")
     return given
 
 
@@ -194,16 +174,9 @@ class Toolset:
     """The tools of one episode and what they remember: the plan, and the index that `search` looks into."""
 
     def __init__(
-        self,
-        sandbox: Sandbox,
-        settings: ToolSettings | None = None,
-        searcher: Searcher | None = None,
-        python: str = "python3",
+        self, sandbox: Sandbox, settings: ToolSettings, searcher: Searcher | None = None, python: str = "python3"
     ) -> None:
-        self.sandbox = sandbox
-        self.settings = settings or ToolSettings()
-        self.searcher = searcher
-        self.python = python  # inside the sandbox
+        self.sandbox, self.settings, self.searcher, self.python = sandbox, settings, searcher, python
         self.plan_text = ""  # the to-do list
         self._slots = asyncio.Semaphore(AT_ONCE)
         if "search" in self.settings.tools and searcher is None:
@@ -233,19 +206,18 @@ class Toolset:
         try:
             arguments, passed_over = checked(call, self.settings)
             async with self._slots:
-                outcome = await self._do(call.name, arguments)
-        except BadCall as fault:
-            outcome, passed_over = Outcome(str(fault), {"error": fault.kind}, failed=True), []
-        text, left_out = cut(outcome.text.encode("utf-8", "replace").decode(), self.settings.output_characters)
-        details = {**outcome.details, "cut": outcome.details.get("cut", False) or bool(left_out)}
-        if passed_over:
-            details["passed_over"] = passed_over
-        return Answer(call, text, outcome.failed, time.perf_counter() - began, details)
+                text, details, failed = await self._do(call.name, arguments)
+            details |= {"passed_over": passed_over} if passed_over else {}
+        except Refused as fault:
+            text, details, failed = str(fault), {"error": fault.kind}, True
+        text, left_out = cut(text.encode("utf-8", "replace").decode(), self.settings.output_characters)
+        details = {**details, "cut": details.get("cut", False) or bool(left_out)}
+        return Answer(call, text, failed, time.perf_counter() - began, details)
 
     async def _do(self, name: str, given: dict[str, Any]) -> Outcome:
         if name == "search":
             assert self.searcher is not None
-            return Outcome(*await self.searcher.search(self.ask, given["query"], min(given.get("k", 5), 20)))
+            return await self.searcher.search(self.ask, given["query"], min(given.get("k", 5), 20))
         if name == "todo":
             return self._todo(given["items"])
         if name in {"shell", "bash"}:
@@ -256,8 +228,8 @@ class Toolset:
         answer = await self.ask(do, self.settings.seconds, **request)
         if refused := answer.get("refused"):
             path = {"path": request["path"]} if "path" in request else {}
-            return Outcome(answer["text"], {"error": refused, **path}, failed=True)
-        return Outcome(answer["text"], answer["details"], failed=bool(answer["details"].get("late")))
+            return answer["text"], {"error": refused, **path}, True
+        return answer["text"], answer["details"], bool(answer["details"].get("late"))
 
     async def ask(self, do: str, seconds: float, **request: Any) -> dict[str, Any]:
         """Return what the toolbox inside the sandbox answers to a request."""
@@ -285,21 +257,21 @@ class Toolset:
         ended = _ended(result)
         head = f"[{ended or f'exit code {result.rc}'}]"
         details = {"rc": result.rc, "timed_out": result.timed_out, "oom": result.oom, "cut": any(result.cut)}
-        return Outcome(f"{head}\n{output or 'no output'}", details, failed=bool(ended))
+        return f"{head}\n{output or 'no output'}", details, bool(ended)
 
     def _todo(self, items: str) -> Outcome:
         plan = []
         for line in filter(None, map(str.strip, items.splitlines())):
             match = re.fullmatch(r"(?:[-*] +)?\[([ xX]?)\]\s*(.*)", line)
             if match is None and self.settings.strict_arguments:
-                raise BadCall("bad value", "todo: each line must begin with [ ] or [x].")
+                raise Refused("todo: each line must begin with [ ] or [x].", "bad value")
             mark = "x" if match and match[1].strip() else " "
             plan.append(f"[{mark}] {match[2] if match else line}")
         if len(plan) > MOST_TODO:
-            raise BadCall("bad value", f"todo: at most {MOST_TODO} items.")
+            raise Refused(f"todo: at most {MOST_TODO} items.", "bad value")
         self.plan_text = "\n".join(plan)
         done = sum(item.startswith("[x]") for item in plan)
-        return Outcome(f"{len(plan) - done} open, {done} done", {"open": len(plan) - done, "done": done})
+        return f"{len(plan) - done} open, {done} done", {"open": len(plan) - done, "done": done}, False
 
 
 def _ended(result: Result) -> str:

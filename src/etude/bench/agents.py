@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from etude.agent.calls import Format
 from etude.agent.endpoint import BYTES, message_format
+from etude.agent.formats import ChatFormat
 from etude.agent.harness import VERSION, Harness, HarnessSettings
 from etude.agent.policies import ScriptedPolicy
 from etude.agent.tools import ToolSettings
@@ -74,7 +74,7 @@ class BenchSettings(BaseModel):
     concurrency: int = Field(default=0, ge=0, description="concurrent attempts (0 = two a core)")
 
 
-Policies = Callable[[Task], tuple[Policy, Format]]  # who works on a task, and its chat format
+Policies = Callable[[Task], tuple[Policy, ChatFormat]]  # who works on a task, and its chat format
 
 
 @dataclass(frozen=True)
@@ -230,12 +230,12 @@ class Benchmark:
 UNBOUNDED, CONTEXT = 1 << 12, 1 << 30
 
 
-def scripted(name: str, turns: Callable[[Task, Format], list[str]], *, probe: bool = False) -> Agent:
+def scripted(name: str, turns: Callable[[Task, ChatFormat], list[str]], *, probe: bool = False) -> Agent:
     """Return an agent that says the same at every attempt."""
     talk = message_format()
 
-    def policy_for(task: Task) -> tuple[Policy, Format]:
-        policy = ScriptedPolicy(turns(task, talk), talk.encode, talk.text, talk.talk.end_token, context=CONTEXT)
+    def policy_for(task: Task) -> tuple[Policy, ChatFormat]:
+        policy = ScriptedPolicy(turns(task, talk), talk, context=CONTEXT)
         policy.info = PolicyInfo(name, CONTEXT, policy.info.vocabulary)
         return policy, talk
 
@@ -246,7 +246,7 @@ def scripted(name: str, turns: Callable[[Task, Format], list[str]], *, probe: bo
     return Agent(name, opened, UNBOUNDED, probe)
 
 
-def _solution(task: Task, talk: Format) -> list[str]:
+def _solution(task: Task, talk: ChatFormat) -> list[str]:
     return [talk.write(*solution_calls(task)), "The reference is in place."]
 
 

@@ -82,7 +82,7 @@ class ServerFailed(UserError):  # noqa: N818 - a state of the server
     """The server or the connection broke: nothing is wrong with the request, and nothing of its result can be used."""
 
 
-class _TryAgain(Exception):  # noqa: N818 - a state, not a mistake
+class TryAgain(Exception):  # noqa: N818 - a state, not a mistake
     """Nothing was lost by an attempt; `final` is what to raise when no attempt is left."""
 
     def __init__(self, final: Exception, after: float = 0.0) -> None:
@@ -195,6 +195,8 @@ class _Answer:
 class RemotePolicy:
     """A `Policy` at an address; made by `open`."""
 
+    api = "/v1"  # where the models are listed
+
     def __init__(self, url: str, vocabulary: int, token: str = "", settings: ClientSettings | None = None) -> None:
         if not re.fullmatch(ADDRESS, url):
             raise UserError(f"{url!r} is not the address of a server; write http://127.0.0.1:8000 or unix:/path")
@@ -236,9 +238,11 @@ class RemotePolicy:
 
     async def connect(self, model: str = "") -> PolicyInfo:
         """Wait for the server and ask what it serves."""
-        self.card, context = await self._insist(lambda: self._card(model))
+        self.card = await self.ask_card(model)
+        if not self.card["max_model_len"]:
+            raise ServerFailed(f"{self._url}/v1/models tells no max_model_len: neither vLLM nor etude")
         vocabulary = self.info.vocabulary or self.card.get("vocabulary", 0)
-        self.info = PolicyInfo(self.card["id"], context, vocabulary)
+        self.info = PolicyInfo(self.card["id"], int(self.card["max_model_len"]), vocabulary)
         ours = self.card.get("owned_by") == "etude"
         self._meaning = "both" if ours else await self._find_meaning()
         self.info.details.update(url=self._url, server="etude" if ours else "vLLM", logprobs=self._meaning)
@@ -246,7 +250,7 @@ class RemotePolicy:
 
     async def ask_card(self, model: str = "") -> dict[str, Any]:
         """Return what the server says of a model, by default of its first."""
-        return (await self._insist(lambda: self._card(model)))[0]
+        return await self._insist(lambda: self._card(model))
 
     async def speaks_tokens(self) -> bool:
         """Whether the server has the token API: one that has none does not know the path."""
@@ -323,22 +327,22 @@ class RemotePolicy:
         hot = await self._sample(probe, Sampling(PROBE_TOKENS, temperature=2.0, top_k=1))
         return meaning_of(greedy.raw_logprobs, hot.raw_logprobs)
 
-    async def _card(self, model: str) -> tuple[dict[str, Any], int]:
-        """Return what the server says of the model asked for, or of its first, and its context."""
+    async def _card(self, model: str) -> dict[str, Any]:
+        """Return what the server says of the model asked for, or of its first. An adapter has its base's context; 0: not told."""
         try:
             async with asyncio.timeout(self._settings.first_token):
-                reply = await self._client.get("/v1/models")
+                reply = await self._client.get(f"{self.api}/models")
             await self._refuse(reply)
             cards = reply.json()["data"]
             by_name = {card["id"]: card for card in cards}
             if model and model not in by_name:
                 raise UserError(f"{self._url} serves no model {model!r}{nearest(model, by_name)}")
             card = by_name[model or cards[0]["id"]]
-            return card, int(card.get("max_model_len") or cards[0]["max_model_len"])  # an adapter has its base's
+            return {**card, "max_model_len": card.get("max_model_len") or cards[0].get("max_model_len") or 0}
         except TimeoutError:
             raise ServerFailed(self._why_late(0, late=False)) from None
         except httpx2.RequestError as error:
-            raise _TryAgain(self._lost(error, tokens=0)) from error
+            raise TryAgain(self._lost(error, tokens=0)) from error
         except MALFORMED as error:
             raise ServerFailed(f"{self._url}/v1/models names no model: neither vLLM nor etude") from error
 
@@ -346,7 +350,7 @@ class RemotePolicy:
         try:
             reply = await self._client.post(path, content=to_json(body), headers={"Content-Type": "application/json"})
         except httpx2.RequestError as error:
-            raise _TryAgain(self._lost(error, tokens=0)) from error
+            raise TryAgain(self._lost(error, tokens=0)) from error
         if reply.status_code == 409:
             raise BrokenStore(message_in(reply.text))
         if refuse:
@@ -367,7 +371,7 @@ class RemotePolicy:
         while True:
             try:
                 return await attempt()
-            except _TryAgain as again:
+            except TryAgain as again:
                 if self._closed:
                     raise ServerFailed(f"the policy at {self._url} is closed") from None
                 outlived = own.resume and not isinstance(again.final, Busy)
@@ -409,7 +413,7 @@ class RemotePolicy:
         resumable = self._settings.resume and not (answer.sampling.stop or answer.sampling.experts)
         if answer.tokens and resumable and answer.ended():
             return answer.completion(self._url)
-        raise _TryAgain(lost) if resumable or not answer.tokens else lost
+        raise TryAgain(lost) if resumable or not answer.tokens else lost
 
     def _read(self, answer: _Answer, data: bytes) -> list[Token]:
         try:
@@ -447,7 +451,7 @@ class RemotePolicy:
             after = float(asked) if asked.isdecimal() else 0.0  # a date is left to our own backoff
             lost = self._settings.resume and reply.status_code == 503
             final = ServerFailed(f"{self._url}: {message}") if lost else Busy(after or self._settings.longest_wait)
-            raise _TryAgain(final, after)
+            raise TryAgain(final, after)
         raise self._explained(message, UserError if reply.status_code < 500 else ServerFailed)
 
     def _explained(self, message: str, fault: type[UserError]) -> UserError:

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
-    from etude.agent.calls import Call, Format, ToolSpec
+    from etude.agent.calls import Call, ToolSpec
+    from etude.agent.formats import ChatFormat
     from etude.agent.harness import Tools
     from etude.agent.tools import Toolset
     from etude.inference.policy import Policy, PolicyInfo, Sampling
@@ -81,7 +82,7 @@ class Environment(Protocol):
     def items(self) -> Sequence[Item]: ...
 
     async def run_episode(
-        self, item: str, policy: Policy, talk: Format, *, name: str, seed: int, journal: Path
+        self, item: str, policy: Policy, talk: ChatFormat, *, name: str, seed: int, journal: Path
     ) -> Episode:
         """Run and score one episode. `journal`: a file for what it needs after a kill; the same arguments then go on from it.
 
@@ -236,7 +237,7 @@ class CodingEnvironment:
         return Clocks(min(self.settings.harness.seconds, POLICY_SHARE * rollout), rollout, scoring)
 
     async def run_episode(
-        self, item: str, policy: Policy, talk: Format, *, name: str, seed: int, journal: Path
+        self, item: str, policy: Policy, talk: ChatFormat, *, name: str, seed: int, journal: Path
     ) -> Episode:
         """See `Environment`. The journal is left to the caller, who knows when it is no longer needed.
 
@@ -256,7 +257,7 @@ class CodingEnvironment:
             return await self._scorer(task, codebase, entries)
 
     async def _rollout(
-        self, task: Task, policy: Policy, talk: Format, name: str, seed: int, path: Path
+        self, task: Task, policy: Policy, talk: ChatFormat, name: str, seed: int, path: Path
     ) -> tuple[Trace, Left]:
         """Go on from the journal, or begin anew where the sandbox cannot be brought back to where it was."""
         owner = {"name": name, "task": task.id, "seed": seed}
@@ -269,7 +270,7 @@ class CodingEnvironment:
         return trace, left
 
     async def _run_harness(
-        self, task: Task, policy: Policy, talk: Format, name: str, seed: int, journal: Journal
+        self, task: Task, policy: Policy, talk: ChatFormat, name: str, seed: int, journal: Journal
     ) -> tuple[Trace, Left]:
         style, prompt = asked(task, self.settings.style)
         trace = Trace(name, prompt, made_by={"set": self.set.name, "task": task.id, "style": style})

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     Doing = Callable[[], Coroutine[Any, Any, None]]
     from collections.abc import Awaitable, Callable
 
-    from etude.agent.calls import Format
+    from etude.agent.formats import ChatFormat
     from etude.lineage.compute import ComputeShape
     from etude.rl.environment import Environment, Episode
     from etude.work import Work
@@ -253,7 +253,7 @@ class Orchestrator:
 
     environment: Environment
     parts: Parts
-    talk: Format
+    talk: ChatFormat
     settings: RlSettings
     work: Work
     seed: int

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from etude.agent.harness import SYSTEM
 from etude.agent.repository import content_of, under, unified
 from etude.agent.search import Searcher, installed_embedder
-from etude.agent.tools import BadCall, Outcome, Toolset
+from etude.agent.toolbox import Refused
+from etude.agent.tools import Outcome, Toolset
 from etude.rewards.interaction import Interaction, Premise, interaction
 from etude.rewards.quality import Quality, measure
 from etude.sandbox.box import Entry, SandboxError
@@ -72,7 +73,7 @@ class PunctualToolset(Toolset):
     async def _do(self, name: str, given: dict[str, Any]) -> Outcome:
         left = self.until - time.monotonic()
         if left <= 0:
-            raise BadCall("late", "Not run: the time of this episode is over.")
+            raise Refused("Not run: the time of this episode is over.", "late")
         if name in {"shell", "bash"}:
             given["timeout"] = math.ceil(min(given.get("timeout", self.settings.shell_seconds), left))
         return await super()._do(name, given)

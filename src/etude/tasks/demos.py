@@ -396,8 +396,7 @@ class Demonstrator:
                  "wrong_turn": script.wrong_turn, "attempt": attempt}  # fmt: skip
         made_by = {"tokeniser": self.tokeniser, "set": self.tasks.name, "demonstration": about}
         trace = Trace(name, script.prompt, made_by=made_by)
-        talk = self.talk.talk
-        policy = ScriptedPolicy(self._lines(script, trace), talk.tokens, talk.text, talk.end_token)
+        policy = ScriptedPolicy(self._lines(script, trace), self.talk)
 
         def begin(tools: Toolset) -> Harness:
             return Harness(policy, self.talk, tools, SETTINGS, trace, seed=self.seed)
