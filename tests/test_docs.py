@@ -12,8 +12,7 @@ from pydantic import BaseModel
 
 from etude.data import settings
 from etude.models.context import RopeSettings
-from etude.recipe.load import load_recipe
-from etude.recipe.recipe import DATA, Header
+from etude.recipe.recipe import DATA, Header, load_recipe
 from etude.run.runner import stage_settings
 from etude.run.stages import STAGES
 from etude.run.stages.bench import BenchStage, BenchStageSettings

@@ -22,8 +22,7 @@ from etude.models.bases import known_bases
 from etude.models.context import RopeSettings, stretch
 from etude.models.mtp_heads import MtpHeads
 from etude.models.shape import model_shape
-from etude.recipe.load import load_recipe
-from etude.recipe.recipe import as_toml
+from etude.recipe.recipe import as_toml, load_recipe
 from etude.run.runner import stage_settings
 from etude.training import lora
 from etude.training.settings import TrainSettings

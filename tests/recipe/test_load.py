@@ -11,8 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from etude.data.settings import DataSettings
 from etude.errors import UserError
-from etude.recipe.load import load_recipe, merge, parse_change
-from etude.recipe.recipe import Recipe, StageEntry, as_toml
+from etude.recipe.recipe import Recipe, StageEntry, as_toml, load_recipe, merge, parse_change
 
 
 class Settings(BaseModel):

@@ -15,7 +15,7 @@ from etude.files import sha256_file
 from etude.lineage import signing
 from etude.lineage.record import load_record
 from etude.progress import Reporter
-from etude.recipe.load import load_recipe
+from etude.recipe.recipe import load_recipe
 from etude.run.folder import RunFolder
 from etude.run.runner import Runner, stage_settings
 from etude.run.stages import STAGES

@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 from safetensors.numpy import load_file, save_file
 
-from etude.recipe.load import Layer, check
+from etude.recipe.recipe import Layer, check
 from etude.run.folder import MODEL, RunFolder
 from etude.run.runner import Runner
 from etude.run.stage import Job, Outcome, Stage

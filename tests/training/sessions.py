@@ -45,7 +45,7 @@ def write_corpus(folder: Path, seed: int = 0) -> Path:
         np.concatenate([phrases[index] for index in rng.integers(0, 6, 12)])[: rng.integers(2, 60)] for _ in range(60)
     ]
     packed = pack([len(text) for text in texts], LENGTH)
-    said = write_shard(folder / "shards", "a-train-0", packed, texts.__getitem__, range(60), tiny.VOCABULARY)
+    said = write_shard(folder / "shards", "a-train-0", packed, texts, range(60), tiny.VOCABULARY)
     shards = [{"name": "a-train-0", "source": "a", "domain": "code", "split": "train", **said}]
     write_manifest(folder, shards, {"a": 1.0}, length=LENGTH, separator=0, vocabulary=tiny.VOCABULARY)
     return folder

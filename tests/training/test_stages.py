@@ -14,7 +14,7 @@ from etude.errors import UserError
 from etude.jsonl import MetricsLog
 from etude.lineage.record import load_record
 from etude.progress import Reporter
-from etude.recipe.load import load_recipe
+from etude.recipe.recipe import load_recipe
 from etude.run.folder import SHORT, RunFolder
 from etude.run.runner import Runner, stage_settings
 from etude.run.stages import STAGES

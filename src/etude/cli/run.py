@@ -49,7 +49,7 @@ def build_corpus(
 
 
 def _load(recipes: list[Path], change: list[str] | None) -> Recipe:
-    from etude.recipe.load import load_recipe
+    from etude.recipe.recipe import load_recipe
     from etude.run.runner import stage_settings
 
     return load_recipe(recipes, change or [], stage_settings())
@@ -146,7 +146,7 @@ def compare(
     out: options.OutFolder = None, cache: options.CacheFolder = None, as_json: options.AsJson = False,
 ) -> None:  # fmt: skip
     """Compare bases on your code: bits per byte, state tracking, speed, memory and licence."""
-    from etude.recipe.load import Layer, check, parse_change
+    from etude.recipe.recipe import Layer, check, parse_change
     from etude.run.runner import stage_settings
 
     name = f"compare-{Path(on).expanduser().resolve().name or 'code'}"

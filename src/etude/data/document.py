@@ -1,4 +1,4 @@
-"""A document on its way into the corpus, and how it can leave it: dropped, with the step and the reason.
+"""A document on its way into the corpus, how it can leave it (dropped, with the step and the reason), and what sources share.
 
 Nothing disappears: whatever a source lists ends either as a kept document or as a `Drop`, and the manifest asserts that the
 two add up (`SourceEntry` counts both, for a unit of work as for a whole source).
@@ -7,13 +7,23 @@ two add up (`SourceEntry` counts both, for a unit of work as for a whole source)
 from __future__ import annotations
 
 import hashlib
+import os
+import posixpath
+import re
 from bisect import insort
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from etude.data.codebase import CODE_SUFFIXES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+    Contents = Callable[[list[str]], Iterator[bytes | str]]  # from keys: what is behind each, or why it cannot be had
 
 T = TypeVar("T")
 UNKNOWN = "unknown"  # a licence that could not be determined
@@ -34,11 +44,11 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """A document as its source gives it: bytes of a file, or text of a row."""
+    """A document as its source gives it."""
 
     repository: str
     path: str
-    content: bytes | str
+    content: bytes
     kind: str = "file"
     licence: str | None = None  # what the source itself says of this one (a column), if it does
 
@@ -55,22 +65,13 @@ class Drop:
     excerpt: str = ""
 
 
-class LicenceFile(NamedTuple):
-    """A licence text found in a repository; it speaks for the folder it lies in (`""` is the top) and all below."""
-
-    folder: str
-    name: str
-    text: str
-
-
 @dataclass(frozen=True)
 class Part:
     """A piece of a source that one worker reads: a package, some hundred files, some thousand rows. Picklable."""
 
     size: int  # about how many bytes it holds, for progress and for sharing work out
     read: Callable[[], Iterator[Raw | Drop]]  # all it holds, in a fixed order: each entry once, as a document or a drop
-    licence_files: Callable[[], list[LicenceFile]] = list  # the licence texts that speak for its documents
-    stated_licence: Callable[[], str | None] = str  # the licence its metadata state (an SPDX expression), if any
+    licences: Callable[[], dict[str, bytes]] = dict  # by path: texts that speak for all in their folders, and PKG-INFO
     archive: str = ""  # path of the archive it is, if it is one
 
 
@@ -108,3 +109,85 @@ def in_groups(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Ite
         room -= size_of(item)
     if group:
         yield group
+
+
+AT_ONCE = 100  # files of one part: git gives them together, and each may have max_bytes
+COSTS = {"file": 1000, "commit": 100_000}  # bytes that could be read in the time it takes to find one
+USUAL_RATIO = 4  # text to compressed text
+TOO_LARGE = "over max_bytes"
+MOST_LICENCES = 32_000_000  # bytes of licence texts of one repository that are looked at: more than anybody has
+LICENCE = re.compile(r"(.*/)?((?i:((un)?licen[cs]es?|copying)([-_. ][^/]*)?)|LICENSES/[^/]*)")
+NO_LICENCE = CODE_SUFFIXES | {".html", ".json", ".png", ".svg", ".toml", ".xml", ".yaml", ".yml"}
+
+
+class OpenSource(NamedTuple):
+    """Where a source lies, in words; its revision, if it has one; and everything in it."""
+
+    location: str
+    revision: str | None
+    parts: list[Part]
+
+
+class Entry(NamedTuple):
+    """A file that a source lists: its path in the repository, the key it is read by, and why it is not read, if so."""
+
+    path: str
+    key: str
+    size: int
+    fault: str = ""
+
+
+def entry_of(path: str, key: str, size: int, fault: str, most_bytes: int) -> Entry:
+    """Return the entry of a file, with a fault if its name or its size is one."""
+    shown = printable(path)
+    return Entry(
+        shown, key, size, fault or ("name not UTF-8" if shown != path else TOO_LARGE if size > most_bytes else "")
+    )
+
+
+def printable(path: str) -> str:
+    """Return a path as Unicode, whatever bytes are in it."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def local(path: str) -> Path:
+    """Return a path as the user means it; `~nobody` is left as it is, to be found missing."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - the method raises there
+
+
+def share_out(
+    repository: str, entries: list[Entry], contents: Contents, licences: dict[str, bytes], kind: str = "file"
+) -> list[Part]:
+    """Return the files of a repository, or its commits, in parts that workers read side by side."""
+    parts = []
+    for start in range(0, len(entries), AT_ONCE):
+        some = entries[start : start + AT_ONCE]
+        size = sum(COSTS[kind] + (0 if entry.fault else entry.size) for entry in some)
+        read = partial(_read, printable(repository), kind, some, contents)
+        parts.append(Part(size, read, partial(dict, licences)))
+    return parts
+
+
+def _read(repository: str, kind: str, entries: list[Entry], contents: Contents) -> Iterator[Raw | Drop]:
+    """Yield each entry, as a document or as a drop."""
+    readable = contents([entry.key for entry in entries if not entry.fault])
+    for entry in entries:
+        content = entry.fault or next(readable)
+        if isinstance(content, str):
+            yield Drop(repository, entry.path, "read", content, entry.size)
+        else:
+            yield Raw(repository, entry.path, content, kind)
+
+
+def is_licence(path: str) -> bool:
+    """Tell by its name whether a file holds a licence: LICENSE.txt, COPYING, or anything in a folder LICENSES."""
+    return LICENCE.fullmatch(path) is not None and posixpath.splitext(path)[1].lower() not in NO_LICENCE
+
+
+def licences_among(entries: list[Entry], contents: Contents) -> dict[str, bytes]:
+    """Return the licence texts among the files of a repository, by path."""
+    named = [entry for entry in entries if not entry.fault and is_licence(entry.path)]
+    totals = accumulate(entry.size for entry in named)
+    wanted = [entry for entry, total in zip(named, totals, strict=True) if total <= MOST_LICENCES]
+    texts = zip(wanted, contents([entry.key for entry in wanted]), strict=True)
+    return {entry.path: text for entry, text in texts if isinstance(text, bytes)}

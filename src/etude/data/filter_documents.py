@@ -38,7 +38,7 @@ import pyarrow.parquet as pq
 from etude.data.deduplicate import DOCUMENTS, HASHES, KEYS, SIGNATURES, band_keys, signatures, text_hash
 from etude.data.document import Document, Drop, Part, Raw, Samples, in_groups
 from etude.data.filters.content import PROSE, decode, generated, is_code, language, quality
-from etude.data.filters.licence import Licences, Policy
+from etude.data.filters.licence import Licences, refusal
 from etude.data.filters.private import scrub
 from etude.data.manifest import SourceEntry
 from etude.files import publish_folder, read_json, write_json
@@ -137,14 +137,19 @@ class _Filtering:
 
     def _passed(self, part: Part) -> Iterator[Document]:
         source = self.job.source
-        licences = Licences(part.licence_files(), part.stated_licence(), source.licence)
+        licences = Licences(part.licences(), source.licence)
         self._timed("licence")
+
+        def licence(document: Document) -> str | None:
+            document.licence, document.evidence = licences.of(document)
+            return refusal(document.licence, source.licences, source.unknown)
+
         steps: dict[str, Callable[[Document], str | None]] = {
             "language": language,
             "selection": partial(unselected, source=source),
             "generated": generated,
             "quality": partial(quality, limits=self.job.data.filters),
-            "licence": partial(licences.refusal, policy=Policy(source.licences, source.unknown)),
+            "licence": licence,
         }
         for raw in part.read():
             self._timed("read")
@@ -158,9 +163,8 @@ class _Filtering:
 
     def _judged(self, raw: Raw, steps: dict[str, Callable[[Document], str | None]]) -> tuple[int, Document | Drop]:
         """Return how many bytes a document had; and the document, filled in, or why it is dropped."""
-        content = raw.content if isinstance(raw.content, bytes) else raw.content.encode(errors="surrogatepass")
-        size, name = len(content), f"{raw.repository}\0{raw.path}\0".encode(errors="surrogateescape")
-        self.digest.update(name + hashlib.sha256(content).digest())
+        size, name = len(raw.content), f"{raw.repository}\0{raw.path}\0".encode(errors="surrogateescape")
+        self.digest.update(name + hashlib.sha256(raw.content).digest())
         document = decode(raw)
         self._timed("decode")
         if isinstance(document, str):

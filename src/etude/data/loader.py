@@ -215,17 +215,17 @@ class Loader:
     """An endless iterator of batches. `batch` counts the rows of all ranks together; each gets `batch / world` of them."""
 
     def __init__(
-        self, corpus: Corpus, *, split: str = "train", seed: int = 0, batch: int = 8, rank: int = 0, world: int = 1,
+        self, corpus: Corpus, *, seed: int = 0, batch: int = 8, rank: int = 0, world: int = 1,
         shares: Mapping[str, float] | None = None, workers: int = 0,
     ) -> None:  # fmt: skip
         if batch % world:
             raise UserError(f"a batch of {batch} rows cannot be shared by {world} ranks; make it a multiple of {world}")
-        self.corpus, self.split, self.seed, self.batch = corpus, split, seed, batch
+        self.corpus, self.seed, self.batch = corpus, seed, batch
         self._mine = slice(rank * batch // world, (rank + 1) * batch // world)
         self._mixer = Mixer(corpus.shares if shares is None else shares, corpus.length)
-        self._series = corpus.splits.get(split, {})
+        self._series = corpus.splits.get("train", {})
         if empty := sorted(set(self._mixer.shares) - set(self._series)):
-            raise UserError(f"source {empty[0]!r} has a share but no rows in the split {split!r} of {corpus.folder}")
+            raise UserError(f"source {empty[0]!r} has a share but no rows to train on in {corpus.folder}")
         self._rows = dict.fromkeys(self._mixer.shares, 0)  # planned so far; batches planned may not be handed over yet
         self._seen = self._counts()  # as of the last batch handed over
         self._ahead: deque[tuple[Counts, Callable[[], Batch]]] = deque()
@@ -262,7 +262,7 @@ class Loader:
     def _order(self) -> dict[str, Any]:
         """Return all that the order of samples depends on."""
         shares = dict(self._mixer.shares)
-        return {"corpus": self.corpus.digest, "split": self.split, "seed": self.seed, "shares": shares}
+        return {"corpus": self.corpus.digest, "split": "train", "seed": self.seed, "shares": shares}
 
     def state(self) -> dict[str, Any]:
         """Return, fit for JSON, where the order stands after the last batch: the same on every rank."""

@@ -34,7 +34,7 @@ from etude.errors import UserError, one_line
 from etude.files import sha256_file, whole_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
@@ -113,49 +113,37 @@ def pack_source(
     entries: list[ShardEntry] = []
     histogram: Counter[int] = Counter()
     for split in ("train", "heldout"):
-        for number, window in enumerate(_windows(folders, heldout=split == "heldout")):
-            name = f"{source}-{split}-{number:05d}"
-            packed = pack(window.lengths, length)
-            written = write_shard(shards, name, packed, window.document, window.numbers, vocabulary)
+        for shard, (numbers, documents) in enumerate(_windows(folders, heldout=split == "heldout")):
+            name, lengths = f"{source}-{split}-{shard:05d}", [len(each) for each in documents]
+            written = write_shard(shards, name, pack(lengths, length), documents, numbers, vocabulary)
             entries.append(ShardEntry(name=name, source=source, domain=domain, split=split, **written))
-            histogram.update(int(each).bit_length() - 1 for each in window.lengths)
+            histogram.update(each.bit_length() - 1 for each in lengths)
     return entries, histogram
 
 
-class _Window:
-    """Some documents that are packed together: how long they are and where their tokens lie."""
+def _windows(folders: Sequence[Path], *, heldout: bool) -> Iterator[tuple[list[int], list[Any]]]:
+    """Yield the documents of one split, those of neighbouring units with about WINDOW_TOKENS together.
 
-    def __init__(self, parts: Sequence[tuple[Any, Any, Any, Any]]) -> None:
-        self.lengths, self.numbers, self.starts = (
-            np.concatenate(column) for column in list(zip(*parts, strict=True))[:3]
-        )
-        self.units = np.repeat(np.arange(len(parts)), [len(part[0]) for part in parts])
-        self.tokens = [part[3] for part in parts]
-
-    def document(self, index: int) -> Any:
-        """Return the tokens of a document."""
-        start = self.starts[index]
-        return self.tokens[self.units[index]][start : start + self.lengths[index]]
-
-
-def _windows(folders: Sequence[Path], *, heldout: bool) -> Iterator[_Window]:
-    """Yield the documents of one split: those of neighbouring units with about WINDOW_TOKENS together."""
-    parts = []  # of a unit: lengths of its documents, their numbers in the source's table, their starts in its tokens
+    Each comes with its number in the source's table; its tokens are a view of the unit's file.
+    """
+    numbers: list[int] = []
+    documents: list[Any] = []
     size, before = 0, 0
     for folder in folders:
         table = pq.read_table(folder / TABLE, columns=["heldout", "tokens"])
         held, lengths = (table.column(name).to_numpy() for name in ("heldout", "tokens"))
         chosen = np.flatnonzero(held == heldout)
-        if len(chosen):  # each map is an open file
-            starts = np.cumsum(lengths) - lengths
-            parts.append((lengths[chosen], chosen + before, starts[chosen], np.memmap(folder / TOKENS, "<u4", "r")))
+        if len(chosen):
+            every = np.split(np.asarray(np.memmap(folder / TOKENS, "<u4", "r")), np.cumsum(lengths))
+            numbers += (chosen + before).tolist()
+            documents += [every[index] for index in chosen]
         before += len(lengths)
         size += int(lengths[chosen].sum())
         if size >= WINDOW_TOKENS:
-            yield _Window(parts)
-            parts, size = [], 0
+            yield numbers, documents
+            numbers, documents, size = [], [], 0
     if size:
-        yield _Window(parts)
+        yield numbers, documents
 
 
 def write_table(folders: Sequence[Path], target: Path) -> None:
@@ -182,13 +170,12 @@ def _write_header(file: Any, dtype: Any, shape: tuple[int, ...]) -> None:
 
 
 def write_shard(
-    folder: Path, name: str, packed: Packed, document: Callable[[int], Any], numbers: npt.ArrayLike, vocabulary: int
+    folder: Path, name: str, packed: Packed, documents: Sequence[Any], numbers: npt.ArrayLike, vocabulary: int
 ) -> dict[str, Any]:
     """Write the rows of one packing window; return their count, that of tokens, and the digests of the files.
 
-    `document` gives the tokens of a document by its index in the window and is asked piece by piece, so no more than a row
-    is held here. `numbers` are the documents' numbers in the corpus's table. The tokens come first: if they cannot be had,
-    no file is left.
+    `documents` are the tokens of each, views of files of which no more than a row is read at a time; `numbers` are theirs
+    in the corpus's table. The tokens come first: if they cannot be had, no file is left.
     """
     ends = np.concatenate([[0], np.cumsum(packed.lengths)])
     path = {part: folder / f"{name}.{part}.npy" for part in ("tokens", "rows", "pieces", "documents")}
@@ -197,7 +184,7 @@ def write_shard(
         _write_header(file, kind, (int(ends[-1]),))
         for index in range(len(packed)):
             pieces = packed.row(index)
-            row = np.concatenate([document(number)[start : start + length] for number, start, length in pieces])
+            row = np.concatenate([documents[number][start : start + length] for number, start, length in pieces])
             assert len(row) == sum(length for _, _, length in pieces), f"documents of row {index} changed length"
             assert 0 <= row.min() <= row.max() < vocabulary, f"row {index} holds a token outside of the vocabulary"
             file.write(row.astype(kind).data)

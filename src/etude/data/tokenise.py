@@ -115,13 +115,13 @@ class Encoder:
 
     def separator(self, wanted: str | None) -> int:
         """Return the id of the token after each document."""
-        for name in (wanted,) if wanted is not None else SEPARATORS:
-            if name in self.added:
-                return self.added[name]
-        if wanted is not None:
+        usual = (name for name in SEPARATORS if name in self.added)
+        name = wanted if wanted is not None else next(usual, None)
+        if name is None:
+            raise UserError("the tokeniser has no usual end token; name the one after each document in data.separator")
+        if name not in self.added:
             raise UserError(f"data.separator {wanted!r} is not a token of the tokeniser")
-        advice = "name the one to put after each document in data.separator"
-        raise UserError(f"the tokeniser has no usual end token; {advice}")
+        return self.added[name]
 
     def fim_tokens(self, names: Sequence[str]) -> list[int]:
         """Return the ids of the tokens for prefix, middle and suffix."""
@@ -142,9 +142,7 @@ class Encoder:
         return self._fast(texts) if self.use_fast else self._slow(texts)
 
     def _agrees(self, texts: Sequence[str]) -> bool:
-        if self.fast is None:
-            return False
-        return all(map(np.array_equal, self._fast(texts), self._slow(texts)))
+        return self.fast is not None and all(map(np.array_equal, self._fast(texts), self._slow(texts)))
 
     def _fast(self, texts: Sequence[str]) -> list[Tokens]:
         if not texts:
@@ -195,8 +193,9 @@ def copy_tokeniser(model: Path, folder: Path) -> None:
 
     tokeniser: Any = load_tokeniser(model)
     if not getattr(tokeniser, "is_fast", False):
-        why = "has no tokenizer.json and none can be made of what it has"
-        raise UserError(f"{model} {why}; convert its tokeniser first")
+        raise UserError(
+            f"{model} has no tokenizer.json and none can be made of what it has; convert its tokeniser first"
+        )
     tokeniser.save_pretrained(folder)
 
 
@@ -216,7 +215,8 @@ class Shaped(NamedTuple):
 
     pieces: Pieces
     files: Sequence[Document]
-    fim: int = 0  # files in it that were rearranged
+    joined: bool  # each under its name
+    fim: int  # files in it that were rearranged
 
 
 def tokenise_unit(job: TokeniseJob) -> dict[str, Any]:
@@ -255,10 +255,10 @@ def _repositories(job: TokeniseJob) -> Iterator[list[Document]]:
     """Yield neighbouring documents: those of one repository if files are to be joined, else as they come."""
     if job.data.repositories == "off":
         yield from read_kept(job.folder)
-        return
-    everything = chain.from_iterable(read_kept(job.folder))
-    for _, documents in groupby(everything, key=lambda document: document.repository):
-        yield from in_groups(documents, lambda document: len(document.text), JOINED_BYTES)
+    else:
+        everything = chain.from_iterable(read_kept(job.folder))
+        for _, documents in groupby(everything, key=lambda document: document.repository):
+            yield from in_groups(documents, lambda document: len(document.text), JOINED_BYTES)
 
 
 def _shape(documents: list[Document], job: TokeniseJob, fim: list[int] | None) -> Iterator[Shaped]:
@@ -283,7 +283,7 @@ def _shaped(files: Sequence[Document], job: TokeniseJob, fim: list[int] | None, 
                 body = rearrange(file.text, fim, rng, job.data.fim.spm)
                 moved += 1
         pieces += [header(file.path), *body, "\n"] if joined else body
-    return Shaped(pieces, files, moved)
+    return Shaped(pieces, files, joined, moved)
 
 
 def rearrange(text: str, tokens: Sequence[int], rng: random.Random, spm_share: float) -> Pieces:
@@ -300,7 +300,7 @@ def _encoded(shaped: list[Shaped], encoder: Encoder, job: TokeniseJob) -> Iterat
     for each, tokens in zip(shaped, _tokens(shaped, encoder, job.separator), strict=True):
         if each.fim and len(tokens) > job.data.length:
             # Cut over two rows, a middle would be asked for without what surrounds it.
-            plain = _shaped(each.files, job, None, joined=len(each.files) > 1)
+            plain = _shaped(each.files, job, None, joined=each.joined)
             yield plain, _tokens([plain], encoder, job.separator)[0]
         else:
             yield each, tokens

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.data.build import HITS, SAMPLES
 from etude.data.document import UNKNOWN
-from etude.data.filters.licence import Policy
+from etude.data.filters.licence import refusal
 from etude.data.manifest import MANIFEST, load_manifest
 from etude.errors import UserError
 from etude.files import read_json
@@ -112,7 +112,7 @@ def dropped(manifest: Manifest, key: str) -> dict[str, Counter[str]]:
 def duty(licence: str) -> str:
     """Return in a few words what a licence asks of whoever passes documents on."""
     for policy, words in DUTIES:
-        if Policy(policy, unknown="drop").reason(licence) is None:
+        if refusal(licence, policy) is None:
             return words
     return "not known, so nobody has allowed its use" if licence == UNKNOWN else "none that we know: read it"
 

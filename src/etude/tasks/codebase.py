@@ -125,8 +125,7 @@ def _write(folder: Path, documents: Iterable[Raw | Drop]) -> None:
     """Write the clean tree as a layer; the note beside it comes last and says that all is there."""
     documents = list(documents)
     left_out = Counter(each.reason for each in documents if not isinstance(each, Raw))
-    files = {each.path: each.content for each in documents if isinstance(each, Raw)}
-    contents = {path: text if isinstance(text, bytes) else text.encode() for path, text in files.items()}
+    contents = {each.path: each.content for each in documents if isinstance(each, Raw)}
     apart = {path.rsplit("/", 1)[-1]: text for path, text in contents.items() if KEPT_APART.fullmatch(path)}
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -15,7 +15,7 @@ LINES = st.text(st.characters(exclude_categories=("Cs", "Cc"), exclude_character
 )
 
 
-def decoded(content: bytes | str) -> str:
+def decoded(content: bytes) -> str:
     """Return the text, or the reason in angle brackets."""
     outcome = decode(Raw("repository", "a/file.py", content))
     return outcome.text if isinstance(outcome, Document) else f"<{outcome}>"
@@ -38,7 +38,7 @@ def test_every_unicode_encoding_with_its_mark(mark: bytes, encoding: str, text: 
 
 
 def test_a_mark_in_a_row_of_text_is_removed() -> None:
-    assert decoded("\ufefftext") == "text"
+    assert decoded("\ufefftext".encode()) == "text"
 
 
 @pytest.mark.parametrize(
@@ -78,13 +78,13 @@ def test_nothing_is_guessed(content: bytes) -> None:
     assert decoded(content) == "<not UTF-8>"
 
 
-@pytest.mark.parametrize("content", [b"\x89PNG\0\0", b"abc\0def", "row\0row", "café".encode("utf-16-le")])
-def test_binary(content: bytes | str) -> None:
+@pytest.mark.parametrize("content", [b"\x89PNG\0\0", b"abc\0def", b"row\0row", "café".encode("utf-16-le")])
+def test_binary(content: bytes) -> None:
     assert decoded(content) == "<binary>"
 
 
-@pytest.mark.parametrize("content", [b"", b" \r\n\t\n", "\ufeff", codecs.BOM_UTF8, "\u2003\n"])
-def test_empty(content: bytes | str) -> None:
+@pytest.mark.parametrize("content", [b"", b" \r\n\t\n", codecs.BOM_UTF8, "\u2003\n".encode()])
+def test_empty(content: bytes) -> None:
     assert decoded(content) == "<empty>"
 
 
@@ -102,7 +102,6 @@ def test_many_control_characters() -> None:
 
 
 def test_lone_surrogates() -> None:
-    assert decoded("a\ud800b") == "<lone surrogates>"
     assert decoded(b"a\xed\xa0\x80b") == "<not UTF-8>"
 
 
@@ -112,7 +111,7 @@ def test_code_points_are_kept_as_they_are() -> None:
 
 
 def test_the_rest_of_the_document_comes_from_the_source() -> None:
-    document = decode(Raw("rows", "17", "text", kind="row", licence="MIT"))
+    document = decode(Raw("rows", "17", b"text", kind="row", licence="MIT"))
     assert document == Document("rows", "17", "text", kind="row", licence="MIT", evidence="metadata")
-    plain = decode(Raw("rows", "18", "text"))
+    plain = decode(Raw("rows", "18", b"text"))
     assert plain == Document("rows", "18", "text", licence=UNKNOWN)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from etude.data.document import UNKNOWN, Document, LicenceFile
+from etude.data.document import UNKNOWN, Document
 from etude.data.filters.licence import Licences, canonical, from_heading, read_licence
 from tests.lineage.licence_texts import MIT
 from tests.lineage.test_licences import LICENSE
@@ -44,9 +42,10 @@ def of(
     path: str = "src/a.py",
     text: str = CODE,
 ) -> tuple[str, str]:
-    folders = [(Path(name).parent.as_posix().replace(".", "", 1), Path(name).name, content) for name, content in files]
-    given = [LicenceFile(folder, name, content) for folder, name, content in folders]
-    return Licences(given, stated, declared).of(Document("repository", path, text))
+    given = {name: content.encode() for name, content in files}
+    if stated is not None:
+        given["toolz.egg-info/PKG-INFO"] = f"Name: toolz\nLicense-Expression: {stated}\n".encode()
+    return Licences(given, declared).of(Document("repository", path, text))
 
 
 @pytest.mark.parametrize(
@@ -197,6 +196,13 @@ def test_a_licence_file_may_be_a_tag() -> None:
     assert of(("LICENSE", "SPDX-License-Identifier: GPL-2.0-only\n")) == ("GPL-2.0-only", "classifier")
 
 
+def test_a_folder_called_licenses_speaks_for_the_folder_around_it_and_the_outermost_metadata_count() -> None:
+    assert of(("LICENSES/MIT.txt", MIT_TEXT)) == ("MIT", "text-hash")
+    inner, outer = b"License-Expression: GPL-3.0-only\n", b"License-Expression: mit\n"
+    licences = Licences({"a.egg-info/PKG-INFO": inner, "PKG-INFO": outer}, None)
+    assert licences.of(Document("repository", "src/a.py", CODE)) == ("MIT", "metadata")
+
+
 def test_the_nearest_licence_file_counts() -> None:
     files = [("LICENSE", MIT_TEXT), ("src/parts/COPYING", ISC), ("docs/license.rst", ".. include:: ../LICENSE\n")]
     assert of(*files, path="src/a.py", stated="MIT") == ("MIT", "text-hash")
@@ -229,9 +235,9 @@ def test_without_any_text() -> None:
 
 def test_what_the_source_says_of_a_row() -> None:
     row = Document("rows", "1", "text", kind="row", licence="apache-2.0", evidence="metadata")
-    assert Licences([], None, "MIT").of(row) == ("Apache-2.0", "metadata")
+    assert Licences({}, "MIT").of(row) == ("Apache-2.0", "metadata")
     row.licence = "whatever"
-    assert Licences([], None, None).of(row) == (UNKNOWN, "metadata")
-    assert Licences([], None, "MIT").of(row) == ("MIT", "declared")
+    assert Licences({}, None).of(row) == (UNKNOWN, "metadata")
+    assert Licences({}, "MIT").of(row) == ("MIT", "declared")
     row.text = commented(GPL3)
-    assert Licences([], None, "MIT").of(row) == ("GPL-3.0-or-later", "header")
+    assert Licences({}, "MIT").of(row) == ("GPL-3.0-or-later", "header")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.data.document import UNKNOWN
-from etude.data.filters.licence import COPYLEFT, PERMISSIVE, Policy, canonical, evaluate, ids
+from etude.data.filters.licence import COPYLEFT, PERMISSIVE, canonical, evaluate, ids, refusal
 
 IDS = ("MIT", "ISC", "Apache-2.0", "Zlib")
 
@@ -51,8 +51,7 @@ def test_every_allowance_of_every_expression(tree: Node, brackets: bool, lower: 
     for size in range(len(IDS) + 1):
         for allowed in map(frozenset, itertools.combinations(IDS, size)):
             assert evaluate(expression, allowed.__contains__) == tree.value(allowed)
-            policy = Policy([name.lower() for name in allowed], "drop")
-            assert (policy.reason(written) is None) == tree.value(allowed)
+            assert (refusal(written, [name.lower() for name in allowed]) is None) == tree.value(allowed)
 
 
 @given(TREES)
@@ -81,8 +80,8 @@ def test_ids_in_order(tree: Node) -> None:
 )
 def test_what_is_no_expression_is_unknown(bad: str) -> None:
     assert canonical(bad) is None
-    assert Policy("any", "drop").reason(bad) == "licence unknown"
-    assert Policy("permissive", "keep").reason(bad) is None
+    assert refusal(bad, "any", "drop") == "licence unknown"
+    assert refusal(bad, "permissive", "keep") is None
 
 
 @pytest.mark.parametrize(
@@ -115,14 +114,15 @@ def test_canonical(stated: str, expected: str) -> None:
     ],
 )  # fmt: skip
 def test_policies(policy: str | list[str], allowed: list[str], refused: list[str]) -> None:
-    judged = Policy(policy, "drop")
-    assert [judged.reason(licence) for licence in allowed] == [None] * len(allowed)
-    assert [judged.reason(licence) for licence in refused] == [f"licence not allowed: {licence}" for licence in refused]
+    assert [refusal(licence, policy) for licence in allowed] == [None] * len(allowed)
+    assert [refusal(licence, policy) for licence in refused] == [
+        f"licence not allowed: {licence}" for licence in refused
+    ]
 
 
 def test_the_unknown() -> None:
-    assert Policy("any", "drop").reason(UNKNOWN) == "licence unknown"
-    assert Policy("permissive", "keep").reason(UNKNOWN) is None
+    assert refusal(UNKNOWN, "any", "drop") == "licence unknown"
+    assert refusal(UNKNOWN, "permissive", "keep") is None
 
 
 def test_the_lists_hold_ids_of_spdx_and_do_not_overlap() -> None:

@@ -43,7 +43,7 @@ def entries(parts: Iterable[Part | Archive]) -> list[Raw | Drop]:
     return found
 
 
-def texts(parts: Iterable[Part | Archive]) -> dict[str, bytes | str]:
+def texts(parts: Iterable[Part | Archive]) -> dict[str, bytes]:
     raws = [entry for entry in entries(parts) if isinstance(entry, Raw)]
     assert len({(raw.repository, raw.path) for raw in raws}) == len(raws)
     return {raw.path: raw.content for raw in raws}

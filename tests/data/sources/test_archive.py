@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.data.document import Drop, LicenceFile, Raw
+from etude.data.document import Drop, Raw
 from etude.data.sources.package import LONGEST_HEADER, Archive
 from tests.data.sources.reading import MOST, entries, reasons, texts
 
@@ -266,20 +266,16 @@ def test_licences_are_found_with_the_folder_they_speak_for(tmp_path: Path) -> No
         "toolz.egg-info/PKG-INFO": b"License: GPL-3.0-only\n", "PKG-INFO": METADATA,
     }  # fmt: skip
     part = Archive(str(package(tmp_path / "toolz-1.2.0.tar.gz", **files)), MOST)
-    assert sorted(part.licence_files(), key=lambda file: file.name) == [
-        LicenceFile("src/vendor", "COPYING.LESSER", "lesser"),
-        LicenceFile("", "LICENSE", "top"),
-        LicenceFile("", "MIT.txt", "mit"),
-        LicenceFile("docs", "licence.rst", "d\ufffd"),
-    ]
-    assert part.stated_licence() == "MIT"
+    speaking = {"LICENSE", "src/vendor/COPYING.LESSER", "LICENSES/MIT.txt", "docs/licence.rst"}
+    metadata = {"PKG-INFO", "toolz.egg-info/PKG-INFO"}
+    assert part.licences() == {name: files[name] for name in speaking | metadata}
     assert len(texts([part])) == len(files) - 1  # they are documents as well
 
 
 def test_more_licence_texts_than_anybody_has_do_not_fill_the_memory(tmp_path: Path) -> None:
     files = {f"{at}/LICENSE": b" " * 1_000_000 for at in range(40)}
     part = Archive(str(package(tmp_path / "toolz-1.2.0.tar.gz", **files)), 1_000_000)
-    assert len(part.licence_files()) == 32
+    assert len(part.licences()) == 32
     assert len(list(part.read())) == 40
 
 
@@ -294,7 +290,7 @@ def test_an_archive_is_walked_twice_at_most(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(gzip.GzipFile, "__init__", counted)
     part = Archive(str(path), MOST)
-    assert (part.stated_licence(), len(part.licence_files()), len(list(part.read()))) == ("MIT", 1, 3)
+    assert (len(part.licences()), len(list(part.read()))) == (2, 3)
     assert len(opened) == 2
 
 
@@ -306,7 +302,7 @@ def test_a_zip_made_on_windows_is_read_like_any_other(tmp_path: Path) -> None:
             archive.writestr(info, b"" if name.endswith("\\") else b"x")
     part = Archive(str(tmp_path / "w.zip"), MOST)
     assert entries([part]) == [Raw("top", name, b"x") for name in ("a.py", "folder/b.py", "LICENSE")]
-    assert part.licence_files() == [LicenceFile("", "LICENSE", "x")]
+    assert part.licences() == {"LICENSE": b"x"}
 
 
 def test_long_names_and_headers_do_not_add_up_in_memory(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.data.document import Drop, LicenceFile, Raw
+from etude.data.document import Drop, Raw
 from etude.errors import UserError
 from tests import tiny
 from tests.data.sources.reading import entries, identity, opened, reasons, texts
@@ -32,8 +32,8 @@ def test_a_folder_is_a_repository(tmp_path: Path) -> None:
         Raw("tree", "src/b.py", b"b"),
         Raw("tree", "src/vendor/COPYING", b"v"),
     ]
-    licences = [LicenceFile("", "LICENSE", "free"), LicenceFile("src/vendor", "COPYING", "v")]
-    assert [part.licence_files() for part in source.parts] == [licences]
+    licences = {"LICENSE": b"free", "src/vendor/COPYING": b"v"}
+    assert [part.licences() for part in source.parts] == [licences]
 
 
 def test_every_part_knows_all_licences_and_each_file_is_in_one(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_every_part_knows_all_licences_and_each_file_is_in_one(tmp_path: Path) -
     assert len(parts) == 3
     assert sum(part.size for part in parts) == sum(map(len, names.values())) + len(b"free") + 251 * 1000
     assert [(raw.path, raw.content) for raw in entries(parts)] == [*names.items(), ("zz/LICENSE", b"free")]  # type: ignore[union-attr]
-    assert all(part.licence_files() == [LicenceFile("zz", "LICENSE", "free")] for part in parts)
+    assert all(part.licences() == {"zz/LICENSE": b"free"} for part in parts)
 
 
 def test_more_licence_texts_than_anybody_has_do_not_fill_the_memory(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_more_licence_texts_than_anybody_has_do_not_fill_the_memory(tmp_path: Pa
     for path in tmp_path.glob("*/LICENSE"):
         os.truncate(path, 1_000_000)
     [*_, part] = opened(folder=str(tmp_path), most_bytes=1_000_000).parts
-    assert len(part.licence_files()) == 32
+    assert len(part.licences()) == 32
 
 
 def test_links_are_never_followed(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_folder_of_folders_is_a_folder_of_repositories(tmp_path: Path) -> None
         Raw("two", "x.py", b"y"),
         Drop(tmp_path.name, ".cache", "read", NOT_ENTERED, 0),
     ]
-    assert [len(part.licence_files()) for part in parts] == [1, 0, 0]
+    assert [len(part.licences()) for part in parts] == [1, 0, 0]
 
     write(tmp_path, {"README.md": b"all"})
     assert Raw(tmp_path.name, "README.md", b"all") in entries(opened(folder=str(tmp_path)).parts)

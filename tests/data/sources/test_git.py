@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.data.document import Drop, LicenceFile, Raw
+from etude.data.document import Drop, Raw
 from etude.data.sources import open_source
 from etude.data.sources.repository import shown
 from etude.errors import Interrupted, UserError
@@ -65,7 +65,7 @@ def test_files_are_those_of_the_revision(repository: Path) -> None:
         Raw("project", "tab\t \n.py", b""),
         Raw("project", "ä.py", b"\xff"),
     ]
-    assert [part.licence_files() for part in source.parts] == [[LicenceFile("", "LICENSE", "free")]]
+    assert [part.licences() for part in source.parts] == [{"LICENSE": b"free"}]
     for name in ("v1", first, "HEAD~1", first[:9]):
         old = opened(git=str(repository), revision=name)
         assert (old.revision, texts(old.parts)["src/a.py"]) == (first, b"a = 1\n")
@@ -109,7 +109,7 @@ def test_broken_objects_cost_one_document_each(repository: Path) -> None:
     assert reasons(source.parts) == dict.fromkeys(broken, BROKEN)
     assert {*texts(source.parts)} == {"0.py", "3.py", "5.py", "deep/y.py", "src/a.py", "src/b.py"}
     assert texts(source.parts)["3.py"] == b"3" * 40
-    assert source.parts[0].licence_files() == []
+    assert source.parts[0].licences() == {}
 
 
 def test_history_is_the_last_commits_oldest_first(repository: Path) -> None:
@@ -126,7 +126,7 @@ def test_history_is_the_last_commits_oldest_first(repository: Path) -> None:
         b"commit change 4\n\n"
         b"diff --git a/src/a.py b/src/a.py\n--- a/src/a.py\n+++ b/src/a.py\n@@ -1 +1 @@\n-a = 3\n+a = 4\n"
     )
-    assert source.parts[0].licence_files() == [LicenceFile("", "LICENSE", "free")]
+    assert source.parts[0].licences() == {"LICENSE": b"free"}
 
 
 def test_merges_are_no_documents_and_empty_commits_are_dropped(repository: Path) -> None:

@@ -48,7 +48,7 @@ def test_packages_are_fetched_once_and_no_code_of_theirs_runs(index: Path, tmp_p
     source = opened(tmp_path / "cache", pypi=pins)
     assert source.location == "package toolz==1.2.0, toolz==1.1.0"
     assert [texts([part])["toolz.py"] for part in source.parts] == [b"new = 1\n", b"old = 1\n"]
-    assert [part.stated_licence() for part in source.parts] == ["MIT", "MIT"]
+    assert [part.licences() for part in source.parts] == [{"PKG-INFO": b"License: MIT\n"}] * 2
     assert not (tmp_path / "ran").exists()
     assert source.revision
     assert identity(pypi=pins) == {"pypi": ["toolz==1.2.0", "toolz==1.1.0"]}

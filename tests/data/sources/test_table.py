@@ -86,7 +86,7 @@ def test_every_row_is_a_document_or_a_drop_with_its_reason(tmp_path: Path, suffi
         Raw("0", names[-2], b"\xed\xa0\x80", "row"),
         Raw(r"\ud800", names[-1], b"last", "row"),
     ]
-    assert [part.licence_files() for part in source.parts] == [[]]
+    assert [part.licences() for part in source.parts] == [{}]
 
 
 def test_the_longest_line_that_can_hold_a_text_is_read(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ CHARACTER_SETS = re.compile(r"iso8859|cp\d|koi8|mac|euc|shift_jis|iso2022|gb|big
 
 def decode(raw: Raw) -> Document | str:
     """Return the document, or the reason to drop it."""
-    text = raw.content if isinstance(raw.content, str) else _decoded(raw.content)
+    text = _decoded(raw.content)
     if text is None:
         return "not UTF-8"
     if "\0" in text:
@@ -58,10 +58,7 @@ def decode(raw: Raw) -> Document | str:
     text = text.removeprefix("\ufeff")
     if not text or text.isspace():
         return "empty"
-    try:
-        encoded = text.encode()
-    except UnicodeEncodeError:
-        return "lone surrogates"
+    encoded = text.encode()
     if len(encoded) - len(encoded.translate(None, CONTROLS)) > max(FEW, len(encoded) // 1000):
         return "control characters"
     licence, evidence = (raw.licence, "metadata") if raw.licence else (UNKNOWN, "")

@@ -14,6 +14,7 @@ an exception only adds permissions. The lists are facts for engineering, not leg
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections import defaultdict
 from email.parser import BytesHeaderParser
@@ -24,12 +25,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from licenseclassifier import identify_license
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 
-from etude.data.document import UNKNOWN, Document, LicenceFile
+from etude.data.document import UNKNOWN, Document
 from etude.data.filters.content import HEAD, heading
 from etude.lineage.licences import identify, obligations
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
 # fmt: off
 PERMISSIVE = frozenset(name.lower() for name in (
@@ -111,26 +112,20 @@ def spdx_of(name: str) -> str | None:
     return canonical(name) or NAMES.get(" ".join(sorted(words)))
 
 
-class Policy:
-    """What licences may stay: the settings `licences` and `unknown` of a source."""
+def refusal(licence: str, licences: str | list[str], unknown: str = "drop") -> str | None:
+    """Return why a source with these settings drops documents under a licence, or None. No SPDX expression is unknown."""
 
-    def __init__(self, licences: str | list[str], unknown: str) -> None:
-        self._named = licences
-        self._listed = {(canonical(spdx) or spdx).lower() for spdx in licences} if isinstance(licences, list) else set()
-        self._unknown = unknown
-
-    def reason(self, licence: str) -> str | None:
-        """Return why documents under a licence are dropped, or None. What is no SPDX expression is unknown."""
-        expression = None if licence == UNKNOWN else canonical(licence)
-        if expression is None:
-            return "licence unknown" if self._unknown == "drop" else None
-        return None if evaluate(expression, self._allows) else f"licence not allowed: {licence}"
-
-    def _allows(self, spdx: str) -> bool:
+    def allows(spdx: str) -> bool:
         spdx = spdx.lower().removesuffix("+")
-        if self._listed or isinstance(self._named, list):  # "or later" may be used as what it is later than
-            return spdx in self._listed or spdx.replace("-or-later", "-only") in self._listed
-        return self._named == "any" or spdx in PERMISSIVE or (self._named == "copyleft" and spdx.startswith(COPYLEFT))
+        if isinstance(licences, list):  # "or later" may be used as what it is later than
+            listed = {(canonical(each) or each).lower() for each in licences}
+            return spdx in listed or spdx.replace("-or-later", "-only") in listed
+        return licences == "any" or spdx in PERMISSIVE or (licences == "copyleft" and spdx.startswith(COPYLEFT))
+
+    expression = None if licence == UNKNOWN else canonical(licence)
+    if expression is None:
+        return "licence unknown" if unknown == "drop" else None
+    return None if evaluate(expression, allows) else f"licence not allowed: {licence}"
 
 
 TAG = re.compile(r"SPDX-License-Identifier:[ \t]*([^\n*]+?)[ \t]*(?:\*+/|-->|\"\"\"|$)", re.MULTILINE)
@@ -172,6 +167,9 @@ CONDITIONS = re.compile(
     r"|required\s+to|free\s+for)\b",
     re.IGNORECASE,
 )
+# Licence texts in these folders speak for the folder around: REUSE's, and beside the metadata of a wheel.
+ASIDE = re.compile(r"(?:^|/)(?:LICENSES|[^/]+\.dist-info(?:/.*)?)$")
+METADATA = "PKG-INFO"  # the outermost states the licence of a package
 LEFT_OVER = 15  # words of explanation that no second witness has to confirm
 Finding = tuple[str, str]  # a licence, and the evidence for it
 
@@ -188,20 +186,16 @@ class LicenceText(NamedTuple):
 class Licences:
     """The licences of one part of a source."""
 
-    def __init__(self, files: Iterable[LicenceFile], stated: str | None, declared: str | None) -> None:
-        self._stated = canonical(stated) if stated else None
+    def __init__(self, files: Mapping[str, bytes], declared: str | None) -> None:
+        metadata = [(path.count("/"), text) for path, text in files.items() if posixpath.basename(path) == METADATA]
+        self._stated = stated_in(min(metadata)[1]) if metadata else None
         self._declared = canonical(declared) if declared else None
         texts: dict[str, list[LicenceText]] = defaultdict(list)
-        for file in files:
-            if not ATTRIBUTION.match(file.name):  # in a wheel, they speak for what lies beside its metadata
-                folder = re.sub(r"(?:^|/)[^/]+\.dist-info(?:/.*)?$", "", file.folder.strip("/"))
-                texts[folder].append(read_licence(file.text))
+        for path, content in files.items():
+            folder, name = posixpath.split(path)
+            if name != METADATA and not ATTRIBUTION.match(name):
+                texts[ASIDE.sub("", folder)].append(read_licence(content.decode("utf-8", "replace")))
         self._folders = {folder: finding for folder in texts if (finding := self._together(folder, texts[folder]))}
-
-    def refusal(self, document: Document, policy: Policy) -> str | None:
-        """Set the licence of a document and its evidence; return why the policy does not allow it, or None."""
-        document.licence, document.evidence = self.of(document)
-        return policy.reason(document.licence)
 
     def of(self, document: Document) -> Finding:
         """Return the licence of a document and its evidence."""

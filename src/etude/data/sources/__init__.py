@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from etude.data.document import OpenSource
 from etude.data.sources.package import open_pypi
 from etude.data.sources.repository import commit_of, identify_folder, open_folder, open_git, shown
-from etude.data.sources.source import OpenSource
 from etude.data.sources.table import identify_tables, open_tables
 from etude.errors import UserError
 

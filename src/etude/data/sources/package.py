@@ -29,9 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import parse
 
-from etude.data.document import Drop, LicenceFile, Part, Raw
-from etude.data.filters.licence import stated_in
-from etude.data.sources.source import MOST_LICENCES, USUAL_RATIO, Entry, OpenSource, entry_of, is_licence, licence_file
+from etude.data.document import MOST_LICENCES, USUAL_RATIO, Drop, Entry, OpenSource, Part, Raw, entry_of, is_licence
 from etude.errors import UserError, nearest
 from etude.files import digest_of, read_json, sha256_file, whole_file, write_json
 
@@ -60,17 +58,12 @@ class Archive:
     def part(self) -> Part:
         """Return it as a part of a source."""
         about = USUAL_RATIO * Path(self.path).stat().st_size
-        return Part(about, self.read, self.licence_files, self.stated_licence, self.path)
+        return Part(about, self.read, self.licences, self.path)
 
-    def licence_files(self) -> list[LicenceFile]:
-        """Return the licence texts in it."""
+    def licences(self) -> dict[str, bytes]:
+        """Return the licence texts and the metadata in it."""
         top, texts = self._survey
-        return [licence_file(path.removeprefix(top), text) for path, text in texts if is_licence(path)]
-
-    def stated_licence(self) -> str | None:
-        """Return the licence that its outermost PKG-INFO states, if there is one and it is understood."""
-        metadata = [(path.count("/"), text) for path, text in self._survey[1] if not is_licence(path)]
-        return stated_in(min(metadata)[1]) if metadata else None
+        return {path.removeprefix(top): text for path, text in texts.items()}
 
     def read(self) -> Iterator[Raw | Drop]:
         """Yield its members in their order; what is wrong with the archive as a whole comes last, as one drop."""
@@ -84,15 +77,16 @@ class Archive:
                 yield Raw(repository, path, content)
 
     @cached_property
-    def _survey(self) -> tuple[str, list[tuple[str, bytes]]]:
+    def _survey(self) -> tuple[str, dict[str, bytes]]:
         """The folder that all members lie in (`toolz-1.2.0/`), or nothing; licence texts and metadata by path."""
-        top, texts, room = None, [], MOST_LICENCES
+        top, room = None, MOST_LICENCES
+        texts: dict[str, bytes] = {}
         for entry, content in self._walk(lambda path: is_licence(path) or posixpath.basename(path) == "PKG-INFO"):
             if not entry.fault:
                 folder = entry.path[: entry.path.find("/") + 1]
                 top = folder if top in {None, folder} else ""
             if content is not None and (room := room - len(content)) >= 0:
-                texts.append((entry.path, content))
+                texts.setdefault(entry.path, content)
         return top or "", texts
 
     def _walk(self, wanted: Callable[[str], bool]) -> Iterator[tuple[Entry, bytes | None]]:

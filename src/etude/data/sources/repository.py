@@ -23,16 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etude.data.codebase import git_revision, passed_over, tracked_files, walked
-from etude.data.sources.source import (
-    TOO_LARGE,
-    Entry,
-    OpenSource,
-    entry_of,
-    licences_among,
-    local,
-    printable,
-    share_out,
-)
+from etude.data.document import TOO_LARGE, Entry, OpenSource, entry_of, licences_among, local, printable, share_out
 from etude.errors import UserError
 from etude.files import digest_of
 

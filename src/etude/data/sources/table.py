@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 
-from etude.data.document import Drop, Part, Raw
+from etude.data.document import TOO_LARGE, USUAL_RATIO, Drop, OpenSource, Part, Raw, local, printable
 from etude.data.filters.licence import all_of
-from etude.data.sources.source import TOO_LARGE, USUAL_RATIO, OpenSource, local, printable
 from etude.errors import UserError, one_line
 from etude.files import digest_of
 from etude.models.fetch import fetch_files
