@@ -88,7 +88,6 @@ class Ask:
 
     prompt: Sequence[int]
     sampling: Sampling
-    session: str | None = None
     comes: int = 0
     cancelled: int | None = None
 
@@ -115,7 +114,7 @@ def run(engine: Engine, asks: Sequence[Ask], most: int = 5000) -> list[Got]:
         for index, ask in enumerate(asks):
             if ask.comes == step:
                 requests[index] = engine.submit(
-                    ask.prompt, ask.sampling, ask.session, got[index].streamed.extend, got[index].ends.append
+                    ask.prompt, ask.sampling, got[index].streamed.extend, got[index].ends.append
                 )
             if ask.cancelled == step and index in requests:
                 engine.cancel(requests[index])
@@ -161,6 +160,6 @@ def assert_all_returned(engine: Engine) -> None:
     """See that nothing is held: every row is free, and every page once the tree of texts is left behind."""
     assert not engine.busy()
     assert sorted(engine.rows._free) == list(range(engine.rows.count))
-    engine.prefix_cache.renew(engine.prefix_cache.version + 1)
+    engine.prefix_cache.renew()
     assert engine.prefix_cache.free() == engine.prefix_cache.count
     assert sorted(engine.prefix_cache._free) == list(range(1, engine.prefix_cache.count + 1))

@@ -140,9 +140,7 @@ def asks(draw: st.DrawFn) -> list[tuple[int, int, Ask]]:
         comes = draw(st.integers(0, 30))
         sampling = Sampling(**vars(WAYS[way]) | {"max_tokens": draw(st.integers(1, 20))})
         cancelled = draw(st.none() | st.integers(comes, comes + 25))
-        made.append(
-            (prompt, way, Ask(PROMPTS[prompt], sampling, draw(st.sampled_from([None, "a", "b"])), comes, cancelled))
-        )
+        made.append((prompt, way, Ask(PROMPTS[prompt], sampling, comes, cancelled)))
     return made
 
 
@@ -170,7 +168,7 @@ def test_under_pressure_the_oldest_goes_on_and_all_finish() -> None:
     engine = engine_of(model, page=8, pages=10)  # each needs up to eight
     order: list[int] = []
     for number, prompt in enumerate(prompts):
-        engine.submit(prompt, Sampling(40, temperature=0), None, None, partial(lambda it, _: order.append(it), number))
+        engine.submit(prompt, Sampling(40, temperature=0), None, partial(lambda it, _: order.append(it), number))
     while engine.busy():
         engine.step()
     assert order == [0, 1, 2, 3, 4]
@@ -183,7 +181,7 @@ def test_a_session_is_not_read_again(page: int | None) -> None:
     model, engine = the_model(), engine_of(the_model(), page=page)
     text, cached = prompts_of(50)[0], []
     for turn in prompts_of(20, 20, 20, seed=8):
-        done = complete(engine, [text], GREEDY, session="agent")[0]
+        done = complete(engine, [text], GREEDY)[0]
         assert_greedy(model, text, done)
         cached.append(done.cached)
         text = text + done.token_ids + turn
@@ -205,7 +203,7 @@ def test_where_nothing_would_be_shared_nobody_waits() -> None:
     engine = engine_of(the_model(), page=None)  # a page is a context: it is shared once its request has ended
     got: list[list[Any]] = [[], [], []]
     for each in got:
-        engine.submit(prompts_of(100)[0], GREEDY, None, each.extend, each.append)
+        engine.submit(prompts_of(100)[0], GREEDY, each.extend, each.append)
     engine.step()
     assert all(got)
 
@@ -278,10 +276,10 @@ def test_what_cannot_be_done_is_refused_and_others_are_unharmed(
 ) -> None:
     engine = engine_of(the_model(), context=64, page=16, pages=3)
     box: list[Any] = []
-    engine.submit([5, 6], GREEDY, None, None, box.append)
+    engine.submit([5, 6], GREEDY, None, box.append)
     engine.step()
     with pytest.raises(UserError, match=says):
-        engine.submit(prompt, sampling, None, None, box.append)
+        engine.submit(prompt, sampling, None, box.append)
     while engine.busy():
         engine.step()
     assert [done.token_ids for done in box] == [greedy(the_model(), [5, 6], 24)]
@@ -313,9 +311,9 @@ def test_an_engine_that_failed_has_told_everybody(late: int) -> None:
     engine = engine_of(the_model(), rows=2, late=late)
     ends: list[list[Any]] = [[] for _ in range(4)]
     for each in ends:
-        engine.submit([5, 6], Sampling(2 + len(ends), temperature=0), None, None, each.append)
+        engine.submit([5, 6], Sampling(2 + len(ends), temperature=0), None, each.append)
     ends.append([])
-    engine.submit([5, 6], Sampling(2, temperature=0), None, None, ends[-1].append)
+    engine.submit([5, 6], Sampling(2, temperature=0), None, ends[-1].append)
     engine.waiting.rotate(1)  # it comes first: its last token is on its way when the next step fails
     engine.step()
 

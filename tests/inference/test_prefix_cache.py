@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from etude.inference.prefix_cache import Copy, Held, Node, PrefixCache
+from etude.inference.prefix_cache import Held, Node, PrefixCache
 
 Written = tuple[object, tuple[int, ...]]  # keys and values depend on the weights and on all the text before
 
@@ -47,10 +47,10 @@ class Device:
             self.pages[pages[place // self.size], place % self.size] = (by, tuple(writer.tokens[: place + 1]))
         writer.computed += count
 
-    def copy(self, copy: Copy) -> None:
-        assert copy.source != copy.target
-        for offset in range(copy.count):
-            self.pages[copy.target, offset] = self.pages[copy.source, offset]
+    def copy(self, source: int, target: int, count: int) -> None:
+        assert source != target
+        for offset in range(count):
+            self.pages[target, offset] = self.pages[source, offset]
 
     def holds(self, pages: list[int], text: tuple[int, ...], weights: object) -> bool:
         return all(
@@ -65,20 +65,19 @@ def nodes_of(pages: PrefixCache) -> list[tuple[list[int], tuple[int, ...], Node]
     waiting: list[tuple[list[int], tuple[int, ...], Node]] = [([], (), pages._root)]
     while waiting:
         before, text, node = waiting.pop()
-        children = [child for alike in node.children.values() for child in alike.values()]
-        below = [([*before, child.page], text + child.tokens, child) for child in children]
+        below = [([*before, child.page], text + child.tokens, child) for child in node.children.values()]
         found += below
         waiting += below
     return found
 
 
 def to_be_evicted(pages: PrefixCache, count: int) -> list[Node]:
-    """Return which nodes must go, by brute force: leaves nobody reads, sessions' last, the longest unused first."""
+    """Return which nodes must go, by brute force: leaves nobody reads, the longest unused first."""
     there, gone = [node for *_, node in nodes_of(pages)], list[Node]()
     while len(gone) < count:
         parents = {node.parent for node in there}
         leaves = [node for node in there if node.users == 0 and node not in parents]
-        gone.append(min(leaves, key=lambda node: (node.session in pages._sessions, node.used)))
+        gone.append(min(leaves, key=lambda node: node.used))
         there.remove(gone[-1])
     return gone
 
@@ -94,7 +93,6 @@ class AnyOrder(RuleBasedStateMachine):
         self.pages, self.device = PrefixCache(count, size), Device(size)
         self.writers: list[Writer] = []
         self.weights: object = object()
-        self.sessions = 0
 
     def in_use(self) -> set[int]:
         return {page for writer in self.writers for page in writer.held.pages}
@@ -111,13 +109,8 @@ class AnyOrder(RuleBasedStateMachine):
         assert len(held.pages) == len(before) + (missing if could else 0)
         return could
 
-    @rule(
-        like=st.integers(0, 99),
-        cut=st.sampled_from([0, 0, 0, 1, 2, 5]),
-        new=st.lists(BITS, max_size=5),
-        session=st.booleans(),
-    )
-    def begin(self, like: int, cut: int, new: list[int], session: bool) -> None:
+    @rule(like=st.integers(0, 99), cut=st.sampled_from([0, 0, 0, 1, 2, 5]), new=st.lists(BITS, max_size=5))
+    def begin(self, like: int, cut: int, new: list[int]) -> None:
         known = [
             *(text for _, text, _ in nodes_of(self.pages)),
             *(tuple(writer.tokens) for writer in self.writers),
@@ -125,13 +118,13 @@ class AnyOrder(RuleBasedStateMachine):
         ]
         text = known[like % len(known)]  # most prompts begin with what is there, or somebody writes
         tokens = [*text[: max(0, len(text) - cut)], *new] or [0]
-        held, done, copy = self.pages.begin(tokens, f"session {self.sessions}" if session else None)
+        held, done, copy = self.pages.begin(tokens)
         assert 0 <= done < len(tokens)
         if not self.grow(held, len(tokens)):
             self.pages.drop(held)
             return
         if copy:
-            self.device.copy(copy)
+            self.device.copy(*copy)
         assert self.device.holds(held.pages, tuple(tokens[:done]), self.weights)
         self.writers.append(Writer(held, tokens, done, self.weights))
 
@@ -159,12 +152,9 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(what=st.integers(0, 11))
     def rarely(self, what: int) -> None:
         """What would leave little in the tree if it happened as often as the rest."""
-        if what == 1:
-            self.pages.forget(f"session {self.sessions}")
-            self.sessions += 1
-        elif what in {2, 3}:  # new weights, be it under a number that was there before
+        if what in {2, 3}:  # new weights
             self.weights = object()
-            self.pages.renew(what)
+            self.pages.renew()
             assert nodes_of(self.pages) == []
         elif what == 4 and self.writers:  # when all others are set back, the oldest can have every page there is
             for writer in self.writers[1:]:
@@ -199,9 +189,9 @@ def test_any_order_of_events() -> None:
     run_state_machine_as_test(AnyOrder, settings=settings(max_examples=250, stateful_step_count=50, deadline=None))
 
 
-def kept(pages: PrefixCache, text: list[int], session: str | None = None) -> None:
+def kept(pages: PrefixCache, text: list[int]) -> None:
     """Let a request compute a text and end."""
-    held, done, _ = pages.begin(text, session)
+    held, done, _ = pages.begin(text)
     assert pages.grow(held, len(text))
     assert done < len(text)
     pages.end(held, text, len(text))
@@ -248,14 +238,14 @@ def test_the_likest_page_is_copied_though_another_is_alike_further_on() -> None:
     pages = PrefixCache(10, 8)
     kept(pages, [0, 0, 0, 0, 0, 0, 1, 1])
     kept(pages, [0, 0, 0, 0, 1, 0, 0, 1])
-    assert pages.begin([0] * 12)[1:] == (6, Copy(1, 3, 6))
+    assert pages.begin([0] * 12)[1:] == (6, (1, 3, 6))
 
 
 def test_two_conversations_share_their_beginning_and_one_page_is_copied() -> None:
     pages = PrefixCache(10, 4)
     kept(pages, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     held, done, copy = pages.begin([1, 2, 3, 4, 5, 6, 7, 0, 0])
-    assert (done, held.pages, copy) == (7, [1, held.own[0]], Copy(2, held.own[0], 3))
+    assert (done, held.pages, copy) == (7, [1, held.own[0]], (2, held.own[0], 3))
     other, done, copy = pages.begin([1, 2, 3, 4, 5])
     assert (done, other.pages, copy) == (4, [1], None)
 
@@ -263,19 +253,18 @@ def test_two_conversations_share_their_beginning_and_one_page_is_copied() -> Non
 def test_the_loose_end_of_a_conversation_is_taken_over_not_copied() -> None:
     pages = PrefixCache(3, 4)
     kept(pages, [1, 2, 3, 4, 5, 6])
-    held, done, copy = pages.begin([1, 2, 3, 4, 5, 6, 7, 8, 9], "talk")
+    held, done, copy = pages.begin([1, 2, 3, 4, 5, 6, 7, 8, 9])
     assert (done, held.pages, copy) == (6, [1, 2], None)
     again, done, copy = pages.begin([1, 2, 3, 4, 5, 6, 0])  # it is somebody's now
     assert (done, again.pages, copy) == (4, [1], None)
 
 
-def test_the_longest_unused_goes_first_and_open_sessions_last() -> None:
+def test_the_longest_unused_goes_first() -> None:
     pages = PrefixCache(8, 2)
-    for name, session in (("a", "open"), ("b", None), ("c", "over"), ("d", None)):
-        kept(pages, [ord(name)] * 4, session)
-    pages.forget("over")
-    assert found(pages, [ord("a")] * 4) == 4  # by somebody without a session; it stays the session's
-    assert found(pages, [ord("b")] * 4) == 4  # used again: now d is older
+    for name in "bacd":
+        kept(pages, [ord(name)] * 4)
+    assert found(pages, [ord("b")] * 4) == 4  # used again: now the others are older
+    assert found(pages, [ord("a")] * 4) == 4
     order = []
     held = pages.begin([0])[0]
     for size in range(1, 9):
@@ -305,7 +294,7 @@ def test_a_text_of_ten_thousand_pages() -> None:
     assert pages.grow(held, 2 * 9_000)
     assert pages.evicted == 9_000
     assert found(pages, text[:-1]) == 2_000
-    pages.renew(1)
+    pages.renew()
     assert pages.free() == 1_000
 
 
@@ -327,10 +316,9 @@ def test_a_long_life_with_little_room(seed: int) -> None:
         text = texts.setdefault(name, [int(name.split()[1])])
         text += [rng.randrange(50) for _ in range(rng.randrange(1, 40))]
         if len(text) > 500:
-            pages.forget(name)
             del texts[name]
             continue
-        held, done, _ = pages.begin(text, name)
+        held, done, _ = pages.begin(text)
         covered += done
         assert pages.grow(held, len(text))
         (pages.end if turn % 7 else lambda held, *_: pages.drop(held))(held, text, len(text))

@@ -14,7 +14,7 @@ from etude.inference.request import NEVER, Request, Rows, Stop
 def request(number: int, computed: int, **wishes: Any) -> Request:
     sampling = Sampling(**{"max_tokens": 5, **wishes})
     stop = Stop(sampling, lambda _: "")
-    return Request(number, sampling, None, 0, [1], stop, None, lambda _: None, computed=computed)
+    return Request(number, sampling, 0, [1], stop, None, lambda _: None, computed=computed)
 
 
 WISHES: list[dict[str, Any]] = [

@@ -267,7 +267,7 @@ def test_under_pressure_it_is_the_same(
 ) -> None:
     model, _, heads = forgetful()
     engine = engine_of(model, heads, rows=rows, page=8, pages=8 + spare, speculate=draft, chunk=13, late=late)
-    asks = [Ask(PROMPTS[each], Sampling(most, temperature=0), None, at, gone) for each, most, at, gone in coming]
+    asks = [Ask(PROMPTS[each], Sampling(most, temperature=0), at, gone) for each, most, at, gone in coming]
     for (prompt, most, _, gone), got in zip(coming, run(engine, asks), strict=True):
         assert [token.id for token in got.streamed] == expected(prompt)[:most][: len(got.streamed)]
         if gone is None:

@@ -46,7 +46,7 @@ def test_running_requests_go_on_with_new_weights_from_the_next_step(page: int | 
     engine = engine_of(old, page=page, late=late)
     prompts, ends = prompts_of(5, 30), list[list[Any]]([[], []])
     for prompt, end in zip(prompts, ends, strict=True):
-        engine.submit(prompt, GREEDY, None, None, end.append)
+        engine.submit(prompt, GREEDY, None, end.append)
     for _ in range(6):
         engine.step()
     engine.update(weights_of(new), 4)
@@ -64,12 +64,12 @@ def test_running_requests_go_on_with_new_weights_from_the_next_step(page: int | 
 def test_what_old_weights_computed_is_not_used_by_new_requests(page: int | None) -> None:
     new = model_of(seed=1)
     engine, prompt = engine_of(model_of(), page=page), prompts_of(60)[0]
-    first = [complete(engine, [prompt], GREEDY, session="a")[0].cached for _ in range(2)]
+    first = [complete(engine, [prompt], GREEDY)[0].cached for _ in range(2)]
     running: list[Any] = []
-    engine.submit(prompt, GREEDY, "a", None, running.append)
+    engine.submit(prompt, GREEDY, None, running.append)
     engine.step()
     engine.update(weights_of(new), 1)
-    after = [complete(engine, [prompt], GREEDY, session="a")[0] for _ in range(2)]
+    after = [complete(engine, [prompt], GREEDY)[0] for _ in range(2)]
     assert running
     assert first[0] == after[0].cached == 0
     assert first[1] == after[1].cached > 40
@@ -82,7 +82,7 @@ def test_what_old_weights_computed_is_not_used_by_new_requests(page: int | None)
 def test_a_prompt_half_read_is_finished_with_the_new_weights() -> None:
     new, prompt, box = model_of(seed=1), prompts_of(60)[0], list[Any]()
     engine = engine_of(model_of(), page=16, chunk=16)
-    engine.submit(prompt, GREEDY, None, None, box.append)
+    engine.submit(prompt, GREEDY, None, box.append)
     engine.step()
     engine.update(weights_of(new), 1)
     assert_greedy(new, prompt, complete(engine, [prompt], GREEDY)[0])  # nothing of the old one's pages
@@ -108,7 +108,7 @@ def broken(name: str) -> dict[str, torch.Tensor]:
 )  # fmt: skip
 def test_weights_that_do_not_fit_change_nothing(name: str, says: str) -> None:
     engine, prompt, box = engine_of(model_of()), prompts_of(9)[0], list[Any]()
-    engine.submit(prompt, GREEDY, None, None, box.append)
+    engine.submit(prompt, GREEDY, None, box.append)
     engine.step()
     before = weights_of(engine.runner.model)
     with pytest.raises(UserError, match=says) as refused:

@@ -55,7 +55,7 @@ class Engine:
         self.decoder = Decoder(runner, rows, most, graphs=graphs)
         self.prefill = Prefill(runner, chunk, rows, most, graphs=graphs)
         self.speculation = SpeculationSwitch(say, able=self.drafts > 0)
-        self.version = prefix_cache.version
+        self.version = 0  # of the weights
         self.counts = Counts()
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
@@ -66,14 +66,12 @@ class Engine:
 
     # ---- what a caller does
 
-    def submit(
-        self, prompt: Sequence[int], sampling: Sampling, session: str | None, on_tokens: OnTokens, on_end: OnEnd
-    ) -> Request:
+    def submit(self, prompt: Sequence[int], sampling: Sampling, on_tokens: OnTokens, on_end: OnEnd) -> Request:
         """Take a request, or refuse it."""
         self.check(prompt, sampling)
         seed = secrets.randbits(62) if sampling.seed is None else sampling.seed % (1 << 62)
         stop = Stop(sampling, self.decode)
-        request = Request(next(self._numbers), sampling, session, seed, list(prompt), stop, on_tokens, on_end)
+        request = Request(next(self._numbers), sampling, seed, list(prompt), stop, on_tokens, on_end)
         self.waiting.append(request)
         self.counts.submitted += 1
         return request
@@ -104,7 +102,7 @@ class Engine:
             raise UserError(f"new weights are version {version}, those in use {self.version}; versions must rise")
         self.runner.replace(weights)
         self.version = version
-        self.prefix_cache.renew(version)
+        self.prefix_cache.renew()
 
     def step(self) -> None:
         """Do the next thing: admit, read a chunk of prompts, write a token of every running request."""
@@ -149,12 +147,12 @@ class Engine:
         # Heads need the hidden states of the last positions, which are not in the cache; nor are the experts of any.
         sure = request.tokens[: max(1, len(request.tokens) + 1 - max(1, self.decoder.window))]
         known = request.tokens[:1] if request.sampling.experts else sure
-        held, done, copy = self.prefix_cache.begin(known, request.session)
+        held, done, copy = self.prefix_cache.begin(known)
         if not self.prefix_cache.grow(held, len(request.tokens) + self.drafts + 1):
-            self.prefix_cache.end(held, request.tokens, done - (copy.count if copy else 0))
+            self.prefix_cache.end(held, request.tokens, done - (copy[2] if copy else 0))
             return False
         if copy:
-            self.runner.cache.copy(copy.source, copy.target, copy.count)
+            self.runner.cache.copy(*copy)
         first, request.held, request.row = request.prefix < 0, held, row
         request.computed = request.prefix = done
         if first:
@@ -308,7 +306,7 @@ class Engine:
     def _end_damaged(self, request: Request) -> None:
         """End a request whose output is no number. Keys and values it left go: nought times them is no number either."""
         pages = _pages(request)
-        self.prefix_cache.renew(self.version)
+        self.prefix_cache.renew()
         self._leave(request)
         used = {page for other in [*self.prefilling, *self.rows.requests()] for page in _pages(other)}
         self.runner.wipe([0, *(page for page in pages if page not in used)])

@@ -82,7 +82,8 @@ class LocalPolicy:
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None, on_tokens: OnTokens = None
     ) -> Completion:
-        """Return a completion; see Policy."""
+        """Return a completion; see Policy. What sessions share is found by its tokens."""
+        del session
         prompt = list(prompt)  # the caller's may have changed by the time it is read
         self.engine.check(prompt, sampling)
         if self._pending >= self.queue:
@@ -97,7 +98,7 @@ class LocalPolicy:
                 stream.flush()
             self.tell(loop, partial(_settle, done, result))
 
-        self._post(lambda: box.append(self.engine.submit(prompt, sampling, session, stream, end)))
+        self._post(lambda: box.append(self.engine.submit(prompt, sampling, stream, end)))
         self._pending += 1
         try:
             return await done
@@ -232,7 +233,7 @@ class _Stream:
 
 def build(  # noqa: PLR0913
     model: Any, heads: Any, decode: Callable[[list[int]], str], *, context: int | None = None, rows: int | None = None,
-    memory: int | None = None, compiled: bool = False, page: int | None = None, version: int = 0,
+    memory: int | None = None, compiled: bool = False, page: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Engine:  # fmt: skip
     """Return an engine for a loaded model, with a cache that fits."""
@@ -253,7 +254,7 @@ def build(  # noqa: PLR0913
     # In float32 transformers multiplies expert by expert, and asks the device for how many tokens: a graph cannot.
     graphs = kind == "cuda" and not (runner.routers.layers and runner.dtype == torch.float32)
     runner.allot(pages, size, context + beyond + 1)
-    cache = PrefixCache(pages, size, version)
+    cache = PrefixCache(pages, size)
     return Engine(runner, cache, decode, context=context, rows=rows, chunk=CHUNK[kind], graphs=graphs, say=say)
 
 
@@ -339,7 +340,7 @@ def measure_speculation(model: Any, heads: Any, prompts: Sequence[Sequence[int]]
 
 def _write(engine: Engine, prompt: Sequence[int], new: int) -> float:
     """Return the seconds one request takes, its prompt included, which is as long in both ways."""
-    engine.submit(prompt, Sampling(new, temperature=0), None, None, lambda _: None)
+    engine.submit(prompt, Sampling(new, temperature=0), None, lambda _: None)
     began = time.perf_counter()
     while engine.busy():
         engine.step()

@@ -8,7 +8,7 @@ conversation and nobody else's.
 Keys and values are only good for the weights that made them, so a tree belongs to a version of the weights, and a new version
 starts a new tree. Whoever runs on meanwhile keeps its pages, and they go when it ends.
 
-Under pressure the page goes that was used longest ago, those of open sessions last, and always the end of a text before its beginning.
+Under pressure the page goes that was used longest ago, and always the end of a text before its beginning.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 Text = tuple[int, ...]
 
 WORTH_COPYING = 16  # positions; fewer are computed again
-MOST_SESSIONS = 65_536
 
 
 @dataclass(eq=False)
@@ -34,10 +33,9 @@ class Node:
     page: int
     tokens: Text
     parent: Node | None
-    children: dict[Text, dict[Text, Node]] = field(default_factory=dict)  # by their first tokens, then by all
+    children: dict[Text, Node] = field(default_factory=dict)
     users: int = 0  # requests that read it
     used: int = 0  # when last
-    session: str | None = None
     gone: bool = False  # out of the tree: evicted, taken over, or its version has passed
 
 
@@ -45,7 +43,6 @@ class Node:
 class Held:
     """The pages of one request, in order: shared ones from the tree first, then its own."""
 
-    session: str | None
     nodes: list[Node] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
     end: Node | None = None  # where in the tree its next full page would hang
@@ -56,53 +53,32 @@ class Held:
         return [node.page for node in self.nodes] + self.own
 
 
-@dataclass(frozen=True)
-class Copy:
-    """The first `count` positions of a page are wanted in another."""
-
-    source: int
-    target: int
-    count: int
-
-
 class PrefixCache:
     """All pages but number 0, which is for what nobody reads."""
 
-    def __init__(self, count: int, size: int, version: int = 0) -> None:
-        self.count, self.size, self.version = count, size, version
+    def __init__(self, count: int, size: int) -> None:
+        self.count, self.size = count, size
         self._worth = max(1, min(WORTH_COPYING, size // 2))
         self._free = list(range(1, count + 1))  # a heap: low numbers first, so that a small load stays together
         self._idle = 0  # pages in the tree that nobody reads
         self._root = Node(0, (), None)
-        self._loose: list[tuple[bool, int, int, Node]] = []  # leaves nobody reads; stale entries are skipped
+        self._loose: list[tuple[int, int, Node]] = []  # leaves nobody reads, by last use; stale entries are skipped
         self._clock = itertools.count(1)
-        self._sessions: dict[str, None] = {}  # open ones, the one used last at the end
         self.evicted = 0
 
     def free(self) -> int:
         """Return how many pages could be had now."""
         return len(self._free) + self._idle
 
-    def _nodes(self) -> Iterator[Node]:
-        waiting = [self._root]
-        while waiting:
-            below = [child for alike in waiting.pop().children.values() for child in alike.values()]
-            waiting.extend(below)
-            yield from below
-
-    def begin(self, tokens: Sequence[int], session: str | None = None) -> tuple[Held, int, Copy | None]:
+    def begin(self, tokens: Sequence[int]) -> tuple[Held, int, tuple[int, int, int] | None]:
         """Return the pages a text finds done, how many of its tokens they cover, and what has to be copied for that.
 
-        The last token is never covered: it must be computed for the model to say what comes next.
+        A copy is (source page, target page, positions). The last token is never covered: it must be computed for the model to say
+        what comes next.
         """
-        held = Held(session, end=self._root)
-        if session is not None:
-            self._sessions.pop(session, None)
-            self._sessions[session] = None
-            if len(self._sessions) > MOST_SESSIONS:  # not everybody says when one is over
-                del self._sessions[next(iter(self._sessions))]
+        held = Held(end=self._root)
         node, done, most = self._root, 0, len(tokens) - 1
-        while done + self.size <= most and (child := self._child(node, tuple(tokens[done : done + self.size]))):
+        while done + self.size <= most and (child := node.children.get(tuple(tokens[done : done + self.size]))):
             self._read(child, held)
             node, done = child, done + self.size
         best, shared = self._likest(node, tuple(tokens[done:most]))
@@ -119,27 +95,23 @@ class PrefixCache:
         if page is None:
             return held, done, None
         held.own.append(page)
-        return held, done + shared, Copy(best.page, page, shared)
-
-    def _child(self, node: Node, tokens: Text) -> Node | None:
-        return node.children.get(tokens[: self._worth], {}).get(tokens)
+        return held, done + shared, (best.page, page, shared)
 
     def _likest(self, node: Node, tokens: Text) -> tuple[Node | None, int]:
-        best, most = None, 0
-        for child in node.children.get(tokens[: self._worth], {}).values():
-            # Thousands may begin alike: ask this first.
+        best, most = None, self._worth - 1
+        for child in node.children.values():
+            # There may be thousands: ask first for the one token that must be alike for this child to be the likest so far.
             nearer = child.tokens[most : most + 1] == tokens[most : most + 1]
             if nearer and child.tokens[:most] == tokens[:most]:
                 best, most = child, common(child.tokens, tokens)
                 if most == len(tokens):
                     break
-        return best, most
+        return best, most if best else 0
 
     def _read(self, node: Node, held: Held) -> None:
         self._idle -= node.users == 0
         node.users += 1
         node.used = next(self._clock)
-        node.session = held.session or node.session
         held.nodes.append(node)
         held.end = node
 
@@ -158,37 +130,27 @@ class PrefixCache:
 
     def _evict(self) -> None:
         while self._loose:
-            _, used, _, node = heapq.heappop(self._loose)
-            if node.gone or node.users or node.used != used:
-                continue
-            self._unhang(node)
-            heapq.heappush(self._free, node.page)
-            self.evicted += 1
-            return
+            used, _, node = heapq.heappop(self._loose)
+            if _is_loose(node) and node.used == used:
+                self._unhang(node)
+                heapq.heappush(self._free, node.page)
+                self.evicted += 1
+                return
 
     def _unhang(self, node: Node) -> None:
         assert node.parent is not None
-        alike = node.parent.children[node.tokens[: self._worth]]
-        del alike[node.tokens]
-        if not alike:
-            del node.parent.children[node.tokens[: self._worth]]
+        del node.parent.children[node.tokens]
         node.gone = True
         self._idle -= 1
         self._loosen(node.parent)
 
     def _loosen(self, node: Node) -> None:
         """Note that a node may be evicted, if nothing keeps it."""
-        if node.parent is not None and not node.users and not node.children and not node.gone:
-            entry = (node.session in self._sessions, node.used, id(node), node)
-            heapq.heappush(self._loose, entry)
+        if _is_loose(node):
+            heapq.heappush(self._loose, (node.used, id(node), node))
             if len(self._loose) > 2 * self.count + 64:
-                self._tidy()
-
-    def _tidy(self) -> None:
-        """Leave one entry for each page that may be evicted, in the order of now."""
-        nodes, self._loose = {node for *_, node in self._loose}, []
-        for node in nodes:
-            self._loosen(node)
+                loose = {each for _, _, each in self._loose if _is_loose(each)}
+                self._loose = sorted((each.used, id(each), each) for each in loose)
 
     def publish(self, held: Held, tokens: Sequence[int], computed: int) -> None:
         """Let others share the full pages of a request whose first `computed` tokens are in the cache."""
@@ -197,7 +159,7 @@ class PrefixCache:
         while held.own and (len(held.nodes) + 1) * self.size <= computed:
             begin = len(held.nodes) * self.size
             content = tuple(tokens[begin : begin + self.size])
-            if self._child(held.end, content):  # somebody was faster; this request goes on with its own, unshared
+            if content in held.end.children:  # somebody was faster; this request goes on with its own, unshared
                 held.end = None
                 return
             self._hang(content, held)
@@ -206,7 +168,7 @@ class PrefixCache:
         assert held.end is not None
         node = Node(held.own.pop(0), content, held.end)
         self._idle += 1
-        held.end.children.setdefault(content[: self._worth], {})[content] = node
+        held.end.children[content] = node
         self._read(node, held)
 
     def end(self, held: Held, tokens: Sequence[int], computed: int) -> None:
@@ -231,19 +193,20 @@ class PrefixCache:
             heapq.heappush(self._free, page)
         held.nodes, held.own, held.end = [], [], None
 
-    def forget(self, session: str) -> None:
-        """Say that a session is over: its pages are kept no longer than anybody's."""
-        self._sessions.pop(session, None)
-        self._tidy()
-
-    def renew(self, version: int) -> None:
+    def renew(self) -> None:
         """Start a new tree for new weights."""
-        for node in list(self._nodes()):
+        passed = [self._root]
+        for node in passed:
+            passed.extend(node.children.values())
             node.gone = True
-            if not node.users:
+            if node.page and not node.users:
                 heapq.heappush(self._free, node.page)
-        self._root.gone = True
-        self._root, self._loose, self._idle, self.version = Node(0, (), None), [], 0, version
+        self._root, self._loose, self._idle = Node(0, (), None), [], 0
+
+
+def _is_loose(node: Node) -> bool:
+    """Whether nothing keeps a page in the tree."""
+    return node.parent is not None and not (node.users or node.children or node.gone)
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -29,7 +29,6 @@ class Request:
 
     number: int
     sampling: Sampling
-    session: str | None
     seed: int
     tokens: list[int]  # prompt and completion, as far as the host knows
     stop: Stop
