@@ -89,7 +89,8 @@ def cached_attention(
         return attend_pages(query_HND, now.cache, layer, now.plan, scaling, window, turn)[None]
     assert turn is None
     now.cache.write(layer, now.plan, key_KND, value_KND)
-    return (_together if now.plan.each else _one_by_one)(query_HND, layer, now, scaling, window)[None]
+    together = now.plan.each and all(len(pages) == 1 for pages in now.plan.pages)
+    return (_together if together else _one_by_one)(query_HND, layer, now, scaling, window)[None]
 
 
 @torch.library.custom_op("etude::cached_attention", mutates_args=())  # type: ignore[untyped-decorator]
@@ -143,15 +144,11 @@ def _filled(cache: Tensor, pages: list[int], length: int) -> Tensor:
 
 
 def _one_by_one(query_HND: Tensor, layer: int, now: Pass, scaling: float, window: int) -> Tensor:
-    plan, cache = now.plan, now.cache
-    done = []
-    for part, pages, length in zip(query_HND.split(plan.counts, 1), plan.pages, plan.lengths, strict=True):
+    plan, cache, done = now.plan, now.cache, []
+    of_requests = (query_HND.split(plan.counts, 1), plan.position_N.split(plan.counts), plan.pages, plan.lengths)
+    for part, position, pages, length in zip(*of_requests, strict=True):
         key, value = _filled(cache.keys[layer], pages, length), _filled(cache.values[layer], pages, length)
-        new = part.shape[1]
-        mask = None
-        if new < length or window:
-            ahead = torch.arange(length)[None] - torch.arange(length - new, length)[:, None]
-            mask = (ahead <= 0) & (ahead > -window if window else True)
+        mask = _seen(position[:, None], length, window) if len(position) != length or window else None
         how: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "scale": scaling, "enable_gqa": True}
         done.append(F.scaled_dot_product_attention(part[None], key, value, **how)[0].transpose(0, 1))
     return torch.cat(done)
@@ -166,13 +163,9 @@ def _together(query_HND: Tensor, layer: int, now: Pass, scaling: float, window: 
         now.masks[window] = _mask(plan, longest, query_HND.shape[0] // heads, window)
     query_GKRTD = query_HND.unflatten(1, (requests, each)).unflatten(0, (heads, -1)).permute(2, 0, 1, 3, 4)
     query, mask = query_GKRTD.flatten(2, 3), now.masks[window]
-    if all(len(pages) == 1 for pages in plan.pages):
-        if now.order is None:
-            now.order = _neighbours([pages[0] for pages in plan.pages])
-        out = _by_neighbours(query, keys, values, now.order, longest, mask, scaling)
-    else:
-        key, value = _stacked(keys, plan.pages, longest), _stacked(values, plan.pages, longest)
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    if now.order is None:
+        now.order = _neighbours([pages[0] for pages in plan.pages])
+    out = _by_neighbours(query, keys, values, now.order, longest, mask, scaling)
     return out.unflatten(2, (-1, each)).permute(0, 3, 1, 2, 4).reshape(requests * each, -1, values.shape[3])
 
 
@@ -204,17 +197,13 @@ def _by_neighbours(
     return out if order.back is None else out[order.back]
 
 
-def _stacked(cache: Tensor, pages: list[list[int]], longest: int) -> Tensor:
-    """Return a copy of what all requests have in the cache, [G, K, L, D]."""
-    used = -(-longest // cache.shape[2])
-    table = torch.tensor([(each + [0] * used)[:used] for each in pages])
-    return cache[table].transpose(1, 2).flatten(2, 3)[:, :, :longest]
-
-
 def _mask(plan: Plan, longest: int, groups: int, window: int) -> Tensor | None:
     """Return which positions each token sees, [G, 1, R·T, L]; None if that is all of them."""
     if plan.each == 1 and not window and min(plan.lengths) == longest:
         return None
-    ahead = torch.arange(longest) - plan.position_N.view(-1, plan.each, 1)
-    seen = (ahead <= 0) & (ahead > -window) if window else ahead <= 0
-    return seen.repeat(1, groups, 1)[:, None]
+    return _seen(plan.position_N.view(-1, plan.each, 1), longest, window).repeat(1, groups, 1)[:, None]
+
+
+def _seen(position: Tensor, longest: int, window: int) -> Tensor:
+    ahead = torch.arange(longest) - position
+    return (ahead <= 0) & (ahead > -window) if window else ahead <= 0

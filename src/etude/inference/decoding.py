@@ -1,24 +1,30 @@
-"""The decoding step of many requests: what it reads and writes stays on the device from step to step.
+"""What the device does for many requests: the decoding step, and passes over their prompts.
 
-A row is a place in the batch. The token a row wrote is its next input, so the host has nothing to do between two steps but to set rows
-that begin or end, and to give rows more pages. On a GPU a step is a CUDA graph for each size of batch; the host reads what was
-written while the next step runs.
+What a step reads and writes stays on the device. A row is a place in the batch. The token a row wrote is its next input, so the
+host has nothing to do between two steps but to set rows that begin or end, and to give rows more pages. On a GPU a step is a CUDA
+graph for each size of batch; the host reads what was written while the next step runs.
 
 With heads (MTP) a step may be a round: draft k tokens, read them all, keep what the model would have written. A head's layer has
 keys and values of its own; those of the last positions depend on drafts that may have been refused, so each round computes the
 last k + 1 positions of every depth again, from the hidden states of the model there (`trail`) and the tokens after them (`known`).
+
+Reading prompts is a pass over the next tokens of some requests, through the model and its heads. A layer is a dozen launches, and to
+make them takes the host four times as long as the device needs for them, even for 8,192 tokens. So on a GPU such a pass is a CUDA
+graph too, one for each number of tokens. Where each token goes is worked out on the device, inside the graph, from three small
+tables; tokens and requests that fill it up are nobody's.
 
 Shapes: R rows, P pages a row, k drafts, W = k + 1, D width of the model, V vocabulary.
 """
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from etude.inference.kv_cache import Plan, place
+from etude.inference.kv_cache import Plan, locate, plan
 from etude.inference.sampler import Choice, distribution, raw_logprobs, sample_packed
 from etude.inference.speculation import draft, judge
 
@@ -33,6 +39,9 @@ if TYPE_CHECKING:
 
 # What a step wrote, [3, R, written]: token (−1: none), log-prob, raw log-prob; and its logits.
 Written = tuple["Tensor", "Tensor"]
+Places = list[tuple[list[int], int, int]]  # pages, first new position and new tokens of each request
+
+LEAST = 64  # tokens of a graph of a prefill: fewer are filled up
 
 
 class Decoder:
@@ -120,11 +129,11 @@ class Decoder:
         """Return where `each` tokens of every row go; those before a text's beginning go where nobody reads."""
         device = first_R.device
         position = first_R[:, None] + torch.arange(each, device=device)
-        page, offset = place(self.table[:rows], position.clamp(min=0), self.runner.cache.size)
-        page = torch.where(position.flatten() < 0, 0, page)
+        real, size = position.clamp(min=0), self.runner.cache.size
+        page = torch.where(position < 0, 0, self.table[:rows].gather(1, real // size)).flatten().long()
         begin = torch.arange(rows + 1, device=device, dtype=torch.int32) * each
         length = (first_R + each).clamp(min=1).int()
-        where = Plan(page, offset, position.clamp(min=0).flatten(), self.table[:rows], length, begin, each, each)
+        where = Plan(page, (real % size).flatten(), real.flatten(), self.table[:rows], length, begin, each, each)
         if device.type == "cpu":
             where.counts, where.lengths, where.pages = [each] * rows, length.tolist(), self._pages[:rows]
         return where
@@ -180,6 +189,74 @@ def _drawn(logits_RV: Tensor, choice: Choice, position: Tensor, *, cut: bool) ->
     """Return a draft, and what it was drawn from."""
     scaled_RV = distribution(logits_RV, choice, cut=cut)
     return draft(scaled_RV, choice, position), scaled_RV
+
+
+class Prefill:
+    """Passes over prompts on one device."""
+
+    def __init__(self, runner: Runner, chunk: int, rows: int, pages: int, *, graphs: bool) -> None:
+        self.runner, self.chunk = runner, max(chunk, LEAST)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] | None = None
+        if graphs and runner.lean:
+            self._graphs, self._pool = {}, torch.cuda.graph_pool_handle()
+            depths = 1 + (runner.heads.depth if runner.heads else 0)
+            self._tokens = torch.zeros(depths, self.chunk, dtype=torch.int64, device=runner.device)
+            self._table = torch.zeros(rows, pages, dtype=torch.int32, device=runner.device)
+            self._length = torch.zeros(rows, dtype=torch.int32, device=runner.device)
+            self._begin = torch.zeros(rows + 1, dtype=torch.int32, device=runner.device)
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def read(
+        self, tokens: Sequence[Sequence[int]], places: Places, wanted: Sequence[int], *, watched: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits of the wanted tokens and the hidden states of all, which the next pass may overwrite.
+
+        `tokens`: those to read, then for each head those that follow them. `watched`: somebody looks into the model meanwhile.
+        """
+        if self._graphs is None or watched:
+            return self._without_graph(tokens, places, wanted)
+        count = len(tokens[0])
+        size = bucket(max(count, LEAST), self.chunk)
+        self._lay_out(tokens, places, size)
+        if size not in self._graphs:
+            for _ in range(2):  # kernels are compiled, libraries begun; what it writes into the cache is written again
+                self._pass(size)
+            self._graphs[size] = capture(partial(self._pass, size), self._pool)
+        graph, hidden = self._graphs[size]
+        graph.replay()
+        return self.runner.head(hidden[self.runner.send(wanted)]), hidden[:count]
+
+    def _without_graph(
+        self, tokens: Sequence[Sequence[int]], places: Places, wanted: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        runner = self.runner
+        where = plan(places, runner.cache.size, runner.device)
+        logits, hidden = runner.run(runner.send(tokens[0]), where, runner.send(wanted))
+        drafted = hidden
+        for depth, following in enumerate(tokens[1:]):
+            drafted = runner.draft(depth, drafted, runner.send(following), where)
+        return logits, hidden
+
+    def _lay_out(self, tokens: Sequence[Sequence[int]], places: Places, size: int) -> None:
+        """Put what a pass needs to know where its graph will look."""
+        rows, width = self._table.shape
+        send, count, more = self.runner.send, len(tokens[0]), rows - len(places)
+        self._tokens[:, :size] = send([[*each, *([0] * (size - count))] for each in tokens])
+        table = [[*pages, *([0] * (width - len(pages)))] for pages, _, _ in places]
+        self._table[: len(places)] = send(table)
+        begin = list(itertools.accumulate((new for _, _, new in places), initial=0))
+        self._length.copy_(send([first + new for _, first, new in places] + [0] * more))
+        self._begin.copy_(send(begin + [count] * more))
+
+    def _pass(self, size: int) -> Tensor:
+        runner, most = self.runner, min(size, len(self._length))
+        table, length, begin = self._table[:most], self._length[:most], self._begin[: most + 1]
+        located = locate(table, length, begin, size, runner.cache.size)
+        where = Plan(*located, table, length, begin, 0, size)
+        hidden = drafted = runner.hidden(self._tokens[0, :size], where)
+        for depth, following in enumerate(self._tokens[1:, :size]):
+            drafted = runner.draft(depth, drafted, following, where)
+        return hidden
 
 
 def capture(function: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:

@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from etude.errors import UserError
-from etude.inference.decoding import Decoder, bucket
+from etude.inference.decoding import Decoder, Prefill, bucket
 from etude.inference.model_runner import split_routes
 from etude.inference.policy import Completion, PolicyInfo, Token
-from etude.inference.prefill import Prefill
 from etude.inference.request import Counts, Launched, Request, Rows, Stop
 from etude.inference.speculation import SpeculationSwitch
 

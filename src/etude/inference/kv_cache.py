@@ -6,8 +6,9 @@ Shapes: P pages, K key/value heads, S positions a page, D width of a head; N tok
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -72,12 +73,6 @@ class Plan:
     blocks: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # on a GPU: how its kernel divides it
 
 
-def place(table_GP: Tensor, position_GT: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return page and offset of positions, flattened."""
-    page = table_GP.gather(1, position_GT // size)
-    return page.flatten().long(), (position_GT % size).flatten()
-
-
 def locate(
     table_GP: Tensor, length_G: Tensor, begin_G: Tensor, tokens: int, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,20 +88,18 @@ def locate(
 def plan(requests: Sequence[tuple[Sequence[int], int, int]], size: int, device: torch.device) -> Plan:
     """Return the plan of a pass over (pages, first new position, new tokens) of some requests."""
     counts = [count for _, _, count in requests]
-    widest = max(len(pages) for pages, _, _ in requests)
-    table = torch.zeros(len(requests), widest, dtype=torch.int32)
-    for index, (own, _, _) in enumerate(requests):
-        table[index, : len(own)] = torch.tensor(own, dtype=torch.int32)
-    position = torch.cat([torch.arange(first, first + count) for _, first, count in requests])
-    owner = torch.repeat_interleave(torch.arange(len(requests)), torch.tensor(counts))
-    page = table[owner, position // size].long()
     lengths = [first + count for _, first, count in requests]
-    begin = torch.tensor([0, *counts]).cumsum(0)
+    widest = max(len(pages) for pages, _, _ in requests)
+    tables = [[*own, *([0] * (widest - len(own)))] for own, _, _ in requests]
+    made = (tables, lengths, list(itertools.accumulate(counts, initial=0)))
+    table, length, begin = (send(each, device, torch.int32) for each in made)
+    located = locate(table, length, begin, sum(counts), size)
     each = counts[0] if len(set(counts)) == 1 else 0
-
-    made = (page, position % size, position, table, torch.tensor(lengths, dtype=torch.int32), begin.int())
-    page, offset, position, table, length, begin = (
-        tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor for tensor in made
-    )
     pages = [list(own) for own, _, _ in requests]
-    return Plan(page, offset, position, table, length, begin, each, max(counts), counts, lengths, pages)
+    return Plan(*located, table, length, begin, each, max(counts), counts, lengths, pages)
+
+
+def send(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return values as a tensor on the device, without waiting for it."""
+    made = torch.tensor(values, dtype=dtype)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made

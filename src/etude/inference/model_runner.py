@@ -22,7 +22,7 @@ from torch import Tensor
 
 from etude.errors import UserError, one_line
 from etude.inference.attention import NAME, Pass, Probe, during
-from etude.inference.kv_cache import Cache, plan
+from etude.inference.kv_cache import Cache, plan, send
 from etude.inference.lean import Lean, fits
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class Runner:
     def __init__(self, model: Any, heads: Any | None, *, compiled: bool) -> None:
         self.model, self.heads = model.eval(), heads
         self.device, self.dtype = model.device, model.dtype
+        self.send = functools.partial(send, device=model.device)
         self.vocabulary = model.get_input_embeddings().weight.shape[0]
         self.routers = Routers(model)
         self.cache: Cache
@@ -228,11 +229,6 @@ class Runner:
         """Make some pages as they were at first."""
         for each in (*self.cache.keys, *self.cache.values):
             each[list(pages)] = 0
-
-    def send(self, values: Sequence[float] | Sequence[Sequence[int]]) -> Tensor:
-        """Return values as a tensor on the device, without waiting for it."""
-        made = torch.tensor(values)
-        return made.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else made
 
     def head(self, hidden_ND: Tensor) -> Tensor:
         """Return the logits of hidden states; in float32, for bf16 numbers of their size lie 0.06 to 0.125 apart."""
