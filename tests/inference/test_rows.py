@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from etude.inference.policy import Sampling
+from etude.inference.policy import Sampling, Token
 from etude.inference.request import NEVER, Request, Rows, Stop
 
 
@@ -40,13 +40,13 @@ def test_the_account_is_right_after_any_comings_and_goings(seed: int) -> None:
                     continue
                 count += 1
                 of = request(count, rng.randrange(1, 30), max_tokens=rng.randrange(1, 9), **rng.choice(WISHES))
-                of.launched = rng.randrange(of.sampling.max_tokens)
+                of.written = [Token(1, 0.0, 0.0, 0)] * rng.randrange(of.sampling.max_tokens)
                 room = of.computed + rng.randrange(6)
                 rows.start(row, of, room)
                 state[row] = {
                     "of": of,
                     "computed": of.computed,
-                    "left": of.sampling.max_tokens - of.launched,
+                    "left": of.sampling.max_tokens - len(of.written),
                     "room": room,
                 }
             case 2 if state:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.inference.sampler import Choice, distribution, sample, truncated
-from etude.inference.speculation import draft, judge
+from etude.inference import sampler
+from etude.inference.sampler import Choice, distribution, draft, sample, truncated
 from tests.inference.chances import SURE, surprise
 
 MANY = 1 << 15
+
+
+class Round(NamedTuple):
+    tokens_Rk1: torch.Tensor  # noqa: N815 - as in the sampler
+    logprobs_Rk1: torch.Tensor  # noqa: N815 - as in the sampler
+    accepted_R: torch.Tensor  # noqa: N815 - as in the sampler
+
+
+def judge(*given: Any) -> Round:
+    return Round(*sampler.judge(*given))
 
 
 def same(count: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> Choice:

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from etude.inference.kv_cache import Plan, locate, plan
-from etude.inference.sampler import Choice, distribution, raw_logprobs, sample_packed
-from etude.inference.speculation import draft, judge
+from etude.inference.sampler import Choice, distribution, draft, judge, raw_logprobs, sample_packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -157,18 +156,18 @@ class Decoder:
         logits, hidden = self.runner.run(read_Rk1.flatten(), self._plan(rows, position, count + 1))
         each = Choice(*(value.repeat_interleave(count + 1) for value in choice))
         model_Rk1V = distribution(logits, each, cut=cut).unflatten(0, (rows, -1))
-        done = self._judge(model_Rk1V, heads_RkV, drafts_Rk, choice, position + 1)
-        raw = raw_logprobs(logits, done.tokens_Rk1.flatten()).view(rows, -1)
-        written = torch.arange(count + 1, device=raw.device)[None] <= done.accepted_R[:, None]
-        follow = done.accepted_R[:, None] + 1 + torch.arange(self.window, device=raw.device)
+        tokens_Rk1, logprobs_Rk1, accepted_R = self._judge(model_Rk1V, heads_RkV, drafts_Rk, choice, position + 1)
+        raw = raw_logprobs(logits, tokens_Rk1.flatten()).view(rows, -1)
+        written = torch.arange(count + 1, device=raw.device)[None] <= accepted_R[:, None]
+        follow = accepted_R[:, None] + 1 + torch.arange(self.window, device=raw.device)
         trail = torch.cat([self.trail[:rows], hidden.unflatten(0, (rows, -1)).to(self.trail.dtype)], 1)
-        known = torch.cat([self.known[:rows], done.tokens_Rk1], 1)
+        known = torch.cat([self.known[:rows], tokens_Rk1], 1)
         self.trail[:rows] = trail.gather(1, follow[..., None].expand(-1, -1, trail.shape[2]))
         self.known[:rows] = known.gather(1, follow)
-        self.token[:rows] = done.tokens_Rk1.gather(1, done.accepted_R[:, None])[:, 0]
-        self.position[:rows] += (done.accepted_R + 1) * self.active[:rows]
-        token = torch.where(written, done.tokens_Rk1, -1)
-        return torch.stack([token.double(), done.logprobs_Rk1.double(), raw.double()]), logits
+        self.token[:rows] = tokens_Rk1.gather(1, accepted_R[:, None])[:, 0]
+        self.position[:rows] += (accepted_R + 1) * self.active[:rows]
+        token = torch.where(written, tokens_Rk1, -1)
+        return torch.stack([token.double(), logprobs_Rk1.double(), raw.double()]), logits
 
     def _draft(self, rows: int, choice: Choice, position: Tensor, *, cut: bool) -> tuple[Tensor, Tensor]:
         """Return k drafts for each row and what they were drawn from, as logits."""

@@ -172,7 +172,7 @@ class Engine:
         if not parts:
             return
         counts = [count for _, count in parts]
-        places = [(_pages(request), request.computed, count) for request, count in parts]
+        places = [(request.held.pages, request.computed, count) for request, count in parts]
         tokens = [_following(parts, depth) for depth in range(self.drafts + 1)]
         done = [request.computed + count == len(request.tokens) for request, count in parts]
         last = [end - 1 for end, finished in zip(itertools.accumulate(counts), done, strict=True) if finished]
@@ -187,7 +187,6 @@ class Engine:
             if self.drafts:
                 before = [] if request.trail is None else [request.trail]
                 request.trail = torch.cat([*before, states])[-self.decoder.window :].clone()
-            assert request.held is not None
             self.prefix_cache.publish(request.held, request.tokens, request.computed)
         if ready := [request for (request, _), finished in zip(parts, done, strict=True) if finished]:
             self.prefilling = [request for request in self.prefilling if request not in ready]
@@ -198,7 +197,7 @@ class Engine:
         packed = self.decoder.begin(ready, logits, cut=any(request.cut for request in ready))
         for request in ready:
             request.trail = None
-            self.rows.start(request.row, request, len(_pages(request)) * self.prefix_cache.size)
+            self.rows.start(request.row, request, len(request.held.pages) * self.prefix_cache.size)
             self.rows.left[request.row] -= 1
         self._show_pages([request.row for request in ready])
         self._launch(list(ready), packed[..., None], logits)
@@ -241,9 +240,9 @@ class Engine:
         changed = []
         for row in self.rows.short_of_pages(more):
             # It may end or be set back itself meanwhile.
-            while (request := self.rows.of[row]) and request.held:
+            while request := self.rows.of[row]:
                 if self.prefix_cache.grow(request.held, int(self.rows.computed[row]) + 1 + more):
-                    self.rows.room[row] = len(_pages(request)) * self.prefix_cache.size
+                    self.rows.room[row] = len(request.held.pages) * self.prefix_cache.size
                     changed.append(row)
                     break
                 self._make_room()
@@ -251,7 +250,7 @@ class Engine:
 
     def _show_pages(self, rows: list[int]) -> None:
         if rows:
-            self.decoder.set_pages(rows, [_pages(request) for row in rows if (request := self.rows.of[row])])
+            self.decoder.set_pages(rows, [request.held.pages for row in rows if (request := self.rows.of[row])])
 
     def _make_room(self) -> None:
         """See who has ended; if all is known, send the request that came last back to waiting."""
@@ -260,7 +259,7 @@ class Engine:
             return
         last = max([*self.prefilling, *self.rows.requests()], key=lambda each: each.number)
         self._withdraw(last)
-        last.row, last.trail, last.computed, last.launched, last.routed = -1, None, 0, len(last.written), []
+        last.row, last.trail, last.computed, last.routed = -1, None, 0, []
         self.waiting = deque(sorted([*self.waiting, last], key=lambda each: each.number))
         self.counts.preempted += 1
 
@@ -304,10 +303,10 @@ class Engine:
 
     def _end_damaged(self, request: Request) -> None:
         """End a request whose output is no number. Keys and values it left go: nought times them is no number either."""
-        pages = _pages(request)
+        pages = request.held.pages
         self.prefix_cache.renew()
         self._leave(request)
-        used = {page for other in [*self.prefilling, *self.rows.requests()] for page in _pages(other)}
+        used = {page for other in [*self.prefilling, *self.rows.requests()] for page in other.held.pages}
         self.runner.wipe([0, *(page for page in pages if page not in used)])
         request.on_end(RuntimeError("the model's output is not a number; its weights may be damaged"))
 
@@ -355,10 +354,8 @@ class Engine:
             self.rows.give_back(request.row)
         elif self.rows.of[request.row] is request:
             self._free_row(request.row)
-        if request.held is not None:
-            # The last token was written but not read; of what was launched after the end nothing is kept.
-            self.prefix_cache.end(request.held, request.tokens, min(request.computed, len(request.tokens) - 1))
-            request.held = None
+        # The last token was written but not read; of what was launched after the end nothing is kept.
+        self.prefix_cache.end(request.held, request.tokens, min(request.computed, len(request.tokens) - 1))
 
 
 def _following(parts: list[tuple[Request, int]], depth: int) -> list[int]:
@@ -368,8 +365,3 @@ def _following(parts: list[tuple[Request, int]], depth: int) -> list[int]:
         here = request.tokens[request.computed + depth :][:count]
         tokens += here + request.tokens[-1:] * (count - len(here))
     return tokens
-
-
-def _pages(request: Request) -> list[int]:
-    assert request.held is not None
-    return request.held.pages

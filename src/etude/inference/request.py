@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from etude.inference.prefix_cache import Held
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
     from etude.inference.policy import Completion, OnTokens, Sampling, Token
-    from etude.inference.prefix_cache import Held
 
     OnEnd = Callable[[Completion | Exception], None]
 
@@ -34,10 +35,9 @@ class Request:
     stop: Stop
     on_tokens: OnTokens
     on_end: OnEnd
-    held: Held | None = None
+    held: Held = field(default_factory=Held)
     row: int = -1
     computed: int = 0  # positions in the cache, as of what was launched; while it runs, its row knows
-    launched: int = 0  # tokens asked of the device before its row began
     prefix: int = -1  # positions that were in the cache when it began, this time; −1: it has not begun yet
     cached: int = 0  # the same, the first time
     written: list[Token] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Rows:
         """Make a row active."""
         self.of[row] = request
         self.computed[row], self.room[row] = request.computed, room
-        self.left[row] = request.sampling.max_tokens - request.launched
+        self.left[row] = request.sampling.max_tokens - len(request.written)
         self.active[row] = True
         self._count(request, 1)
 

@@ -3,7 +3,12 @@
 The random number of a token is a hash of its request's seed and its position, so that a request with a seed gets the same numbers
 whatever else is in the batch, on any device, before and after it was set back.
 
-Shapes: R requests, V tokens of the vocabulary, W blocks of the vocabulary.
+Speculative decoding writes several tokens a pass without changing what is written (Leviathan et al., 2023; Chen et al., 2023). MTP
+heads propose k draft tokens, the model reads them all in one pass, and as many are accepted as the model itself would have
+written. A draft from q is accepted with probability min(1, p / q); at the first rejection a token is drawn from what p has more
+than q. So whatever the heads propose, each token is distributed as the model's own; with temperature 0 it is the model's own.
+
+Shapes: R requests, k draft tokens, V tokens of the vocabulary, W blocks of the vocabulary.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import torch.nn.functional as F
 if TYPE_CHECKING:
     from torch import Tensor
 
+DRAFT, ACCEPT = 1, 2  # streams of random numbers; 0 is for the token that is drawn from the model
 BLOCK = 128  # of the vocabulary, for drawing in two steps
 _MIX = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # SplitMix64
 
@@ -115,3 +121,49 @@ def raw_logprobs(logits_RV: Tensor, token: Tensor) -> Tensor:
     """Return the log-probs of some tokens at temperature 1."""
     raw_RV = logits_RV.float()
     return raw_RV.gather(1, token[:, None])[:, 0] - raw_RV.logsumexp(-1)
+
+
+def draft(scaled_RV: Tensor, choice: Choice, position_R: Tensor) -> Tensor:
+    """Return a draft for each request from a head's distribution, given as logits."""
+    weights = (scaled_RV - scaled_RV.amax(-1, keepdim=True)).exp()
+    drawn = draw(weights, uniform(choice.seed, position_R, DRAFT))
+    return torch.where(choice.temperature == 0, scaled_RV.argmax(-1), drawn)
+
+
+def judge(
+    model_Rk1V: Tensor, head_RkV: Tensor, draft_Rk: Tensor, choice: Choice, position_R: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keep what the model would have written: return tokens [R, k + 1], their log-probs, and how many drafts are accepted [R].
+
+    The first `accepted` + 1 tokens count. Both distributions are given as logits, scaled and cut; `position_R` is that of the
+    first draft.
+    """
+    drafts = draft_Rk.shape[1]
+    greedy_R1 = choice.temperature[:, None] == 0
+    best_Rk1 = model_Rk1V.argmax(-1)
+    # A vocabulary is long: what is needed of it is looked up, and only the row of the last token is gone through as a whole.
+    sums_Rk1, head_sums_Rk = model_Rk1V.logsumexp(-1), head_RkV.logsumexp(-1)
+    place_Rk = position_R[:, None] + torch.arange(drafts, device=draft_Rk.device)
+    likelier = _of(model_Rk1V[:, :-1], draft_Rk) - sums_Rk1[:, :-1] - _of(head_RkV, draft_Rk) + head_sums_Rk
+    lucky = uniform(choice.seed[:, None], place_Rk, ACCEPT) < likelier.exp()
+    accepted_R = torch.where(greedy_R1, draft_Rk == best_Rk1[:, :-1], lucky).long().cumprod(1).sum(1)
+    p_RV = (_row(model_Rk1V, accepted_R) - sums_Rk1.gather(1, accepted_R[:, None])).exp()
+    refused_R = accepted_R.clamp(max=drafts - 1)
+    q_RV = (_row(head_RkV, refused_R) - head_sums_Rk.gather(1, refused_R[:, None])).exp()
+    # After the last draft there is nothing to subtract; what rounding alone refused is drawn from p.
+    more_RV = (p_RV - q_RV * (accepted_R < drafts)[:, None]).clamp(min=0)
+    more_RV = torch.where(more_RV.sum(-1, keepdim=True) > 0, more_RV, p_RV)
+    drawn_R = draw(more_RV, uniform(choice.seed, position_R + accepted_R))
+    last_R1 = torch.where(greedy_R1, best_Rk1.gather(1, accepted_R[:, None]), drawn_R[:, None])
+    place_Rk1 = torch.arange(drafts + 1, device=draft_Rk.device)[None]
+    tokens_Rk1 = torch.where(place_Rk1 == accepted_R[:, None], last_R1, F.pad(draft_Rk, (0, 1)))
+    logprobs_Rk1 = torch.where(greedy_R1, 0.0, _of(model_Rk1V, tokens_Rk1) - sums_Rk1)
+    return tokens_Rk1, logprobs_Rk1, accepted_R
+
+
+def _row(values_RkV: Tensor, which_R: Tensor) -> Tensor:
+    return values_RkV.gather(1, which_R[:, None, None].expand(-1, 1, values_RkV.shape[2]))[:, 0]
+
+
+def _of(values: Tensor, tokens: Tensor) -> Tensor:
+    return values.gather(-1, tokens[..., None])[..., 0]
