@@ -1,4 +1,4 @@
-"""What isolation costs: starting a command, a sandbox, a fork of one, a test run; many at once; and what a thousand leave behind.
+"""What isolation costs: starting a command, a sandbox, a test run; many at once; and what a thousand leave behind.
 
     python benchmarks/sandbox.py [--python PYTHON] [--episodes 1000] [--out FILE]
 
@@ -93,20 +93,6 @@ async def starts(place: Place, backend: str, count: int) -> dict[str, Any]:
     return found
 
 
-async def forks(place: Place, backend: str, count: int) -> dict[str, Any]:
-    """Measure forks of a sandbox that has changed a little."""
-    box = await open_sandbox(place, backend)
-    await box.exec("echo new > new; echo more >> package/part0/module0.py; rm package/part1/module1.py")
-    times = []
-    for _ in range(count):
-        began = time.perf_counter()
-        other = await box.fork()
-        times.append(1e3 * (time.perf_counter() - began))
-        await other.close()
-    await box.close()
-    return {**summary(times), "per_second": round(1e3 / statistics.median(times), 1)}
-
-
 async def tests(place: Place, backend: str, python: Path, count: int) -> dict[str, Any]:
     """Measure a test run cold and warm, taking turns."""
     readonly = (python.parent.parent,)
@@ -176,7 +162,7 @@ def remains() -> dict[str, int]:
 
 
 async def episodes(place: Place, backend: str, count: int) -> dict[str, Any]:
-    """Run episodes, eight at a time: write, run, fork, look at the difference, close. Return what is left of them."""
+    """Run episodes, eight at a time: write, run, look at the difference, close. Return what is left of them."""
     await (await open_sandbox(place, backend)).close()  # a launcher stays; it is not of an episode
     before, began = remains(), time.perf_counter()
     gate = asyncio.Semaphore(8)
@@ -186,11 +172,8 @@ async def episodes(place: Place, backend: str, count: int) -> dict[str, Any]:
             box = await open_sandbox(place, backend)
             await box.write("note.txt", str(index).encode())
             await box.exec("sleep 600 & cat note.txt > copy.txt; rm package/part0/module0.py")
-            other = await box.fork() if index % 10 == 0 else None
             changed = {entry.path: entry.kind for entry in await box.diff()}
             await box.close()
-            if other is not None:
-                await other.close()
             return changed == {"copy.txt": "file", "note.txt": "file", "package/part0/module0.py": "gone"}
 
     right = await asyncio.gather(*(episode(index) for index in range(count)))
@@ -204,10 +187,7 @@ async def measure(backend: str, python: Path | None, count: int, episode_count: 
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         place = Place((layer(Path(name)),), limits=LIMITS)
-        found: dict[str, Any] = {
-            "starts": await starts(place, backend, count),
-            "forks": await forks(place, backend, count),
-        }
+        found: dict[str, Any] = {"starts": await starts(place, backend, count)}
         if python:
             found["tests"] = await tests(place, backend, python, max(3, count // 5))
         found["many"] = await many(place, backend)
@@ -221,11 +201,8 @@ def table(backend: str, found: dict[str, Any]) -> None:
     for name, ways in found["starts"].items():
         for way, times in ways.items():
             print(f"  {name + ', ' + way:<28}{times['min']:>10}{times['median']:>12}")
-    for name, times in {
-        "fork": found["forks"],
-        **{f"pytest, {way}": found["tests"][way] for way in ("cold", "warm") if "tests" in found},
-    }.items():
-        print(f"  {name:<28}{times['min']:>10}{times['median']:>12}")
+    for way, times in found.get("tests", {}).items():
+        print(f"  {'pytest, ' + way:<28}{times['min']:>10}{times['median']:>12}")
     print(f"  {found['many']}\n  {found['episodes']}")
 
 

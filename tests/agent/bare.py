@@ -8,14 +8,16 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from etude.sandbox.box import Entry, Result, Sandbox, SandboxError
+from etude.sandbox.box import Place, Result, Sandbox, SandboxError
 
 
-class BareSandbox:
+class BareSandbox(Sandbox):
     """Runs commands in a folder; counts them, and how many ran at once."""
 
     backend = "none: a test's stand-in"
+    place = Place(())
 
     def __init__(self, folder: Path, result: Result | None = None, failure: SandboxError | None = None) -> None:
         self.folder, self.result, self.failure = folder, result, failure
@@ -51,22 +53,7 @@ class BareSandbox:
         self.running -= 1
         return Result(process.returncode or 0, out, err, timed_out=not done, seconds=time.perf_counter() - began)
 
-    async def read(self, path: str, limit: int = 0) -> bytes:
-        raise NotImplementedError
-
-    async def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
-        raise NotImplementedError
-
-    async def list(self, path: str = ".") -> list[Entry]:
-        raise NotImplementedError
-
-    async def diff(self) -> list[Entry]:  # type: ignore[valid-type]
-        raise NotImplementedError
-
-    async def snapshot(self, folder: Path) -> Path:
-        raise NotImplementedError
-
-    async def fork(self) -> Sandbox:
+    async def _ask(self, header: dict[str, Any], payload: bytes = b"") -> tuple[dict[str, Any], bytes]:
         raise NotImplementedError
 
     async def close(self) -> None:

@@ -70,7 +70,7 @@ def answers(nodes: list[Node]) -> list[str]:
 
 def keepers() -> list[int]:
     """Return the processes that keep this process's sandboxes."""
-    launchers = [each.process.pid for each in local._launchers.values() if each.process.poll() is None]
+    launchers = [process.pid for process, _ in local._launchers.values() if process.poll() is None]
     return [int(word) for pid in launchers for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 

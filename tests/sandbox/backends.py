@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from etude.sandbox.box import Place, Sandbox, SandboxError
-from etude.sandbox.container import ContainerSandbox, Engine
+from etude.sandbox.container import ContainerSandbox
 
 BACKENDS = ("namespaces", "podman", "docker")
 FOLDERS = ("usr", "etc", "tmp", "proc", "sys", "dev", "workspace", "run")
@@ -25,31 +25,44 @@ def rootfs(folder: Path) -> Path:
     return folder
 
 
-def engine(name: str, folder: Path) -> Engine | str:
-    """Return an engine that can be used here, or why there is none."""
-    if shutil.which(name) is None:
-        return f"{name} is not installed"
+def program(folder: Path, name: str, line: str) -> str:
+    """Write a program that stands for an engine."""
+    folder.mkdir(parents=True)
+    (folder / name).write_text(f"#!/bin/bash\n{line}\n")
+    (folder / name).chmod(0o755)
+    return str(folder / name)
+
+
+def engine(name: str, folder: Path) -> str:
+    """Return a program that starts containers with this machine's /usr as their image."""
+    real = shutil.which(name)
+    if real is None:
+        raise OSError(f"{name} is not installed")
     root = rootfs(folder / f"root-{name}")
+    image, options = "etude-test", "--volume /usr:/usr:ro"
     if name == "podman":
-        runtime = ("--runtime", "runc") if shutil.which("runc") else ()
-        options = ("--volume", "/usr:/usr:ro", "--read-only-tmpfs=false")
-        return Engine("podman", ("podman", *runtime), ("--rootfs", str(root)), options)
+        real += " --runtime runc" if shutil.which("runc") else ""
+        image, options = f"--rootfs {root}", f"{options} --read-only-tmpfs=false"
+    line = f'[ "$1" = run ] || exec {real} "$@"\nwords="${{*@Q}}"\neval exec {real} "${{words/\'IMAGE\'/{options} {image}}}"'
+    if name == "podman":
+        return program(folder / f"bin-{name}", name, line)
     packed = subprocess.run(["tar", "-C", str(root), "-cf", "-", "."], capture_output=True, check=True).stdout
     made = subprocess.run(["docker", "import", "-", "etude-test"], input=packed, capture_output=True, check=False)
     if made.returncode:
-        return made.stderr.decode(errors="replace").splitlines()[-1]
-    return Engine("docker", ("docker",), ("etude-test",), ("--volume", "/usr:/usr:ro"))
+        raise OSError(made.stderr.decode(errors="replace").splitlines()[-1])
+    return program(folder / f"bin-{name}", name, line)
 
 
 def opener(backend: str, folder: Path) -> Callable[[Place], Awaitable[Sandbox]] | str:
     """Return what opens a sandbox, having opened one; or why none can be."""
     if backend in {"docker", "podman"}:
-        found = engine(backend, folder)
-        if isinstance(found, str):
-            return found
+        try:
+            path = engine(backend, folder)
+        except OSError as error:
+            return str(error)
 
         def opened(place: Place) -> Awaitable[Sandbox]:
-            return ContainerSandbox.open(found, place)
+            return ContainerSandbox.open(path, "IMAGE", place)
     else:
         from etude.sandbox.local import open_sandbox
 

@@ -18,11 +18,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from etude.sandbox.box import MIB, Limits, Missing, Place, Sandbox, SandboxError
+from etude.sandbox.layers import write_layer
 from tests.sandbox import attacks
 from tests.sandbox.backends import opener
 from tests.sandbox.hostile_host import Host, processes, remains
@@ -221,7 +222,7 @@ class Trial:
         with contextlib.suppress(SandboxError):  # over a link: the link is replaced or nothing happens
             await box.write("check", b"x")
         folder = Path(tempfile.mkdtemp(dir=host.folder)) / "layer"
-        await box.snapshot(folder)
+        write_layer(folder, await box.diff(), (host.layer,))
         return found + ([] if os.readlink(folder / "out") == str(outside) else ["the link was followed"])
 
     async def races(self, box: Sandbox) -> list[str]:
@@ -248,7 +249,9 @@ class Trial:
             "for k in (0o020000, 0o060000):\n try: os.mknod('kept2', 0o600|k, 0)\n except OSError: pass"
         )
         await box.exec(["python3", "-c", script])
-        other = await box.fork()
+        folder = Path(tempfile.mkdtemp(dir=self.host.folder)) / "layer"
+        layers = write_layer(folder, await box.diff(), (self.host.layer,)), self.host.layer
+        other = await self.opened(replace(self.place(), layers=layers))
         try:
             shown = [await each.exec("ls . dir; cat kept.txt dir/file") for each in (box, other)]
         finally:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from etude.sandbox.box import MIB, Limits, Missing, Place, SandboxError
-from etude.sandbox.container import ContainerSandbox, Engine
-from tests.sandbox.backends import engine
+from etude.sandbox.container import ContainerSandbox
+from etude.sandbox.layers import write_layer
+from tests.sandbox.backends import engine, program
 
 LIMITS = Limits(memory=300 * MIB, processes=50, disk=20 * MIB, output=1000)
 SPACES = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "true"]
@@ -30,30 +31,29 @@ def layer(tmp_path: Path) -> Path:
 @pytest.fixture(
     params=["fake", pytest.param("podman", marks=pytest.mark.slow), pytest.param("docker", marks=pytest.mark.slow)]
 )
-def container(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Engine]:
+def container(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], str]:
     """What gives an engine; the fake one has room for one container, so each gets a fake of its own."""
     if request.param == "fake":
         if subprocess.run(SPACES, capture_output=True, check=False).returncode:
             pytest.skip("no process namespaces here")
 
-        def fake() -> Engine:
-            state = tmp_path / f"fake{len(list(tmp_path.glob('fake*')))}"
-            state.mkdir()
-            words = (sys.executable, str(Path(__file__).with_name("fake_engine.py")), str(state))
-            return Engine("podman", words, ("image",))
-
-        return fake
-    found = engine(request.param, tmp_path)
-    if isinstance(found, str):
-        pytest.skip(found)
+        return lambda: fake(tmp_path / f"fake{len(list(tmp_path.glob('fake*')))}", "podman")
     if request.param == "podman" and os.getuid():
         pytest.skip("podman without root needs a network of ids")
-    return lambda: found
+    try:
+        path = engine(request.param, tmp_path)
+    except OSError as error:
+        pytest.skip(str(error))
+    return lambda: path
 
 
-def using(engine: Engine, place: Place, work: Callable[[ContainerSandbox], Awaitable[None]]) -> None:
+def fake(state: Path, name: str) -> str:
+    return program(state, name, f'exec {sys.executable} {Path(__file__).with_name("fake_engine.py")} {state} "$@"')
+
+
+def using(engine: str, place: Place, work: Callable[[ContainerSandbox], Awaitable[None]]) -> None:
     async def run() -> None:
-        box = await ContainerSandbox.open(engine, place)
+        box = await ContainerSandbox.open(engine, "IMAGE", place)
         try:
             await work(box)
         finally:
@@ -63,7 +63,7 @@ def using(engine: Engine, place: Place, work: Callable[[ContainerSandbox], Await
     asyncio.run(run())
 
 
-def test_commands(container: Callable[[], Engine], layer: Path) -> None:
+def test_commands(container: Callable[[], str], layer: Path) -> None:
     async def work(box: ContainerSandbox) -> None:
         done = await box.exec('cat; echo "$A"; cat a.txt >&2; exit 3', stdin=b"in ", env={"A": "two words\nand lines"})
         assert (done.rc, done.out, done.err) == (3, b"in two words\nand lines\n", b"hello")
@@ -78,7 +78,7 @@ def test_commands(container: Callable[[], Engine], layer: Path) -> None:
     using(container(), Place((layer,), limits=LIMITS), work)
 
 
-def test_nothing_outlives_a_call(container: Callable[[], Engine], layer: Path) -> None:
+def test_nothing_outlives_a_call(container: Callable[[], str], layer: Path) -> None:
     async def work(box: ContainerSandbox) -> None:
         done = await box.exec("sleep 1000 & (setsid sleep 1000 >/dev/null 2>&1 &); echo started")
         assert (done.out, done.timed_out) == (b"started\n", False)
@@ -88,7 +88,7 @@ def test_nothing_outlives_a_call(container: Callable[[], Engine], layer: Path) -
     using(container(), Place((layer,), limits=LIMITS), work)
 
 
-def test_files(container: Callable[[], Engine], layer: Path) -> None:
+def test_files(container: Callable[[], str], layer: Path) -> None:
     async def work(box: ContainerSandbox) -> None:
         await box.write("new/deep/\udcff\n.txt", b"\0data", 0o755)
         assert await box.read("new/deep/\udcff\n.txt") == b"\0data"
@@ -112,7 +112,7 @@ def test_files(container: Callable[[], Engine], layer: Path) -> None:
     using(container(), Place((layer,), limits=LIMITS), work)
 
 
-def test_differences_and_forks(container: Callable[[], Engine], layer: Path, tmp_path: Path) -> None:
+def test_differences(container: Callable[[], str], layer: Path, tmp_path: Path) -> None:
     async def work(box: ContainerSandbox) -> None:
         assert await box.diff() == []
         await box.exec(
@@ -135,9 +135,8 @@ def test_differences_and_forks(container: Callable[[], Engine], layer: Path, tmp
             "other",
             None,
         )  # together they are larger than the disk: holes, not to be read for ever
-        other = await ContainerSandbox.open(
-            container(), Place((await box.snapshot(tmp_path / "snap"), layer), limits=LIMITS)
-        )
+        snap = write_layer(tmp_path / "snap", await box.diff(), (layer,))
+        other = await ContainerSandbox.open(container(), "IMAGE", Place((snap, layer), limits=LIMITS))
         try:
             assert (await other.exec("rm big1; cat a.txt n/s; ls")).out == b"hellox\ns\na.txt\nc.txt\nl\nn\n"
             assert [(each.path, each.kind) for each in await other.diff()] == [("big1", "gone")]
@@ -151,14 +150,12 @@ def test_the_container_is_shut_in(tmp_path: Path, layer: Path) -> None:
     """What is asked of an engine, read by a fake one: a flag that is missing here is missing everywhere."""
     if subprocess.run(SPACES, capture_output=True, check=False).returncode:
         pytest.skip("no process namespaces here")
-    (tmp_path / "fake").mkdir()
-    words = (sys.executable, str(Path(__file__).with_name("fake_engine.py")), str(tmp_path / "fake"))
     place = Place((layer,), (Path("/opt/env"),), ("/usr/games",), limits=LIMITS)
 
     async def work(box: ContainerSandbox) -> None:
         await box.exec("true")
 
-    using(Engine("docker", words, ("image",)), place, work)
+    using(fake(tmp_path / "fake", "docker"), place, work)
     started, filled, called = map(json.loads, (tmp_path / "fake" / "log").read_text().splitlines())
     text = " ".join(started)
     held = 6 * 4096 + 3 * 4096  # two blocks each, and one more for a folder of the host's
@@ -182,14 +179,12 @@ def test_the_container_is_shut_in(tmp_path: Path, layer: Path) -> None:
 
 
 def test_an_engine_that_fails_is_told(tmp_path: Path, layer: Path) -> None:
-    script = tmp_path / "engine"
-    script.write_text("#!/bin/sh\necho 'no such image' >&2; exit 125\n")
-    script.chmod(0o755)
-    with pytest.raises(SandboxError, match="podman started no container of image: no such image"):
-        asyncio.run(ContainerSandbox.open(Engine("podman", (str(script),), ("image",)), Place((layer,))))
+    script = program(tmp_path / "bin", "podman", "echo 'no such image' >&2; exit 125")
+    with pytest.raises(SandboxError, match="podman started no container of IMAGE: no such image"):
+        asyncio.run(ContainerSandbox.open(script, "IMAGE", Place((layer,))))
 
 
-def test_a_container_that_ends_is_no_result(container: Callable[[], Engine], layer: Path) -> None:
+def test_a_container_that_ends_is_no_result(container: Callable[[], str], layer: Path) -> None:
     async def work(box: ContainerSandbox) -> None:
         assert box.process is not None
         box.process.kill()  # the engine's client; with its end the container's input ends

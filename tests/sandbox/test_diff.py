@@ -81,7 +81,7 @@ def test_diff_is_the_difference_of_whole_trees(
     async def work() -> None:
         base = await open_sandbox(Place((tmp_path / "layer",)), "namespaces")
         await base.exec(script(upper))
-        middle = await base.snapshot(tmp_path / "middle")
+        middle = write_layer(tmp_path / "middle", await base.diff(), (tmp_path / "layer",))
         box = await open_sandbox(Place((middle, tmp_path / "layer")), "namespaces")
         try:
             before = await tree_inside(box)

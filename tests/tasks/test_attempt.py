@@ -19,7 +19,7 @@ from etude.agent.search import installed_embedder
 from etude.agent.tools import Toolset, ToolSettings
 from etude.agent.trace import Trace
 from etude.sandbox.box import Entry, SandboxError
-from etude.sandbox.launcher import remove_stale_forks
+from etude.sandbox.launcher import remove_stale_layers
 from etude.tasks.attempt import Left, change_of, judge, own_changes, searcher_for, work_on
 from etude.tasks.score import MOST_BYTES, Score, score, taken
 from etude.tasks.task import Codebase
@@ -107,11 +107,11 @@ def test_layers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         folder = Path(process.stdout.readline().strip())
-        remove_stale_forks()
+        remove_stale_layers()
         assert (folder / "0" / "a").exists()  # it lives
         process.kill()
     assert folder.exists()
-    remove_stale_forks()
+    remove_stale_layers()
     assert not folder.exists()
 
 

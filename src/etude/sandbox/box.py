@@ -7,14 +7,18 @@ Nothing that comes out of a sandbox is trusted: names may be any bytes (decoded 
 
 from __future__ import annotations
 
+import asyncio
+import posixpath
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+
+from etude.sandbox import inside
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-WORKSPACE = "/workspace"
+WORKSPACE = inside.WORKSPACE
 MIB = 1 << 20
 
 
@@ -74,6 +78,9 @@ class Entry:
     content: bytes | None = None  # of a file, or where a link leads; only in a diff
 
 
+Entries: TypeAlias = list[Entry]  # a method is called `list`, too
+
+
 class SandboxError(Exception):
     """The sandbox itself failed, or was asked for something that is not there: infrastructure, never the model's score."""
 
@@ -83,11 +90,11 @@ class Missing(SandboxError):  # noqa: N818 - a state of the file
 
 
 class Sandbox(Protocol):
-    """One sandbox. Calls may be made at once."""
+    """One sandbox: what every backend promises, and what all do alike with files, by asking `inside`. Calls may be made at once."""
 
-    @property
-    def backend(self) -> str:
-        """Return what isolates it, for the trace."""
+    backend: str  # what isolates it, for the trace
+    place: Place
+    held: int = 0  # bytes of the layers, where they count as written
 
     async def exec(
         self, command: str | Sequence[str], *, timeout: float | None = None, env: Mapping[str, str] | None = None, stdin: bytes = b"",
@@ -98,23 +105,45 @@ class Sandbox(Protocol):
         `python -m MODULE …` with the warm Python and a warm module starts from its memory.
         """
 
+    async def close(self) -> None:
+        """End everything in it and leave nothing behind. May be called twice."""
+
+    async def _ask(self, header: dict[str, Any], payload: bytes = b"") -> tuple[dict[str, Any], bytes]:
+        """Have `inside` do something; return its answer and what it sent."""
+
     async def read(self, path: str, limit: int = 16 * MIB) -> bytes:
         """Return a file's content. Missing: there is none. SandboxError: it is larger than the limit."""
+        return (await self._ask({"op": "read", "path": plain_path(path), "limit": limit}))[1]
 
     async def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
         """Write a file, and the folders above it."""
+        await self._ask({"op": "write", "path": plain_path(path), "mode": mode}, content)
 
-    async def diff(self) -> list[Entry]:
+    async def diff(self) -> Entries:
         """Return all differences from the layers, sorted by path."""
+        from etude.sandbox.layers import differences
 
-    async def list(self, path: str = ".") -> list[Entry]:
+        _, content = await self._ask({"op": "walk", "limit": self.place.limits.disk + self.held})
+        return await asyncio.to_thread(differences, self.place.layers, inside.take(bytearray(content)))
+
+    async def list(self, path: str = ".") -> Entries:
         """Return what is in a folder, sorted by name."""
+        _, content = await self._ask({"op": "list", "path": plain_path(path)})
+        return sorted((Entry(**header) for header, _ in inside.take(bytearray(content))), key=lambda entry: entry.path)
 
-    async def snapshot(self, folder: Path) -> Path:
-        """Write the differences as a layer: a new folder to be put above the present ones; return it."""
 
-    async def fork(self) -> Sandbox:
-        """Return another sandbox whose workspace begins as this one's is now; its /tmp is empty."""
+def plain_path(path: str) -> str:
+    """Return a path relative to the workspace in its plainest form; one that leads out is missing."""
+    plain = posixpath.normpath(path)
+    if path.startswith("/") or plain.split("/")[0] == ".." or "\0" in path:
+        raise Missing(f"{path!r} is not a path inside the workspace")
+    return plain
 
-    async def close(self) -> None:
-        """End everything in it and leave nothing behind. May be called twice."""
+
+def answered(answer: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return an answer of `inside`, or raise what it says went wrong."""
+    if "missing" in answer:
+        raise Missing(answer["missing"])
+    if "error" in answer:
+        raise SandboxError(answer["error"])
+    return answer, content

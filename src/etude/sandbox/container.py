@@ -17,25 +17,20 @@ import asyncio
 import contextlib
 import errno
 import json
-import os
 import platform
 import posixpath
 import resource
 import secrets
-import shutil
 import tarfile
 import tempfile
 import time
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any
 
 from etude.sandbox import inside, isolate
-from etude.sandbox.box import WORKSPACE, Result, SandboxError
+from etude.sandbox.box import WORKSPACE, Result, Sandbox, SandboxError, answered, plain_path
 from etude.sandbox.keeper import Clip
 from etude.sandbox.layers import Below
-from etude.sandbox.local import FileWork, answered
-from etude.sandbox.local import inside as plain_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -69,17 +64,7 @@ BASE_ENV = {"HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}  
 RUN = '(cd "$0" && exec "$@"); rc=$?; kill -9 -1 2>/dev/null; exit $rc'  # a daemon must not hold the call's pipes open
 
 
-@dataclass(frozen=True)
-class Engine:
-    """How containers are made here."""
-
-    name: Literal["docker", "podman"]
-    command: tuple[str, ...]  # its command line: ("docker",) or ("podman", "--runtime", "runc")
-    image: tuple[str, ...]  # what `run` starts: (IMAGE,), or ("--rootfs", FOLDER) with Podman
-    options: tuple[str, ...] = ()  # more of them for `run`
-
-
-def run_words(engine: Engine, place: Place, name: str, held: int, filtering: str) -> list[str]:
+def run_words(engine: str, image: str, place: Place, name: str, held: int, filtering: str) -> list[str]:
     """Return the command that starts a container whose layers hold so many bytes, under the filter in a file."""
     limits = place.limits
     disk = limits.disk + held
@@ -90,9 +75,9 @@ def run_words(engine: Engine, place: Place, name: str, held: int, filtering: str
         "nofile": min(4096, most["nofile"]), "nproc": min(20_000, most["nproc"]),  # of an id that other containers use too
         "core": 0, "cpu": limits.cpu_seconds, "fsize": disk,
     }  # fmt: skip
-    special = f"nr_inodes={limits.files}" if engine.name == "docker" else "notmpcopyup"
+    special = f"nr_inodes={limits.files}" if Path(engine).name == "docker" else "notmpcopyup"
     shared = f"rw,exec,nosuid,nodev,size={disk},{special}"
-    words = [*engine.command, "run", "-i", "--rm", "--name", name, "--log-driver", "none", "--pull", "never"]
+    words = [engine, "run", "-i", "--rm", "--name", name, "--log-driver", "none", "--pull", "never"]
     words += ["--network", "none", "--hostname", "sandbox", "--user", "0:0", "--read-only"]
     words += ["--cap-drop", "ALL", "--cap-add", "KILL"]
     words += ["--security-opt", "no-new-privileges", "--security-opt", f"seccomp={filtering}"]
@@ -102,7 +87,7 @@ def run_words(engine: Engine, place: Place, name: str, held: int, filtering: str
     words += ["--tmpfs", f"{WORKSPACE}:{shared},mode=0777", "--tmpfs", f"/tmp:{shared},mode=1777"]  # noqa: S108 - inside
     words += [word for folder in place.readonly for word in ("--volume", f"{folder}:{folder}:ro")]
     words += [word for folder in place.hidden for word in ("--tmpfs", f"{folder}:ro,size=4096,mode=0755")]
-    return [*words, *engine.options, *engine.image, *_python()]
+    return [*words, image, *_python()]
 
 
 def profile() -> dict[str, Any]:
@@ -137,23 +122,21 @@ async def _drain(stream: asyncio.StreamReader, clip: Clip) -> None:
         clip.add(block)
 
 
-class ContainerSandbox(FileWork):
+class ContainerSandbox(Sandbox):
     """One container."""
 
-    def __init__(self, engine: Engine, place: Place, own: Path | None = None) -> None:
-        super().__init__(place)
-        self.engine, self.own = engine, own
-        self.backend: str = engine.name
+    def __init__(self, engine: str, image: str, place: Place) -> None:
+        self.engine, self.image, self.place = engine, image, place
+        self.backend = Path(engine).name
         self.name = f"etude-{secrets.token_hex(8)}"
-        self.held = 0  # bytes of the layers
         self.lock = asyncio.Lock()
         self.process: asyncio.subprocess.Process | None = None
         self.oom_kills = 0
 
     @classmethod
-    async def open(cls, engine: Engine, place: Place, own: Path | None = None) -> ContainerSandbox:
-        """Start a container and fill its workspace. `own`: a folder to remove at the end."""
-        box = cls(engine, place, own)
+    async def open(cls, engine: str, image: str, place: Place) -> ContainerSandbox:
+        """Start a container and fill its workspace. `engine`: the program podman or docker, by its name or its path."""
+        box = cls(engine, image, place)
         try:
             await box._start()
         except BaseException:
@@ -176,15 +159,14 @@ class ContainerSandbox(FileWork):
         with tempfile.NamedTemporaryFile("w", suffix=".json") as filtering:
             json.dump(profile(), filtering)
             filtering.flush()
-            words = run_words(self.engine, self.place, self.name, self.held, filtering.name)
+            words = run_words(self.engine, self.image, self.place, self.name, self.held, filtering.name)
             self.process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=pipe)
             assert self.process.stdout is not None
             assert self.process.stderr is not None
             first = await asyncio.wait_for(self.process.stdout.readline(), PATIENCE)
         if not first.strip().isdigit():
             said = (await self.process.stderr.read(2000)).decode(errors="replace").split("\n")[0]
-            image = self.engine.image[-1]
-            raise SandboxError(f"{self.engine.name} started no container of {image}: {said or 'no python3?'}")
+            raise SandboxError(f"{self.backend} started no container of {self.image}: {said or 'no python3?'}")
 
     async def exec(
         self, command: str | Sequence[str], *, timeout: float | None = None, env: Mapping[str, str] | None = None, stdin: bytes = b"",
@@ -204,7 +186,7 @@ class ContainerSandbox(FileWork):
         pairs = {**BASE_ENV, **self.place.env, **(env or {})}
         given = [word for key, value in pairs.items() for word in ("--env", f"{key}={value}")]
         place = ["--workdir", WORKSPACE, self.name, "sh", "-c", RUN, posixpath.join(WORKSPACE, plain_path(cwd))]
-        call = [*self.engine.command, "exec", "-i", "--user", WORKLOAD, *given, *place, *words]
+        call = [self.engine, "exec", "-i", "--user", WORKLOAD, *given, *place, *words]
         clips = Clip(keep), Clip(keep)
         async with self.lock:
             began = time.monotonic()
@@ -223,7 +205,7 @@ class ContainerSandbox(FileWork):
                     process.kill()
                 await self.close()
                 if isinstance(error, TimeoutError):
-                    raise SandboxError(f"{self.engine.name} exec did not end") from error
+                    raise SandboxError(f"{self.backend} exec did not end") from error
                 raise
         rc = process.returncode or 0
         rc = 128 - rc if 128 < rc < 128 + 65 else rc
@@ -239,7 +221,7 @@ class ContainerSandbox(FileWork):
             await process.stdin.drain()
         answer = await asyncio.wait_for(process.stdout.readline(), PATIENCE)
         if not answer.strip().isdigit():
-            raise SandboxError(f"the container of {self.engine.name} has ended")
+            raise SandboxError(f"the container of {self.backend} has ended")
         before, self.oom_kills = self.oom_kills, int(answer)
         return self.oom_kills > before
 
@@ -257,15 +239,6 @@ class ContainerSandbox(FileWork):
             why = done.err.decode(errors="replace")[-300:] or f"it ended with {done.rc}"
             raise SandboxError(f"cannot {header['op']} files in the container: {why}") from None
 
-    def _disk(self) -> int:
-        return self.place.limits.disk + self.held
-
-    async def fork(self) -> ContainerSandbox:
-        own = Path(tempfile.mkdtemp(prefix=f"etude-fork-{os.getpid()}-", dir="/dev/shm"))
-        layer = await self.snapshot(own / "layer")
-        place = replace(self.place, layers=(layer, *self.place.layers))
-        return await type(self).open(self.engine, place, own)
-
     async def close(self) -> None:
         """End the container: it removes itself when its input ends, and is removed by force where it does not."""
         process, self.process = self.process, None
@@ -274,7 +247,5 @@ class ContainerSandbox(FileWork):
             try:
                 await asyncio.wait_for(process.communicate(), PATIENCE)
             except TimeoutError:
-                removal = await asyncio.create_subprocess_exec(*self.engine.command, "rm", "-f", self.name)
+                removal = await asyncio.create_subprocess_exec(self.engine, "rm", "-f", self.name)
                 await removal.wait()
-        if self.own is not None:
-            shutil.rmtree(self.own, ignore_errors=True)

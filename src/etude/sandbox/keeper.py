@@ -312,8 +312,10 @@ def _above_standard(descriptor: int) -> int:
     return moved
 
 
-def main(service: int, group: cgroups.Group | None, caller: tuple[int, int] | None) -> NoReturn:
-    """Be the keeper of a sandbox that the first message on the socket describes."""
+def main(
+    description: dict[str, Any], service: int, group: cgroups.Group | None, caller: tuple[int, int] | None
+) -> NoReturn:
+    """Be the keeper of a sandbox."""
     if group:
         os.write(group.join, b"0")
     service = _above_standard(service)
@@ -324,24 +326,14 @@ def main(service: int, group: cgroups.Group | None, caller: tuple[int, int] | No
     isolate.close_others({0, 1, 2, service, *([] if events is None else [events])})
     host = socket.socket(fileno=service)
     try:
-        description = _receive_description(host)
         upper = _above_standard(isolate.enter(description, caller))
         keeper = Keeper(host, description, upper, events)
-        keeper.send({"ready": True, "counted": keeper.counted})
+        keeper.send({"counted": keeper.counted})
         keeper.serve()
     except ConnectionError:  # the host has gone
         os._exit(0)
     except BaseException as error:  # noqa: BLE001 - the clone must never go on as a launcher
         host.settimeout(None)
-        host.sendall(inside.pack({"ready": False, "error": f"{type(error).__name__}: {error}"}))
+        host.sendall(inside.pack({"error": f"{type(error).__name__}: {error}"}))
     finally:
         os._exit(1)
-
-
-def _receive_description(host: socket.socket) -> dict[str, Any]:
-    buffer = bytearray()
-    while block := host.recv(BLOCK):
-        buffer += block
-        for description, _ in inside.take(buffer):
-            return description
-    os._exit(0)

@@ -3,9 +3,8 @@
 The host is large and has threads: forking it is slow and unsafe. This one is small, or *warm*: it has imported the modules a
 task's test run needs, by the task's own Python, and what is forked from it has them in memory. It runs nothing of a model.
 
-The host passes two descriptors for each sandbox: the socket its keeper is to serve, and a pipe. What goes wrong is written to the
-pipe; when it is closed, the sandbox is gone: its processes, mounts and control groups. When the host ends, by whatever cause,
-so does all this.
+The host passes the socket that a sandbox's keeper is to serve. The launcher keeps it, too: when the host sees it closed, the sandbox
+is gone, its processes, mounts and control groups. When the host ends, by whatever cause, so does all this.
 """
 
 # ruff: noqa: PTH106 - pathlib is slow to import, and a launcher must start fast.
@@ -24,10 +23,10 @@ import socket
 import sys
 from typing import Any
 
-from etude.sandbox import cgroups, isolate, keeper
+from etude.sandbox import cgroups, inside, isolate, keeper
 
-MOST_BYTES = 1 << 16
-FROZEN = "/dev/shm"  # noqa: S108 - where hosts keep the layers of forks, in folders named after themselves
+MOST_BYTES = 1 << 18  # of a description
+SHARED = "/dev/shm"  # noqa: S108 - where hosts keep layers of their own, in folders named after themselves
 
 
 class Launcher:
@@ -39,8 +38,8 @@ class Launcher:
         self.parent = cgroups.find()
         if self.parent:
             cgroups.remove_stale(self.parent)
-        remove_stale_forks()
-        self.live: dict[int, tuple[int, cgroups.Group | None]] = {}  # by the keeper's pid: the pipe, the group
+        remove_stale_layers()
+        self.live: dict[int, tuple[int, cgroups.Group | None]] = {}  # by the keeper's pid: the socket, the group
         self.count = 0
         self.trouble = ""
         for module in modules:
@@ -72,24 +71,21 @@ class Launcher:
 
     def receive(self) -> bool:
         """Open one sandbox; False: the host has gone."""
-        message, descriptors, _, _ = socket.recv_fds(self.host, MOST_BYTES, 2)
+        message, descriptors, _, _ = socket.recv_fds(self.host, MOST_BYTES, 1)
         if not message:
             return False
-        service, ended = descriptors
         try:
-            self.open(json.loads(message), service, ended)
+            self.open(json.loads(message), descriptors[0])
         except OSError as error:
-            self.refuse(ended, str(error))
-        os.close(service)
+            self.let_go(descriptors[0], str(error))
         return True
 
-    def open(self, request: dict[str, Any], service: int, ended: int) -> None:
+    def open(self, description: dict[str, Any], service: int) -> None:
         """Fork a keeper for a sandbox."""
         if self.trouble:
-            self.refuse(ended, self.trouble)
-            return
+            raise OSError(self.trouble)
         self.count += 1
-        group = cgroups.make(self.parent, self.count, request["limits"]) if self.parent else None
+        group = cgroups.make(self.parent, self.count, description["limits"]) if self.parent else None
         try:
             pid = isolate.clone(isolate.first_namespaces(privileged=self.caller is None))
         except OSError:
@@ -100,16 +96,17 @@ class Launcher:
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            keeper.main(service, group, self.caller)
+            keeper.main(description, service, group, self.caller)
         if group:
             group.close()
-        self.live[pid] = ended, group
+        self.live[pid] = service, group
 
-    def refuse(self, ended: int, why: str) -> None:
-        """Tell the host why there is no sandbox."""
-        with contextlib.suppress(BrokenPipeError):  # the host has gone
-            os.write(ended, why.encode(errors="replace")[:4096])
-        os.close(ended)
+    def let_go(self, service: int, trouble: str) -> None:
+        """Close a sandbox's socket, by which the host knows that it is gone; tell what went wrong."""
+        if trouble:
+            with contextlib.suppress(OSError):  # the host has gone, or no longer listens
+                os.write(service, inside.pack({"error": trouble}))
+        os.close(service)
 
     def reap(self, *, wait: bool = False) -> None:
         """Clean up after the keepers that have ended."""
@@ -117,26 +114,26 @@ class Launcher:
             pid, status = os.waitpid(-1, 0 if wait else os.WNOHANG)
             if pid == 0:
                 return
-            ended, group = self.live.pop(pid)
+            service, group = self.live.pop(pid)
             trouble = f"its keeper ended with {os.waitstatus_to_exitcode(status)}" if status else ""
             try:
                 if group:
                     os.rmdir(group.folder)
             except OSError as error:
                 trouble = f"a control group stays behind: {error}"
-            self.refuse(ended, trouble)
+            self.let_go(service, trouble)
 
     def end(self) -> None:
         """End all sandboxes."""
         for pid in self.live:
             os.kill(pid, signal.SIGKILL)
         self.reap(wait=True)
-        remove_stale_forks()
+        remove_stale_layers()
 
 
-def remove_stale_forks() -> None:
-    """Remove what hosts that are dead have left of forks."""
-    for folder in cgroups.stale(FROZEN):
+def remove_stale_layers() -> None:
+    """Remove what hosts that are dead have left in shared memory."""
+    for folder in cgroups.stale(SHARED):
         shutil.rmtree(folder, ignore_errors=True)  # it may be another user's, or another launcher be at it
 
 
