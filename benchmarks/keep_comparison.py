@@ -12,7 +12,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from etude.bench.perplexity import difference
+from etude.bench.base_comparison import difference
 from etude.lineage.record import load_record
 from etude.report.bases import ranked, verdict
 from etude.run.stages.compare import load_results

@@ -8,9 +8,7 @@ import pytest
 from matplotlib import image
 from rich.console import Console
 
-from etude.bench.base_comparison import CandidateResult
-from etude.bench.perplexity import BitsResult, FileBits
-from etude.bench.state_tracking import StateResult
+from etude.bench.base_comparison import BitsResult, CandidateResult, FileBits, StateResult
 from etude.data.codebase import Codebase, SourceFile
 from etude.report import bases
 from etude.report.bases import draw

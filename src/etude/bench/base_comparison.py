@@ -4,6 +4,15 @@ What Composer 2's makers measured before they trained anything: how well a base 
 follow the state of a file through edits, and what it costs to run. Agentic benchmarks are left out on purpose: RL
 changes those abilities so much that they say little about which base to start from.
 
+Codebase perplexity. The files of the tree are put one after the other in path order and scored with a rolling window
+(inference/transformers_reference.py). Tokenisers cut differently, so a mean over tokens would not compare; the summed surprise over
+the same bytes does: bits per byte = Σ nats / ln 2 / bytes.
+
+State tracking. A coding agent must know what a file looks like after its own edits without reading it again. The model sees the file,
+then the differences one by one, and writes the result greedily. The score is the character edit distance to the true
+result: one slip costs one, where exact match would cost all. As a measure of what the changes were worth, the distance
+of the unchanged file is shown beside it: a model that merely copies reaches that.
+
 Speed of prefill and decode is that of plain transformers with a key-value cache, so that every family is measured the same way: the
 median of several repeats after one that warms up. Memory is the highest the process (CPU) or the allocator (GPU) reached meanwhile.
 """
@@ -12,11 +21,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import re
 import resource
 import statistics
 import sys
 import time
+from collections import defaultdict
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,20 +35,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import BaseModel, Field, model_validator
+from rapidfuzz.distance import Levenshtein
 
-from etude.bench import perplexity, state_tracking
-from etude.bench.perplexity import BitsResult  # noqa: TC001 - read back by pydantic
-from etude.bench.state_tracking import StateResult  # noqa: TC001
-from etude.data.codebase import Keep
+from etude.bench.statistics import ratio_interval
+from etude.data.codebase import FENCE, EditChain, Keep, git_chains, made_chains
 from etude.errors import UserError
 from etude.lineage.compute import forward_flops
 from etude.lineage.licences import headline_duties, identify, licence_files
 from etude.work import Unit, Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from etude.data.codebase import Codebase, EditChain
+    from etude.data.codebase import Codebase
+
+BATCH = 4  # state-tracking tasks written together
+ROOM = 1.25  # tokens allowed for a file, as a multiple of the true file's
 
 
 class CompareConfig(BaseModel, extra="forbid", strict=True):
@@ -62,6 +75,41 @@ class CompareConfig(BaseModel, extra="forbid", strict=True):
         if self.stride >= self.window:
             raise ValueError(f"stride {self.stride} must be smaller than window {self.window}")
         return self
+
+
+@dataclass(frozen=True)
+class FileBits:
+    """What one file cost: where a model is at a loss, and what two models can be compared on, file by file."""
+
+    path: str
+    bytes: int
+    bits: float
+
+
+@dataclass(frozen=True)
+class BitsResult:
+    """Bits per byte of one model on one tree."""
+
+    bits_per_byte: float
+    interval: tuple[float, float] | None  # 95%, drawing files
+    bytes: int
+    tokens: int
+    files: int
+    lossy_files: int
+    by_file: list[FileBits]
+
+
+@dataclass(frozen=True)
+class StateResult:
+    """How far a model's files are from the true ones."""
+
+    tasks: int
+    from_git: int
+    distance: float  # mean characters
+    distance_per_character: float  # summed distance / summed length of the true files
+    interval: tuple[float, float] | None  # 95% of the above, drawing tasks
+    copying_per_character: float  # the same for the unchanged file
+    exact: int
 
 
 @dataclass(frozen=True)
@@ -106,6 +154,16 @@ class Candidate:
 
         return load_model(self.folder, self.device)
 
+    def ids(self, text: str) -> list[int]:
+        """Return a text's tokens; special tokens written out in it stay text."""
+        return list(self.tokeniser(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+
+    def put(self, work: Work, unit: Unit, begun: float, lengths: Sequence[int], **row: Any) -> None:
+        """Write a unit's row down, with what it took: `lengths` in tokens of the texts that went through the model."""
+        seconds = round(clock(self.device) - begun, 4)
+        flops = sum(forward_flops(self.shape.compute, length) for length in lengths)
+        work.metrics.put(unit.key, **row, tokens=sum(lengths), flops=flops, device_seconds=seconds)
+
 
 def _licence(folder: Path, listed: str | None) -> tuple[str, list[str]]:
     """Return the licence of a model's folder and its duties: by its text, else as our registry lists it."""
@@ -130,15 +188,15 @@ def check_fits(candidate: Candidate, chains: list[EditChain], config: CompareCon
         raise UserError(f"compare.window = {config.window} {longer}; {advice}")
     if config.speed_prompt + config.speed_steps > context:
         raise UserError(f"compare.speed_prompt + compare.speed_steps {longer}; lower them")
-    state_tracking.tracking_units(candidate.name, chains, candidate.tokeniser, context)
+    tracking_units(candidate, chains)
 
 
 def measure(
     candidate: Candidate, code: Codebase, chains: list[EditChain], config: CompareConfig, work: Work, seed: int
 ) -> CandidateResult:
     """Measure one candidate, taking up where an earlier session stopped."""
-    bits = _measure_bits(candidate, code, config, work, seed)
-    state = _measure_state(candidate, chains, work, seed) if chains else None
+    bits = measure_bits(candidate, code, config, work, seed)
+    state = measure_state(candidate, chains, work, seed) if chains else None
     speed = _measure_speed(candidate, config, work)
     vars(candidate).pop("model", None)  # free the weights before the next candidate is loaded
     gc.collect()
@@ -149,44 +207,151 @@ def measure(
     )  # fmt: skip
 
 
-def _measure_bits(candidate: Candidate, code: Codebase, config: CompareConfig, work: Work, seed: int) -> BitsResult:
-    from etude.inference.transformers_reference import Window, rolling_windows, token_nlls
+@dataclass(frozen=True)
+class TokenisedCode:
+    """The tokens of a tree, with the file each belongs to."""
 
-    def nlls_of(ids: list[int], window: Window) -> list[float]:
-        return [float(nll) for nll in token_nlls(candidate.model, ids, window)]
-
-    shape, timer = candidate.shape.compute, partial(clock, candidate.device)
-    tokens = perplexity.tokenise(code, candidate.tokeniser)
-    units = perplexity.scoring_units(candidate.rows, rolling_windows(len(tokens.ids), config.window, config.stride))
-    perplexity.score(work, candidate.name, units, tokens, shape, nlls_of, timer)
-    return perplexity.result(work, candidate.rows, code, tokens, seed)
+    ids: list[int]  # one token that stands before the text, then the text
+    file_of: list[int]  # index into the tree's files; −1 for the token before the text
+    lossy_files: int  # files whose tokens do not decode to the same text
+    unscored_bytes: int  # bytes of the first token, where the tokeniser has no token to stand before it
 
 
-def _measure_state(candidate: Candidate, chains: list[EditChain], work: Work, seed: int) -> StateResult:
-    from etude.data.codebase import FENCE
-    from etude.inference.transformers_reference import write_greedily
+def tokenise(code: Codebase, candidate: Candidate) -> TokenisedCode:
+    """Cut each file on its own and join the tokens."""
+    tokeniser = candidate.tokeniser
+    first = next((t for t in (tokeniser.bos_token_id, tokeniser.eos_token_id) if t is not None), None)
+    ids: list[int] = [] if first is None else [first]
+    file_of = [-1] * len(ids)
+    lossy = 0
+    for index, file in enumerate(code.files):
+        cut = candidate.ids(file.text)
+        lossy += tokeniser.decode(cut, clean_up_tokenization_spaces=False) != file.text
+        ids += cut
+        file_of += [index] * len(cut)
+    unscored = 0 if first is not None else len(tokeniser.decode(ids[:1]).encode())
+    return TokenisedCode(ids, file_of, lossy, unscored)
 
-    def write(prompts: list[list[int]], budget: int) -> list[list[int]]:
-        on_step = partial(work.tick, len(prompts))
-        return list(write_greedily(candidate.model, tokeniser, prompts, budget, FENCE, on_step))
 
-    tokeniser, timer = candidate.tokeniser, partial(clock, candidate.device)
-    units = state_tracking.tracking_units(candidate.rows, chains, tokeniser, candidate.shape.context)
-    state_tracking.track(work, candidate.name, units, tokeniser, candidate.shape.compute, write, timer)
-    return state_tracking.result(work, candidate.rows, chains, seed)
+def measure_bits(candidate: Candidate, code: Codebase, config: CompareConfig, work: Work, seed: int) -> BitsResult:
+    """Score the windows that are not yet scored, one metrics row each with the nats by file, and add all up."""
+    from etude.inference.transformers_reference import rolling_windows, token_nlls
+
+    tokens = tokenise(code, candidate)
+    windows = enumerate(rolling_windows(len(tokens.ids), config.window, config.stride))
+    units = [Unit(f"{candidate.rows}/bits/{index:06d}", each, each.end - each.start) for index, each in windows]
+    for unit in work.pending(f"{candidate.name}: scoring code", units, "tokens"):
+        window, begun = unit.item, clock(candidate.device)
+        nlls = token_nlls(candidate.model, tokens.ids, window).tolist()
+        if not all(map(math.isfinite, nlls)):
+            broken = "its probabilities are not finite numbers; its weights are damaged or diverged"
+            raise UserError(f"{candidate.name}: {broken}")
+        nats: dict[str, float] = defaultdict(float)
+        for file, nll in zip(tokens.file_of[window.score_from : window.end], nlls, strict=True):
+            nats[str(file)] += nll
+        candidate.put(work, unit, begun, [window.end - window.start], nats=nats, scored=len(nlls))
+    bits, scored = [0.0] * len(code.files), 0
+    for row in work.metrics.rows(f"{candidate.rows}/bits/"):
+        scored += row["scored"]
+        for index, cost in row["nats"].items():
+            bits[int(index)] += cost / math.log(2)
+    by_file = [FileBits(file.path, file.bytes, cost) for file, cost in zip(code.files, bits, strict=True)]
+    scored_bytes = code.bytes - tokens.unscored_bytes
+    interval = ratio_interval(bits, [file.bytes for file in by_file], seed)
+    return BitsResult(
+        sum(bits) / scored_bytes, interval, scored_bytes, scored, len(code.files), tokens.lossy_files, by_file
+    )
+
+
+def difference(worse: BitsResult, better: BitsResult, seed: int) -> tuple[float, tuple[float, float] | None]:
+    """Return by how many bits per byte one model is behind, and the 95% interval, drawing files seen by both.
+
+    Pairing by file takes out what both find hard, so it tells models apart that their own intervals do not.
+    """
+    gaps = [a.bits - b.bits for a, b in zip(worse.by_file, better.by_file, strict=True)]
+    sizes = [file.bytes for file in better.by_file]
+    return sum(gaps) / sum(sizes), ratio_interval(gaps, sizes, seed)
+
+
+def make_chains(code: Codebase, count: int, steps: int, most_chars: int, seed: int) -> list[EditChain]:
+    """Return chains from the tree's git history, topped up with made ones."""
+    paths = [file.path for file in code.files]
+    real = git_chains(code.root, paths, count, steps, most_chars) if code.root.is_dir() else []
+    taken = {chain.path for chain in real}
+    made = made_chains(code, count + len(real), steps, most_chars, seed)
+    return [*real, *(chain for chain in made if chain.path not in taken)][:count]
+
+
+def prompt(chain: EditChain) -> str:
+    """Return the document whose continuation is the file after all changes."""
+    parts = [f"The file {chain.path} at the start:\n{FENCE}\n{chain.versions[0]}{FENCE}\n"]
+    parts += [f"Change {number}:\n{FENCE}diff\n{diff}\n{FENCE}\n" for number, diff in enumerate(chain.diffs, start=1)]
+    return "\n".join([*parts, f"The file {chain.path} after all {len(chain.diffs)} changes:\n{FENCE}\n"])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tasks that are written together, as tokens."""
+
+    chains: Sequence[EditChain]
+    prompts: list[list[int]]
+    budget: int  # tokens each may write
+
+
+def tracking_units(candidate: Candidate, chains: Sequence[EditChain]) -> list[Unit]:
+    """Return one unit of work per batch of tasks, sized by the tokens it may write."""
+    units = []
+    for start in range(0, len(chains), BATCH):
+        some = chains[start : start + BATCH]
+        prompts = [candidate.ids(prompt(chain)) for chain in some]
+        budget = int(ROOM * max(len(candidate.ids(chain.versions[-1])) for chain in some)) + 8
+        needed = max(map(len, prompts)) + budget
+        if needed > candidate.shape.context:
+            raise UserError(
+                f"a state-tracking task needs {needed} tokens, but {candidate.name} has a context of {candidate.shape.context}; "
+                "lower compare.state_chars or compare.state_diffs"
+            )
+        units.append(Unit(f"{candidate.rows}/state/{start:04d}", Batch(some, prompts, budget), budget * len(some)))
+    return units
+
+
+def measure_state(candidate: Candidate, chains: Sequence[EditChain], work: Work, seed: int) -> StateResult:
+    """Let the model write the files that are not yet written, one metrics row a batch with what it wrote, and add all up."""
+    from etude.inference import transformers_reference
+
+    tokeniser = candidate.tokeniser
+    for unit in work.pending(f"{candidate.name}: tracking state", tracking_units(candidate, chains), "tokens"):
+        batch, begun, on_step = unit.item, clock(candidate.device), partial(work.tick, len(unit.item.chains))
+        written = transformers_reference.write_greedily(
+            candidate.model, tokeniser, batch.prompts, batch.budget, FENCE, on_step
+        )
+        files = [tokeniser.decode(ids).partition(FENCE)[0] for ids in written]
+        truth = [chain.versions[-1] for chain in batch.chains]
+        distances = [Levenshtein.distance(file, true) for file, true in zip(files, truth, strict=True)]
+        lengths = [len(read) + len(wrote) for read, wrote in zip(batch.prompts, written, strict=True)]
+        candidate.put(work, unit, begun, lengths, written=files, distances=distances)
+    distances = [distance for row in work.metrics.rows(f"{candidate.rows}/state/") for distance in row["distances"]]
+    lengths = [len(chain.versions[-1]) for chain in chains]
+    copying = sum(Levenshtein.distance(chain.versions[0], chain.versions[-1]) for chain in chains)
+    return StateResult(
+        tasks=len(chains),
+        from_git=sum(chain.origin == "git" for chain in chains),
+        distance=sum(distances) / len(distances),
+        distance_per_character=sum(distances) / sum(lengths),
+        interval=ratio_interval(distances, lengths, seed),
+        copying_per_character=copying / sum(lengths),
+        exact=sum(distance == 0 for distance in distances),
+    )
 
 
 def _measure_speed(candidate: Candidate, config: CompareConfig, work: Work) -> dict[str, Any]:
     unit = Unit(f"{candidate.rows}/speed", None, ROUNDS)
-    prompt, steps, batch, rounds = config.speed_prompt, config.speed_steps, config.speed_batch, REPEATS + 1
+    prompt, steps, batch = config.speed_prompt, config.speed_steps, config.speed_batch
     for _ in work.pending(f"{candidate.name}: measuring speed", [unit], "rounds"):
         begun = clock(candidate.device)
         speed = measure_speed(candidate.model, prompt, steps, batch, partial(work.tick, 1))
-        seconds = clock(candidate.device) - begun
-        tokens = rounds * (prompt + (1 + batch) * (prompt + steps))
-        read, written = (forward_flops(candidate.shape.compute, length) for length in (prompt, prompt + steps))
-        flops = rounds * (read + (1 + batch) * written)
-        work.metrics.put(unit.key, speed=speed, tokens=tokens, flops=flops, device_seconds=round(seconds, 4))
+        lengths = (REPEATS + 1) * [prompt, *[prompt + steps] * (1 + batch)]
+        candidate.put(work, unit, begun, lengths, speed=speed)
     row = work.metrics.get(unit.key)
     assert row is not None
     return dict(row["speed"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from etude.bench.perplexity import difference
+from etude.bench.base_comparison import difference
 from etude.report.plots import COLOURS, Interval, drawing
 from etude.report.tables import Table, human, terminal
 

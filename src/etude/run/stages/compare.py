@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pydantic import TypeAdapter
 
-from etude.bench.base_comparison import Candidate, CandidateResult, CompareConfig, check_fits, measure
-from etude.bench.state_tracking import make_chains
+from etude.bench.base_comparison import Candidate, CandidateResult, CompareConfig, check_fits, make_chains, measure
 from etude.data.codebase import Codebase, read_codebase
 from etude.errors import UserError
 from etude.files import digest_of, read_json, write_json, write_text
