@@ -11,7 +11,7 @@ import pytest
 from etude.sandbox import isolate
 
 MACHINES = ("x86_64", "aarch64")
-CALLS = isolate.REFUSED | isolate.CHECKED | isolate.UNCOUNTED
+CALLS = isolate.REFUSED | isolate.UNCOUNTED | {name: each[:2] for name, each in isolate.CHECKED.items()}
 PLAIN = {
     "read": (0, 63),
     "openat": (257, 56),

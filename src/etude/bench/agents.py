@@ -90,8 +90,7 @@ class Agent:
         """Return the harness's settings in this agent's tokens."""
 
         def scaled(settings: BaseModel, *names: str) -> dict[str, Any]:
-            bounds = {name: getattr(settings, name) for name in names}
-            return {name: bound and bound * self.bounds for name, bound in bounds.items()}
+            return {name: getattr(settings, name) and self.bounds * getattr(settings, name) for name in names}
 
         summary = own.summary.model_copy(update=scaled(own.summary, "trigger", "trigger_to", "tokens"))
         return own.model_copy(update={**scaled(own, "tokens", "turn_tokens", "thinking_tokens"), "summary": summary})
@@ -101,7 +100,7 @@ class Agent:
 class Attempt:
     """One attempt at one task."""
 
-    model: str
+    agent: Agent
     task: Task
     number: int
     style: Style
@@ -110,13 +109,15 @@ class Attempt:
     @property
     def key(self) -> str:
         """What tells it from all others; its seed is made of it, and so the same in every run."""
-        return trial_key(self.model, self.task.id, self.number)
+        return trial_key(self.agent.name, self.task.id, self.number)
 
     def trial(self, **measured: Any) -> Trial:
         """Return what is written down of it."""
         task = self.task
-        return Trial(model=self.model, task=task.id, package=task.package, category=task.category, generator=task.candidate.generator,
-                     style=self.style, number=self.number, **measured)  # fmt: skip
+        return Trial(
+            model=self.agent.name, task=task.id, package=task.package, category=task.category,
+            generator=task.candidate.generator, style=self.style, number=self.number, **measured,
+        )  # fmt: skip
 
 
 async def run_benchmark(
@@ -134,14 +135,20 @@ async def run_benchmark(
     header = Header(integrity=integrity, harness=VERSION, tasks=task_set.digest, sampling=sampling, about=about)
     tasks = sorted(task_set.tasks, key=lambda task: digest_of(task.id))[: settings.limit or None]
     numbered = [(task, number) for number in range(1, settings.k + 1) for task in tasks]
-    searcher = searcher_for(settings.tools, cache)
     total, tested = len(numbered) * len(agents), one_a_core(scorer)
-    known = Scores(tested).of
+    searcher, known = searcher_for(settings.tools, cache), Scores(tested).of
     with TrialLog(folder, header) as log, reporter.task(f"benchmark {task_set.name}", total, "trials") as progress:
         for agent in agents:
-            attempts = [Attempt(agent.name, task, number, *asks[task.id]) for task, number in numbered]
-            own = tested if agent.probe else known
-            await Benchmark(task_set, agent, settings, folder, log, searcher, reporter, progress, own).run(attempts)
+            benchmark = Benchmark(
+                task_set, settings, folder, log, searcher, reporter, progress, tested if agent.probe else known
+            )
+            attempts = [Attempt(agent, task, number, *asks[task.id]) for task, number in numbered]
+            left = [attempt for attempt in attempts if attempt.key not in log]
+            progress.skip(len(attempts) - len(left))
+            if left:
+                async with agent.open() as policies:
+                    again = await benchmark.run(policies, left, last=False)
+                    await benchmark.run(policies, again, last=True)
 
 
 @dataclass(frozen=True)
@@ -149,7 +156,6 @@ class Benchmark:
     """One agent at all tasks."""
 
     task_set: TaskSet
-    agent: Agent
     settings: BenchSettings
     folder: Path
     log: TrialLog
@@ -158,16 +164,7 @@ class Benchmark:
     progress: Progress
     score: Scorer
 
-    async def run(self, attempts: Sequence[Attempt]) -> None:
-        """Make the attempts that are not in the log, those that were invalid once more at the end."""
-        left = [attempt for attempt in attempts if attempt.key not in self.log]
-        self.progress.skip(len(attempts) - len(left))
-        if left:
-            async with self.agent.open() as policies:
-                again = await self._round(policies, left, last=False)
-                await self._round(policies, again, last=True)
-
-    async def _round(self, policies: Policies, attempts: Sequence[Attempt], *, last: bool) -> list[Attempt]:
+    async def run(self, policies: Policies, attempts: Sequence[Attempt], *, last: bool) -> list[Attempt]:
         """Make attempts, several at once; return those that were invalid, unless it is the last round."""
         again: list[Attempt] = []
         waiting, in_a_row = iter(attempts), 0
@@ -208,8 +205,8 @@ class Benchmark:
     async def _scored(self, policies: Policies, attempt: Attempt) -> tuple[Trial, Trace]:
         """Let the agent work, and measure what it did along all four axes."""
         task, codebase, (policy, talk) = attempt.task, self.task_set.codebase(attempt.task), policies(attempt.task)
-        trace = Trace(f"{attempt.model}:{task.id}:{attempt.number}", attempt.prompt)
-        bounded, seed = self.agent.bounded(self.settings.harness), int(digest_of(attempt.key)[:12], 16)
+        trace = Trace(f"{attempt.agent.name}:{task.id}:{attempt.number}", attempt.prompt)
+        bounded, seed = attempt.agent.bounded(self.settings.harness), int(digest_of(attempt.key)[:12], 16)
 
         def begin(tools: Toolset) -> Harness:
             return Harness(policy, talk, tools, bounded, trace, seed=seed)

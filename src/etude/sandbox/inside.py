@@ -139,7 +139,7 @@ def _inside(descriptor: int) -> int:
     return descriptor
 
 
-def _write_all(descriptor: int, content: bytes) -> None:
+def write_all(descriptor: int, content: bytes) -> None:
     view = memoryview(content)
     while view:
         view = view[os.write(descriptor, view) :]
@@ -161,7 +161,7 @@ def read(request: Header, _: bytes) -> None:
         if left < 0:
             report(error=f"{request['path']!r} is larger than {request['limit']} bytes")
             return
-        _write_all(1, block)
+        write_all(1, block)
     report()
 
 
@@ -191,7 +191,7 @@ def write(request: Header, content: bytes) -> None:
         os.unlink(name, dir_fd=folder)
         target = _open_file(name, flags, request["mode"], folder)
     os.ftruncate(target, 0)
-    _write_all(target, content)
+    write_all(target, content)
     os.fchmod(target, request["mode"])
     report()
 
@@ -207,7 +207,7 @@ def list_folder(request: Header, _: bytes) -> None:
         path = posixpath.normpath(posixpath.join(request["path"], name))
         size = status.st_size if stat.S_ISREG(status.st_mode) else 0
         header = {"path": path, "kind": kind_of(status.st_mode), "mode": status.st_mode & 0o7777, "size": size}
-        _write_all(1, pack(header))
+        write_all(1, pack(header))
     report()
 
 
@@ -237,7 +237,7 @@ def walk(request: Header, upper: int | None) -> None:
     left, own = request["limit"], upper is None
 
     def visit(above: int, seen: int, path: str, mode: int) -> None:
-        _write_all(1, pack({"path": path, "kind": "folder", "mode": stat.S_IMODE(mode), "names": os.listdir(seen)}))
+        write_all(1, pack({"path": path, "kind": "folder", "mode": stat.S_IMODE(mode), "names": os.listdir(seen)}))
         for name in sorted(os.listdir(above)):
             status = os.stat(name, dir_fd=above, follow_symlinks=False)
             if not (stat.S_ISCHR(status.st_mode) and status.st_rdev == 0):  # the overlay's mark for what has gone
@@ -259,7 +259,7 @@ def walk(request: Header, upper: int | None) -> None:
                     return
         if kind == "link":
             target = os.fsencode(os.readlink(name, dir_fd=above))
-        _write_all(1, pack({"path": path, "kind": "link" if target else "other", "mode": stat.S_IMODE(mode)}, target))
+        write_all(1, pack({"path": path, "kind": "link" if target else "other", "mode": stat.S_IMODE(mode)}, target))
 
     root = os.open(WORKSPACE, FOLDER)
     visit(root if upper is None else upper, root, "", 0)
@@ -269,10 +269,10 @@ def walk(request: Header, upper: int | None) -> None:
 def _send_file(header: Header, source: int, size: int) -> None:
     """Send so many bytes of a file, block by block; where it has become shorter meanwhile, zeros."""
     text = json.dumps(header).encode()
-    _write_all(1, LENGTHS.pack(len(text), size) + text)
+    write_all(1, LENGTHS.pack(len(text), size) + text)
     while size:
         block = os.read(source, min(size, BLOCK)) or bytes(min(size, BLOCK))
-        _write_all(1, block)
+        write_all(1, block)
         size -= len(block)
 
 

@@ -92,11 +92,6 @@ def detach(target: str) -> None:
     _check(_libc.umount2(os.fsencode(target), MNT_DETACH), f"unmount {target}")
 
 
-def pivot_root(new: str, old: str) -> None:
-    """Make `new` the root and show the old one at `old`."""
-    _syscall("pivot_root", PIVOT_ROOT, os.fsencode(new), os.fsencode(old))
-
-
 def prctl(option: int, value: int = 0, third: int = 0) -> None:
     words = (ctypes.c_ulong(word) for word in (value, third, 0, 0))
     _check(_libc.prctl(option, *words), f"prctl {option}")
@@ -136,25 +131,19 @@ DEVICE_LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stder
 PROC_FILES_HIDDEN = ("kcore", "keys", "kmsg", "kallsyms", "sched_debug", "sysrq-trigger", "timer_list", "config.gz")
 PROC_FOLDERS_HIDDEN = ("acpi", "scsi", "fs", "driver", "firmware")
 PROC_READ_ONLY = ("sys", "bus", "irq")
-IDENTITY = "0 0 4294967295"
 SYS_ADMIN = 21
 
 
-def _id_map() -> list[list[str]]:
+def _id_map() -> list[list[int]]:
     with open("/proc/self/uid_map", encoding="ascii") as file:
-        return [line.split() for line in file]
-
-
-def in_first_user_namespace() -> bool:
-    """Whether this process sees the machine's own ids."""
-    return [" ".join(extent) for extent in _id_map()] == [IDENTITY]
+        return [[int(word) for word in line.split()] for line in file]
 
 
 def is_privileged() -> bool:
     """Whether this process may mount, and may give away files to the ids of a sandbox."""
     with open("/proc/self/status", encoding="utf-8") as file:
         effective = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff"))
-    mapped = any(int(inside) <= KEEPER and int(inside) + int(size) > WORKLOAD for inside, _, size in _id_map())
+    mapped = any(first <= KEEPER and first + size > WORKLOAD for first, _, size in _id_map())
     return os.geteuid() == 0 and bool(effective >> SYS_ADMIN & 1) and mapped
 
 
@@ -174,7 +163,7 @@ def enter(description: dict[str, Any], caller: tuple[int, int] | None) -> int:
     `caller`: the host's user and group, where they are not root.
     """
     if caller is None:
-        upper = build_root(description, 0, userxattr=not in_first_user_namespace())
+        upper = build_root(description, 0, userxattr=_id_map() != [[0, 0, 0xFFFFFFFF]])
         _enter_user_namespace()
     else:
         _write("/proc/self/setgroups", "deny")
@@ -185,7 +174,8 @@ def enter(description: dict[str, Any], caller: tuple[int, int] | None) -> int:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     prctl(PR_SET_DUMPABLE, 0)
     socket.sethostname("sandbox")
-    _raise_loopback()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        fcntl.ioctl(control, 0x8914, struct.pack("16sH14x", b"lo", 0x1))  # SIOCSIFFLAGS, IFF_UP
     return upper
 
 
@@ -218,18 +208,13 @@ def _become(user: int) -> None:
     os.setresuid(user, user, user)
 
 
-def _raise_loopback() -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        fcntl.ioctl(control, 0x8914, struct.pack("16sH14x", b"lo", 0x1))  # SIOCSIFFLAGS, IFF_UP
-
-
 def build_root(description: dict[str, Any], keeper: int, *, userxattr: bool) -> int:
     """Build the sandbox's file system, make it the root, and let go of the host's."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("sandbox", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=4m,nr_inodes=4096,mode=755")
     os.chdir("/tmp")
     os.mkdir("host")
-    pivot_root(".", "host")
+    _syscall("pivot_root", PIVOT_ROOT, b".", b"host")
     os.chdir("/")
     limits = description["limits"]
     workload = INSIDE if keeper else WORKLOAD
@@ -239,7 +224,7 @@ def build_root(description: dict[str, Any], keeper: int, *, userxattr: bool) -> 
     for name in ("proc", "var", "run"):
         os.mkdir(name)
     os.symlink("../tmp", "var/tmp")
-    mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    show_processes()
     for source, target in description["readonly"]:
         os.makedirs(target, exist_ok=True)
         bind(f"/host{source}", target, READ_ONLY)
@@ -330,8 +315,8 @@ def _hide(path: str) -> None:
         bind("/dev/null", path)
 
 
-def fresh_proc() -> None:
-    """In the new namespaces of a call: show its own processes."""
+def show_processes() -> None:
+    """Show those of the process namespace."""
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
 
 
@@ -413,9 +398,6 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "migrate_pages": (256, 238), "memfd_secret": (447, 447), "iopl": (172, None), "ioperm": (173, None),
     "modify_ldt": (154, None), "uselib": (134, None), "_sysctl": (156, None), "ustat": (136, None), "sysfs": (139, None),
 }  # fmt: skip
-CHECKED: dict[str, tuple[int | None, int | None]] = {
-    "clone": (56, 220), "clone3": (435, 435), "socket": (41, 198), "ioctl": (16, 29), "mknod": (133, None), "mknodat": (259, 33),
-}  # fmt: skip
 # Memory that belongs to no process: only a memory cgroup can count it.
 UNCOUNTED: dict[str, tuple[int | None, int | None]] = {"memfd_create": (319, 279), "shmget": (29, 194)}
 
@@ -440,19 +422,19 @@ def _device_check(argument: int) -> Code:
     return [_load_argument(argument), (AND, 0, 0, 0xF000), *refused, (RETURN, 0, 0, ALLOW)]
 
 
-# What decides about a call once its number is known; each ends with a verdict.
-CHECKS: dict[str, Code] = {
-    "clone": [_load_argument(0), (ANY_BIT, 0, 1, NAMESPACES), _fail(errno.EPERM), (RETURN, 0, 0, ALLOW)],
-    "clone3": [_fail(errno.ENOSYS)],
-    "socket": [
+# Numbers, and what decides about a call once its number is known; each ends with a verdict.
+CHECKED: dict[str, tuple[int | None, int | None, Code]] = {
+    "clone": (56, 220, [_load_argument(0), (ANY_BIT, 0, 1, NAMESPACES), _fail(errno.EPERM), (RETURN, 0, 0, ALLOW)]),
+    "clone3": (435, 435, [_fail(errno.ENOSYS)]),
+    "socket": (41, 198, [
         _load_argument(0),
         (EQUAL, 6, 0, UNIX), (EQUAL, 5, 0, INET), (EQUAL, 4, 0, INET6), (EQUAL, 0, 2, NETLINK),
         _load_argument(2), (EQUAL, 1, 0, 0),  # NETLINK_ROUTE
         _fail(errno.EAFNOSUPPORT), (RETURN, 0, 0, ALLOW),
-    ],
-    "ioctl": [_load_argument(1), *_refuse_values(TERMINAL_INJECTION, errno.EPERM), (RETURN, 0, 0, ALLOW)],
-    "mknod": _device_check(1),
-    "mknodat": _device_check(2),
+    ]),
+    "ioctl": (16, 29, [_load_argument(1), *_refuse_values(TERMINAL_INJECTION, errno.EPERM), (RETURN, 0, 0, ALLOW)]),
+    "mknod": (133, None, _device_check(1)),
+    "mknodat": (259, 33, _device_check(2)),
 }  # fmt: skip
 
 
@@ -462,11 +444,11 @@ def program(machine: str, *, memory_counted: bool) -> bytes:
     code: Code = [(LOAD, 0, 0, ARCH), (EQUAL, 1, 0, ARCHITECTURE[machine]), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
     if machine == "x86_64":
         code += [(AT_LEAST, 0, 1, X32), _fail(errno.ENOSYS)]
-    for name, numbers in CHECKED.items():
+    for *numbers, check in CHECKED.values():
         if (number := numbers[which]) is not None:
-            code += [(EQUAL, 0, len(CHECKS[name]), number), *CHECKS[name]]
+            code += [(EQUAL, 0, len(check), number), *check]
     refused = REFUSED if memory_counted else REFUSED | UNCOUNTED
-    numbers_here = [numbers[which] for numbers in refused.values()]
-    code += _refuse_values(tuple(number for number in numbers_here if number is not None), errno.EPERM)
+    numbers = [both[which] for both in refused.values()]
+    code += _refuse_values(tuple(number for number in numbers if number is not None), errno.EPERM)
     code.append((RETURN, 0, 0, ALLOW))
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)

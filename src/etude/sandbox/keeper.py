@@ -79,8 +79,6 @@ class Job:
     output: list[Clip]  # of a call: its output and error output; file work has none
     streams: dict[int, Callable[[bytes], None]]  # what to do with what comes from each descriptor
     kills: int  # for want of memory, before it began
-    stdin: int  # descriptor; −1: closed
-    input: memoryview  # what is still to be written there
     timed_out: bool = False
     oom: bool = False
 
@@ -169,10 +167,9 @@ class Keeper:
 
     def begin(self, request: dict[str, Any], payload: bytes) -> None:
         """Start a child for a call, or for reading and writing files."""
-        pairs = [os.pipe() for _ in range(4)]  # its standard input, output, error output and status
-        theirs = [pairs[0][0], *(write for _, write in pairs[1:])]
-        ours = [pairs[0][1], *(read for read, _ in pairs[1:])]
         kills, is_call = self.kills(), request["op"] == "exec"
+        ours, ends = zip(*(os.pipe() for _ in range(3)))  # noqa: B905 - also runs on older Pythons
+        theirs = [_sealed(payload if is_call else b""), *ends]  # its standard input, output, error output and status
         try:
             pid = isolate.clone(CALL_NAMESPACES) if is_call else os.fork()
         except OSError as error:
@@ -191,14 +188,12 @@ class Keeper:
         forward = partial(self.send, {"id": request["id"], "more": True})
         sinks = [*((clip.add for clip in output) if is_call else [forward] * 2), status.add]
         deadline = now + (request["timeout"] if is_call else FILE_SECONDS)
-        streams = dict(zip(ours[1:], sinks))  # noqa: B905 - also runs on older Pythons
-        left = memoryview(payload if is_call else b"")
-        job = Job(request["id"], pid, os.pidfd_open(pid), now, deadline, status, output, streams, kills, ours[0], left)
+        streams = dict(zip(ours, sinks))  # noqa: B905
+        job = Job(request["id"], pid, os.pidfd_open(pid), now, deadline, status, output, streams, kills)
         self.jobs[job.number] = job
         for descriptor in streams:
             self.selector.register(descriptor, selectors.EVENT_READ, partial(self.read, job, descriptor))
         self.selector.register(job.pidfd, selectors.EVENT_READ, lambda _: self.finish(job))
-        self.selector.register(job.stdin, selectors.EVENT_WRITE, lambda _: self.feed(job))
 
     def read(self, job: Job, descriptor: int, _: int) -> None:
         if job.output or len(self.outgoing) < BACKLOG:
@@ -223,24 +218,13 @@ class Keeper:
         self.selector.unregister(descriptor)
         os.close(descriptor)
 
-    def feed(self, job: Job) -> None:
-        """Give a command some of its standard input; close it when there is no more."""
-        try:
-            job.input = job.input[os.write(job.stdin, job.input) :] if job.input else job.input
-        except BrokenPipeError:
-            job.input = job.input[:0]
-        if not job.input:
-            self.forget(job.stdin)
-            job.stdin = -1
-
     def finish(self, job: Job) -> None:
         """Answer for a job whose child has ended, and with it all it had started."""
         for descriptor in list(job.streams):
             while self.drain(job, descriptor):
                 pass
-        for descriptor in [*job.streams, job.stdin, job.pidfd]:  # streams: a child cloned meanwhile still had it open
-            if descriptor >= 0:
-                self.forget(descriptor)
+        for descriptor in [*job.streams, job.pidfd]:  # streams: a child cloned meanwhile still had it open
+            self.forget(descriptor)
         _, status = os.waitpid(job.pid, 0)
         del self.jobs[job.number]
         self.answer(job, os.waitstatus_to_exitcode(status))
@@ -275,7 +259,7 @@ class Keeper:
         """Shut this child in and run the command."""
         isolate.close_others({0, 1, 2, inside.STATUS})
         isolate.limit(self.limits, memory_counted=self.counted)
-        isolate.fresh_proc()
+        isolate.show_processes()
         isolate.volunteer()
         isolate.mask_proc()
         isolate.drop()
@@ -303,6 +287,17 @@ class Keeper:
         isolate.drop()
         isolate.install_filter(self.program)
         inside.do(request, payload)
+
+
+def _sealed(content: bytes) -> int:
+    """Return a descriptor of a file in memory, at its beginning, that nobody can change or make larger."""
+    file = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    inside.write_all(file, content)
+    os.lseek(file, 0, os.SEEK_SET)
+    fcntl.fcntl(
+        file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    )
+    return file
 
 
 def _above_standard(descriptor: int) -> int:

@@ -21,9 +21,13 @@ import shutil
 import signal
 import socket
 import sys
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from etude.sandbox import cgroups, inside, isolate, keeper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MOST_BYTES = 1 << 18  # of a description
 SHARED = "/dev/shm"  # noqa: S108 - where hosts keep layers of their own, in folders named after themselves
@@ -33,13 +37,13 @@ class Launcher:
     """Forks keepers, waits for them, removes their groups."""
 
     def __init__(self, host: socket.socket, modules: list[str]) -> None:
-        self.host = host
+        self.host, self.selector = host, selectors.DefaultSelector()
         self.caller = None if isolate.is_privileged() else (os.geteuid(), os.getegid())
         self.parent = cgroups.find()
         if self.parent:
             cgroups.remove_stale(self.parent)
         remove_stale_layers()
-        self.live: dict[int, tuple[int, cgroups.Group | None]] = {}  # by the keeper's pid: the socket, the group
+        self.live: dict[int, Callable[[], None]] = {}  # by the keeper's pid: what cleans up after it
         self.count = 0
         self.trouble = ""
         for module in modules:
@@ -51,34 +55,24 @@ class Launcher:
 
     def serve(self) -> None:
         """Work until the host has gone."""
-        woken, wake = os.pipe()
-        os.set_blocking(wake, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        selector = selectors.DefaultSelector()
-        parent = os.pidfd_open(os.getppid())
-        for source in (self.host.fileno(), woken, parent):
-            selector.register(source, selectors.EVENT_READ)
+        self.selector.register(self.host, selectors.EVENT_READ, self.receive)
+        self.selector.register(os.pidfd_open(os.getppid()), selectors.EVENT_READ)
         while True:
-            ready = {key.fd for key, _ in selector.select()}
-            if woken in ready:
-                os.read(woken, MOST_BYTES)
-                self.reap()
-            if parent in ready:
-                return
-            if self.host.fileno() in ready and not self.receive():
-                selector.unregister(self.host)  # it is about to end
+            for key, _ in self.selector.select():
+                if key.data is None:
+                    return
+                key.data()
 
-    def receive(self) -> bool:
-        """Open one sandbox; False: the host has gone."""
+    def receive(self) -> None:
+        """Open one sandbox."""
         message, descriptors, _, _ = socket.recv_fds(self.host, MOST_BYTES, 1)
         if not message:
-            return False
+            self.selector.unregister(self.host)  # it is about to end
+            return
         try:
             self.open(json.loads(message), descriptors[0])
         except OSError as error:
             self.let_go(descriptors[0], str(error))
-        return True
 
     def open(self, description: dict[str, Any], service: int) -> None:
         """Fork a keeper for a sandbox."""
@@ -94,12 +88,12 @@ class Launcher:
                 os.rmdir(group.folder)
             raise
         if pid == 0:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             keeper.main(description, service, group, self.caller)
         if group:
             group.close()
-        self.live[pid] = service, group
+        ended = os.pidfd_open(pid)
+        self.live[pid] = partial(self.reap, pid, ended, service, group)
+        self.selector.register(ended, selectors.EVENT_READ, self.live[pid])
 
     def let_go(self, service: int, trouble: str) -> None:
         """Close a sandbox's socket, by which the host knows that it is gone; tell what went wrong."""
@@ -108,26 +102,26 @@ class Launcher:
                 os.write(service, inside.pack({"error": trouble}))
         os.close(service)
 
-    def reap(self, *, wait: bool = False) -> None:
-        """Clean up after the keepers that have ended."""
-        while self.live:
-            pid, status = os.waitpid(-1, 0 if wait else os.WNOHANG)
-            if pid == 0:
-                return
-            service, group = self.live.pop(pid)
-            trouble = f"its keeper ended with {os.waitstatus_to_exitcode(status)}" if status else ""
-            try:
-                if group:
-                    os.rmdir(group.folder)
-            except OSError as error:
-                trouble = f"a control group stays behind: {error}"
-            self.let_go(service, trouble)
+    def reap(self, pid: int, ended: int, service: int, group: cgroups.Group | None) -> None:
+        """Clean up after a keeper."""
+        del self.live[pid]
+        self.selector.unregister(ended)
+        os.close(ended)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        trouble = f"its keeper ended with {code}" if code else ""
+        try:
+            if group:
+                os.rmdir(group.folder)
+        except OSError as error:
+            trouble = f"a control group stays behind: {error}"
+        self.let_go(service, trouble)
 
     def end(self) -> None:
         """End all sandboxes."""
         for pid in self.live:
             os.kill(pid, signal.SIGKILL)
-        self.reap(wait=True)
+        for reap in list(self.live.values()):
+            reap()
         remove_stale_layers()
 
 
