@@ -192,6 +192,48 @@ class _Answer:
         return Completion(self.tokens, self.finish, self.stop, self.cached, self.experts)  # type: ignore[arg-type]
 
 
+class _Connections(httpx2.AsyncBaseTransport):
+    """One connection a request, kept for the next; no limit, as the server knows how many requests it takes.
+
+    httpcore's own pool looks at every connection for every request: with 256 of them that took most of a client's time.
+    """
+
+    def __init__(self, **how: Any) -> None:
+        self._how, self._idle = how, list[httpx2.AsyncHTTPTransport]()
+        self._all: set[httpx2.AsyncHTTPTransport] = set()
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        connection = self._idle.pop() if self._idle else httpx2.AsyncHTTPTransport(**self._how)
+        self._all.add(connection)
+        try:
+            reply = await connection.handle_async_request(request)
+        except BaseException:
+            self._idle.append(connection)
+            raise
+        reply.stream = _Body(reply.stream, lambda: self._idle.append(connection))  # type: ignore[arg-type]
+        return reply
+
+    async def aclose(self) -> None:
+        for connection in self._all:
+            await connection.aclose()
+
+
+class _Body(httpx2.AsyncByteStream):
+    """The body of a reply; closing it frees its connection."""
+
+    def __init__(self, body: httpx2.AsyncByteStream, free: Callable[[], None]) -> None:
+        self._body, self._free = body, free
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._body.__aiter__()
+
+    async def aclose(self) -> None:
+        try:
+            await self._body.aclose()
+        finally:
+            self._free()
+
+
 class RemotePolicy:
     """A `Policy` at an address; made by `open`."""
 
@@ -209,9 +251,9 @@ class RemotePolicy:
         self._limits: set[asyncio.Timeout] = set()
         self._closed = False
         unix = self._url.startswith("unix:")
-        # No limits on connections: the server knows how many requests it takes. Loading certificates takes a tenth of a second.
+        # Loading certificates takes a tenth of a second.
         path, secure = self._url.removeprefix("unix:") if unix else None, self._url.startswith("https:")
-        transport = httpx2.AsyncHTTPTransport(uds=path, verify=secure, limits=httpx2.Limits(), trust_env=False)
+        transport = _Connections(uds=path, verify=secure, trust_env=False)
         base, headers = "http://localhost" if unix else self._url, {"Authorization": f"Bearer {token}"} if token else {}
         patience = httpx2.Timeout(None, connect=self._settings.connect)  # the rest is timed by tokens, in _attempt
         self._client = httpx2.AsyncClient(
