@@ -14,8 +14,10 @@ from __future__ import annotations
 import functools
 import re
 import struct
+import tomllib
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
@@ -27,7 +29,6 @@ from etude.lineage.weight_files import DAMAGED, INDEX, indexed_files, read_heade
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 Matrix = NDArray[np.float32]
 Rows = NDArray[np.int64]
@@ -168,14 +169,10 @@ def decoded(kind: str, stored: NDArray[Any]) -> NDArray[Any]:
 @functools.cache
 def _small_floats(kind: str) -> NDArray[np.float32]:
     """Return the values of all 256 codes of an 8-bit float."""
-    codes = np.arange(256)
-    if kind == "F8_E5M2":  # the upper half of a float16
-        return (codes.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
-    if kind == "F8_E8M0":  # a power of two
-        return np.where(codes == 255, np.nan, np.exp2(codes - 127.0)).astype(np.float32)
-    exponent, fraction = codes >> 3 & 15, (codes & 7) / 8
-    size = np.where(exponent == 0, fraction * 2.0**-6, (1 + fraction) * np.exp2(exponent - 7.0))
-    return np.where(codes & 127 == 127, np.nan, np.where(codes < 128, size, -size)).astype(np.float32)
+    import torch
+
+    dtypes = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu}
+    return np.asarray(torch.arange(256, dtype=torch.uint8).view(dtypes[kind]).float().numpy())
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -268,34 +265,8 @@ def _gguf_header(opened: BinaryIO, file: Path) -> tuple[dict[str, Tensor], dict[
     return stored, meta
 
 
-# Llama and its kin; Llama 4; InternLM 2; GPT-2 and StarCoder; Phi-2; OPT; GPT-J; NeoX, Falcon and Bloom; Qwen 1; DeepSeek-V4; GGUF.
-PARTS: dict[str, tuple[str, ...]] = {
-    "up": ("mlp.up_proj", "feed_forward.up_proj", "feed_forward.w3", "mlp.c_fc", "mlp.fc1", "fc1", "mlp.fc_in",
-           "mlp.dense_h_to_4h", "mlp.w1", "ffn_up"),
-    "gate": ("mlp.gate_proj", "feed_forward.gate_proj", "feed_forward.w1", "mlp.w2", "ffn_gate"),
-    "gate_up": ("mlp.gate_up_proj", "feed_forward.gate_up_proj"),
-    "shared up": ("mlp.shared_experts.up_proj", "mlp.shared_expert.up_proj", "feed_forward.shared_expert.up_proj",
-                  "mlp.shared_mlp.up_proj", "ffn.shared_experts.w3", "ffn_up_shexp"),
-    "shared gate": ("mlp.shared_experts.gate_proj", "mlp.shared_expert.gate_proj", "feed_forward.shared_expert.gate_proj",
-                    "mlp.shared_mlp.gate_proj", "ffn.shared_experts.w1", "ffn_gate_shexp"),
-    "shared gate_up": ("shared_mlp.input_linear",),
-    "expert up": ("mlp.experts.{}.up_proj", "feed_forward.experts.{}.up_proj", "block_sparse_moe.experts.{}.w3",
-                  "ffn.experts.{}.w3", "ffn_up.{}"),
-    "expert gate": ("mlp.experts.{}.gate_proj", "feed_forward.experts.{}.gate_proj", "block_sparse_moe.experts.{}.w1",
-                    "ffn.experts.{}.w1", "ffn_gate.{}"),
-    "expert gate_up": (),
-    "experts up": ("ffn_up_exps",),
-    "experts gate": ("ffn_gate_exps",),
-    "experts gate_up": ("mlp.experts.gate_up_proj", "feed_forward.experts.gate_up_proj", "block_sparse_moe.input_linear",
-                        "ffn_gate_up_exps"),
-    "router": ("mlp.gate", "mlp.router", "feed_forward.router", "block_sparse_moe.gate", "block_sparse_moe.router.layer",
-               "mlp.gate.wg", "ffn.gate", "ffn_gate_inp"),
-    "query": ("self_attn.q_a_proj", "self_attn.q_proj", "attn.q_proj", "attn.wq_a", "attn_q_a", "attn_q"),
-    "key": ("self_attn.kv_a_proj_with_mqa", "self_attn.k_proj", "self_attn.kv_proj", "attn.k_proj", "attn.wkv",
-            "attn_kv_a_mqa", "attn_k"),
-    "stacked": ("self_attn.qkv_proj", "attn.c_attn", "attn_qkv"),
-    "grouped": ("attention.query_key_value", "self_attention.query_key_value", "attention.wqkv"),
-}  # fmt: skip
+# What the tensors of a layer are called, by part.
+PARTS: dict[str, list[str]] = tomllib.loads((Path(__file__).parent / "tensor_names.toml").read_text(encoding="utf-8"))
 ENDINGS = (".weight", "", ".weight_packed")
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embed", "token_embd")
 OUTPUT = re.compile(r"(?:.*\.)?(?:lm_head|embed_out|output_layer)\.weight|(?:output|head)\.weight")
