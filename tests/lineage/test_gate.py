@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.lineage import gate
+from etude.lineage import release
 from etude.lineage.facts import Claim, claims
-from etude.lineage.gate import Match, compare_claims
 from etude.lineage.record import CarriedLicence, Lineage, Parent
+from etude.lineage.release import Match, compare_claims
 from tests.lineage.audit import relatives
 from tests.lineage.records import child_of, full_record, three_generations
 from tests.lineage.releases import sketch_of
@@ -30,7 +30,7 @@ def match(
 
 
 def reasons(*matches: Match, lineage: Lineage = LINEAGE) -> list[str]:
-    return [refusal.what for refusal in gate.base_refusals(lineage, matches)]
+    return [refusal.what for refusal in release.base_refusals(lineage, matches)]
 
 
 def test_the_claims_of_a_tree_are_its_root_and_parents_without_a_record() -> None:
@@ -44,7 +44,7 @@ def test_the_claims_of_a_tree_are_its_root_and_parents_without_a_record() -> Non
 
 @pytest.mark.parametrize("found", [match("tiny"), match("another name", digest=TINY), match("tiny", sketch=False)])
 def test_a_claim_that_the_weights_bear_out_is_let_through(found: Match) -> None:
-    assert not gate.unchecked(LINEAGE, [found])
+    assert not release.unchecked(LINEAGE, [found])
     assert not reasons(found, match("stranger", derived=False, closeness=0.99))
 
 
@@ -58,7 +58,7 @@ def test_whole_weights_decide_where_a_sketch_finds_nothing() -> None:
 
 
 def test_a_claim_that_nobody_looked_into_names_both_ways_to_do_so() -> None:
-    (refusal,) = gate.unchecked_refusals(LINEAGE, [match("stranger", derived=False)])
+    (refusal,) = release.unchecked_refusals(LINEAGE, [match("stranger", derived=False)])
     assert "tiny could not be compared" in refusal.what
     assert "--base" in refusal.fix
     assert "etude library add" in refusal.fix
@@ -100,7 +100,7 @@ def test_whole_weights_are_not_ranked_against_sketches() -> None:
     "known", [match("tinier", closeness=0.99), match("x", closeness=0.99, digest=MIDDLE.model_digest)]
 )
 def test_what_a_base_continues_and_any_ancestor_is_in_the_tree(known: Match) -> None:
-    assert gate.in_tree(known, LINEAGE)
+    assert release.in_tree(known, LINEAGE)
     assert not reasons(match("tiny"), known)
 
 
@@ -129,7 +129,7 @@ def test_every_licence_that_is_not_there_as_received_is_named_once(
     present = {
         file.file: "0" * 64 if name in altered else file.sha256 for name, file in files.items() if name not in gone
     }
-    told = [refusal.what for refusal in gate.licence_refusals(Lineage.of(head, [Lineage.of(parent, [])]), present)]
+    told = [refusal.what for refusal in release.licence_refusals(Lineage.of(head, [Lineage.of(parent, [])]), present)]
     expected = {f"LICENSES/{name}/LICENSE (unknown text, from {name}) is missing" for name in set(carried) & gone}
     expected |= {
         f"LICENSES/{name}/LICENSE (unknown text, from {name}) was altered" for name in set(carried) & altered - gone
@@ -139,12 +139,12 @@ def test_every_licence_that_is_not_there_as_received_is_named_once(
 
 def test_a_licence_may_lie_elsewhere_if_it_is_whole() -> None:
     carried = LAST.licences[0]
-    assert not gate.licence_refusals(LINEAGE, {"LICENSES/tiny/LICENSE": carried.sha256})
+    assert not release.licence_refusals(LINEAGE, {"LICENSES/tiny/LICENSE": carried.sha256})
 
 
 def test_unknown_data_must_be_acknowledged() -> None:
-    (refusal,) = gate.data_refusals(["chats of sft", "pages of cpt"], [])
+    (refusal,) = release.data_refusals(["chats of sft", "pages of cpt"], [])
     assert "chats of sft; pages of cpt" in str(refusal)
     assert "--acknowledge unknown-data" in str(refusal)
-    assert not gate.data_refusals(["chats of sft"], ["unknown-data"])
-    assert not gate.data_refusals([], [])
+    assert not release.data_refusals(["chats of sft"], ["unknown-data"])
+    assert not release.data_refusals([], [])

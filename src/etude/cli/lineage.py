@@ -284,8 +284,7 @@ def release(  # noqa: PLR0913, PLR0917 - an argument for every option
 ) -> None:  # fmt: skip
     """Make a signed release folder, or list the reasons against it. Exit code 1 if it is refused."""
     from etude.lineage.duties import load_product
-    from etude.lineage.gate import UNKNOWN_DATA
-    from etude.lineage.release import Order, RefusedError, make_release
+    from etude.lineage.release import UNKNOWN_DATA, Order, RefusedError, make_release
     from etude.lineage.signing import default_key, fingerprint, public_pem
     from etude.lineage.tree import find_model
     from etude.models.bases import ancestors

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from etude.errors import UserError, one_line
 from etude.files import read_json
-from etude.lineage import gate, release, signing
+from etude.lineage import release, signing
 from etude.lineage.bom import bom_errors, spdx_errors
 from etude.lineage.card import card_disagreements
 from etude.lineage.duties import evaluate, licence_uses, load_product, released, unmet
@@ -150,7 +150,7 @@ def _check_contents(result: Verification, lineage: Lineage) -> None:
     head = lineage.records[lineage.head]
     fine = f"the files of record {head.id[:12]} ({head.stage})"
     result.check("weights", lambda: wrong_files(release.released_files(head), result.digests), fine)
-    lost = [str(each) for each in gate.licence_refusals(lineage, result.digests)]
+    lost = [str(each) for each in release.licence_refusals(lineage, result.digests)]
     result.check("licences", lambda: lost, "the texts of all ancestors are there, as they were received")
     fine = f"{len(lineage.records)} stages, each signed and equal to its record"
     result.check("attestations", lambda: _wrong_attestations(result, lineage), fine)
@@ -193,7 +193,7 @@ def _check_documents(result: Verification, lineage: Lineage) -> None:
             return [f"{AUDIT} calls the model {name!r}, the card another name: duties about names are not checked"]
         product = released(load_product(folder / PRODUCT) if (folder / PRODUCT).exists() else None, name)
         duties = evaluate(licence_uses(folder), product)
-        data = gate.data_refusals(release.unknown_data(duties), audit["acknowledged"])
+        data = release.data_refusals(release.unknown_data(duties), audit["acknowledged"])
         return [*unmet(duties, product, text(CARD), text(NOTICE)), *map(str, data)]
 
     result.check("card", lambda: card_disagreements(text(CARD), lineage), "says what the records say")
@@ -212,11 +212,11 @@ def _wrong_base(result: Verification, lineage: Lineage, sketches: Sequence[Sketc
     """Compare the weights with the library: the one check that no signature and no rewritten record can satisfy."""
     if any(check.name == "weights" for check in result.failed):
         raise OpenError("not compared: these are not the files of the record")
-    compared = gate.compare_claims(result.folder, result.folder.name, {}, sketches, reporter)
+    compared = release.compare_claims(result.folder, result.folder.name, {}, sketches, reporter)
     matches = [match for match, _ in compared]
     texts = {each.licence for each in held(result.folder)}
-    refusals = [*gate.base_refusals(lineage, matches), *gate.unlicensed_refusals(lineage, matches, texts)]
-    unknown = ", ".join(gate.unchecked(lineage, matches))
+    refusals = [*release.base_refusals(lineage, matches), *release.unlicensed_refusals(lineage, matches, texts)]
+    unknown = ", ".join(release.unchecked(lineage, matches))
     if unknown and not refusals:
         raise OpenError(f"not compared: {unknown} is not in your library; `etude library add FOLDER NAME` adds it")
     return [refusal.what for refusal in refusals]
