@@ -2,6 +2,7 @@
 
 CycloneDX: `pedigree.ancestors` is the family tree, `formulation` the list of stages, data components are what they read. The JSON is
 written by hand and validated by CycloneDX's own library: its object model has no model card, and drops one it reads without a word.
+SPDX is written by hand, too, and read back by SPDX's own model in `spdx_errors`.
 
 SPDX: one AI package a model of the tree, one dataset package a source of data. It has a field for energy and none for operations, so
 compute stands among the hyperparameters. Conformance is claimed with the core, software and licensing profiles only: those for AI and
@@ -11,7 +12,6 @@ datasets also want a place to download from, which a folder cannot know.
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from etude.lineage.record import DataUse, FileDigest, Lineage, Parent, Record
 
 MODEL = "machine-learning-model"
+MADE = "_:CreationInfo0"
 APPROACHES = {
     "pretrain": "self-supervised", "cpt": "self-supervised", "extend": "self-supervised", "mtp": "self-supervised",
     "sft": "supervised", "rl": "reinforcement-learning",
@@ -156,8 +157,7 @@ def _workflow(lineage: Lineage) -> dict[str, Any]:
     """Return the stages as tasks, each with those it waited for and the data it read."""
     tasks, waits = [], []
     for record in in_order(lineage):
-        ref, spent = f"stage:{record.id}", record.compute.model_dump(mode="json", exclude_none=True)
-        facts = {"kind": record.kind, "recipe": record.recipe.hash, **{f"compute.{key}": spent[key] for key in spent}}
+        ref, facts = f"stage:{record.id}", {"kind": record.kind, "recipe": record.recipe.hash, **_spent(record)}
         tasks.append({
             "bom-ref": ref, "uid": record.id, "name": record.stage, "taskTypes": ["merge" if record.kind == "merge" else "build"],
             "timeStart": record.started, "timeEnd": record.finished, "properties": _properties(facts),
@@ -168,16 +168,14 @@ def _workflow(lineage: Lineage) -> dict[str, Any]:
     return {"bom-ref": "stages", "uid": lineage.head, "taskTypes": ["build"], "tasks": tasks, "taskDependencies": waits}
 
 
+def _spent(record: Record) -> dict[str, Any]:
+    spent = record.compute.model_dump(mode="json", exclude_none=True)
+    return {f"compute.{key}": value for key, value in spent.items()}
+
+
 def _properties(facts: Mapping[str, object]) -> list[dict[str, str]]:
     words = {key: NOT_KNOWN if value is None else str(value) for key, value in facts.items()}
     return [{"name": f"etude:{key}", "value": value} for key, value in words.items()]
-
-
-def spdx(release: Release) -> str:
-    """Return the document, `spdx.json`, as JSON-LD."""
-    from spdx_python_model import v3_0_1 as model
-
-    return json.dumps(model.JSONLDSerializer().serialize_data(_Writer(release).written()), indent=1) + "\n"
 
 
 def spdx_errors(text: str) -> list[str]:
@@ -193,118 +191,113 @@ def spdx_errors(text: str) -> list[str]:
     return [f"{name} is referred to and not in the document" for name in sorted(unknown)]
 
 
-class _Writer:
-    """Collects the elements of one document; every element needs an address and says who made it, and when."""
+def spdx(release: Release) -> str:
+    """Return the document, `spdx.json`, as JSON-LD."""
+    graph, lineage, supplier = _Graph(release), release.lineage, release.product.organisation.name
+    agent = graph.add("Agent" if supplier else "SoftwareAgent", "agent", name=supplier or "Etude")
+    tool = graph.add("Tool", "etude", name=f"Etude {release.head.code.etude}")
+    records, data = in_order(lineage), {ref: _spdx_dataset(graph, ref, use) for ref, use in _datasets(lineage).items()}
+    models = {record.id: _spdx_model(graph, record) for record in records}
+    top = models[lineage.head]
+    graph.elements[top] |= _spdx_top(release) | ({"suppliedBy": agent} if supplier else {})
+    for record in records:
+        for edge in record.parents:
+            _spdx_edge(graph, models, record, edge)
+    for record in in_order(lineage, "weights"):
+        if refs := dict.fromkeys(map(_ref, record.data)):
+            graph.relate(models[record.id], "trainedOn", [data[ref] for ref in refs])
+    graph.relate(top, "contains", [
+        graph.add("software_File", f"file-{path}", name=path,
+                  verifiedUsing=[{"type": "Hash", "algorithm": "sha256", "hashValue": file.sha256}])
+        for path, file in sorted(release.files.items())
+    ])  # fmt: skip
+    graph.relate(top, "hasConcludedLicense", [_spdx_licence(graph, release)])
+    profiles = ["core", "software", "simpleLicensing"]
+    graph.add("SpdxDocument", "document", name=release.name, rootElement=[top], profileConformance=profiles)
+    made = {"type": "CreationInfo", "@id": MADE, "created": _time(release.head.finished), "createdBy": [agent],
+            "createdUsing": [tool], "specVersion": "3.0.1"}  # fmt: skip
+    elements = [made, *(graph.elements[address] for address in sorted(graph.elements))]
+    context = "https://spdx.org/rdf/3.0.1/spdx-context.jsonld"
+    return json.dumps({"@context": context, "@graph": elements}, indent=1) + "\n"
+
+
+class _Graph:
+    """Collects the elements of a document, each with an address of its own."""
 
     def __init__(self, release: Release) -> None:
-        from spdx_python_model import v3_0_1 as model
+        self.start = f"urn:uuid:{identity(release)}#"
+        self.elements: dict[str, dict[str, Any]] = {}
 
-        self.model, self.release, self.objects = model, release, model.SHACLObjectSet()
-        self.relationships = itertools.count()
-        self.made = model.CreationInfo(specVersion="3.0.1", created=_time(release.head.finished))
-        self.supplier = release.product.organisation.name
-        agent = model.Agent if self.supplier else model.SoftwareAgent
-        self.agent = self._add(agent, "agent", name=self.supplier or "Etude")
-        self.made.createdBy = [self.agent]
-        self.made.createdUsing = [self._add(model.Tool, "etude", name=f"Etude {release.head.code.etude}")]
-        self.objects.add(self.made)
+    def add(self, kind: str, address: str, **fields: Any) -> str:
+        """Add an element without its empty fields, and return how others refer to it."""
+        name = self.start + quote(address)
+        said = {key: value for key, value in fields.items() if value != []}
+        self.elements[name] = {"type": kind, "spdxId": name, "creationInfo": MADE, **said}
+        return name
 
-    def written(self) -> Any:
-        """Write the whole document."""
-        release, lineage = self.release, self.release.lineage
-        records = in_order(lineage)
-        models = {record.id: self._model(record) for record in records}
-        top = models[lineage.head]
-        self._describe(top)
-        data = {ref: self._dataset(ref, use) for ref, use in _datasets(lineage).items()}
-        for child, edge in [(record.id, edge) for record in records for edge in record.parents]:
-            key = edge.record or edge.model_digest
-            models[key] = other = models.get(key) or self._stranger(edge)
-            if edge.role == "weights":
-                self._relate(other, "ancestorOf", [models[child]])
-            else:
-                self._relate(models[child], "other", [other], comment=f"{edge.role}: {edge.name}")
-        for record in in_order(lineage, "weights"):
-            if refs := dict.fromkeys(map(_ref, record.data)):
-                self._relate(models[record.id], "trainedOn", [data[ref] for ref in refs])
-        self._relate(top, "contains", [self._file(path) for path in sorted(release.files)])
-        self._licence(top)
-        profiles = [getattr(self.model.ProfileIdentifierType, name) for name in ("core", "software", "simpleLicensing")]
-        about = {"name": release.name, "rootElement": [top], "profileConformance": profiles}
-        self._add(self.model.SpdxDocument, "document", **about)
-        return self.objects
+    def relate(self, start: str, how: str, ends: Sequence[str], **more: str) -> None:
+        """Say how an element stands to others."""
+        fields = {"from": start, "relationshipType": how, "to": list(ends), **more}
+        self.add("Relationship", f"relationship-{len(self.elements)}", **fields)
 
-    def _iri(self, address: str) -> str:
-        return f"urn:uuid:{identity(self.release)}#{quote(address)}"
 
-    def _add(self, kind: Any, address: str, **fields: Any) -> Any:
-        element = kind(_id=self._iri(address), creationInfo=self.made, **fields)
-        self.objects.add(element)
-        return element
+def _spdx_model(graph: _Graph, record: Record) -> str:
+    return graph.add(
+        "ai_AIPackage", f"model-{record.id}", name=record.origin.name if record.origin else record.stage,
+        software_primaryPurpose="model", builtTime=_time(record.finished),
+        ai_informationAboutTraining=f"{record.kind}; record {record.id}; weights {record.model_digest}",
+        ai_hyperparameter=_entries(_spent(record)), ai_useSensitivePersonalInformation="noAssertion",
+    )  # fmt: skip
 
-    def _relate(self, start: Any, how: str, ends: Sequence[Any], **more: str) -> None:
-        kind = getattr(self.model.RelationshipType, how)
-        address = f"relationship-{next(self.relationships)}"
-        self._add(self.model.Relationship, address, from_=start, relationshipType=kind, to=list(ends), **more)
 
-    def _entry(self, key: str, value: object) -> Any:
-        return self.model.DictionaryEntry(key=key, value=str(value))
+def _spdx_top(release: Release) -> dict[str, Any]:
+    """Return what is known of the released model and not of its ancestors."""
+    scores = {f"{row.task}: {row.metric}": row.value for row in release.evaluation}
+    return {
+        "name": release.name, "software_packageVersion": release.version, "ai_limitation": " ".join(LIMITS),
+        "ai_typeOfModel": [name for name in ("transformer", release.architecture.family) if name],
+        "ai_informationAboutApplication": release.product.intended_use or NOT_KNOWN,
+        **({"ai_metric": _entries(scores)} if scores else {}),
+    }  # fmt: skip
 
-    def _model(self, record: Record) -> Any:
-        spent = record.compute.model_dump(mode="json", exclude_none=True)
-        return self._add(
-            self.model.ai_AIPackage, f"model-{record.id}", name=record.origin.name if record.origin else record.stage,
-            software_primaryPurpose=self.model.software_SoftwarePurpose.model, builtTime=_time(record.finished),
-            ai_informationAboutTraining=f"{record.kind}; record {record.id}; weights {record.model_digest}",
-            ai_hyperparameter=[self._entry(f"compute.{key}", value) for key, value in spent.items()],
-            ai_useSensitivePersonalInformation=self.model.PresenceType.noAssertion,
-        )  # fmt: skip
 
-    def _stranger(self, edge: Parent) -> Any:
-        """Return a model of which nothing is known but its name and the digest of its weights."""
+def _spdx_edge(graph: _Graph, models: dict[str, str], record: Record, edge: Parent) -> None:
+    key = edge.record or edge.model_digest
+    if key not in models:  # of which nothing is known but its name and the digest of its weights
         comment = f"it carries no record; weights {edge.model_digest}"
-        return self._add(self.model.ai_AIPackage, f"model-{edge.model_digest}", name=edge.name, comment=comment)
-
-    def _describe(self, top: Any) -> None:
-        """Say of the released model what is not known of its ancestors."""
-        release = self.release
-        top.name, top.software_packageVersion = release.name, release.version
-        top.ai_typeOfModel = [name for name in ("transformer", release.architecture.family) if name]
-        top.ai_limitation = " ".join(LIMITS)
-        top.ai_metric = [self._entry(f"{row.task}: {row.metric}", row.value) for row in release.evaluation]
-        top.ai_informationAboutApplication = release.product.intended_use or NOT_KNOWN
-        if self.supplier:
-            top.suppliedBy = self.agent
-
-    def _dataset(self, ref: str, use: DataUse) -> Any:
-        licences = ", ".join(f"{name}: {count} bytes" for name, count in sorted(use.licences.items()))
-        return self._add(
-            self.model.dataset_DatasetPackage, ref, name=use.name, software_sourceInfo=use.source,
-            comment=f"digest {use.digest}; licences: {licences or NOT_KNOWN}",
-            software_primaryPurpose=self.model.software_SoftwarePurpose.data,
-            dataset_datasetSize=use.bytes, dataset_datasetType=[self.model.dataset_DatasetType.text],
-            dataset_dataPreprocessing=[f"left out, {reason}: {count}" for reason, count in sorted(use.left_out.items())],
-            dataset_hasSensitivePersonalInformation=self.model.PresenceType.noAssertion,
-        )  # fmt: skip
-
-    def _file(self, path: str) -> Any:
-        digest = self.model.Hash(algorithm=self.model.HashAlgorithm.sha256, hashValue=self.release.files[path].sha256)
-        return self._add(self.model.software_File, f"file-{path}", name=path, verifiedUsing=[digest])
-
-    def _licence(self, top: Any) -> None:
-        """State the terms of all ancestors together, and where a text lies that has no SPDX name."""
-        terms = licence_terms(self.release)
-        custom = [term for term in terms if term.startswith("LicenseRef-")]
-        text = "The text lies in the release, see LICENSE, NOTICE and LICENSES/."
-        for term in custom:
-            self._add(self.model.simplelicensing_SimpleLicensingText, term, simplelicensing_licenseText=text)
-        licence = self._add(
-            self.model.simplelicensing_LicenseExpression, "licence",
-            simplelicensing_licenseExpression=" AND ".join(terms) or "NOASSERTION",
-            simplelicensing_customIdToUri=[self._entry(term, self._iri(term)) for term in custom],
-        )  # fmt: skip
-        self._relate(top, "hasConcludedLicense", [licence])
+        models[key] = graph.add("ai_AIPackage", f"model-{edge.model_digest}", name=edge.name, comment=comment)
+    if edge.role == "weights":
+        graph.relate(models[key], "ancestorOf", [models[record.id]])
+    else:
+        graph.relate(models[record.id], "other", [models[key]], comment=f"{edge.role}: {edge.name}")
 
 
-def _time(text: str) -> datetime.datetime:
-    return datetime.datetime.fromisoformat(text).astimezone(datetime.UTC)
+def _spdx_dataset(graph: _Graph, ref: str, use: DataUse) -> str:
+    licences = ", ".join(f"{name}: {count} bytes" for name, count in sorted(use.licences.items()))
+    return graph.add(
+        "dataset_DatasetPackage", ref, name=use.name, software_sourceInfo=use.source,
+        comment=f"digest {use.digest}; licences: {licences or NOT_KNOWN}", software_primaryPurpose="data",
+        dataset_datasetSize=use.bytes, dataset_datasetType=["text"],
+        dataset_dataPreprocessing=[f"left out, {reason}: {count}" for reason, count in sorted(use.left_out.items())],
+        dataset_hasSensitivePersonalInformation="noAssertion",
+    )  # fmt: skip
+
+
+def _spdx_licence(graph: _Graph, release: Release) -> str:
+    """State the terms of all ancestors together, and where a text lies that has no SPDX name."""
+    terms, text = licence_terms(release), "The text lies in the release, see LICENSE, NOTICE and LICENSES/."
+    custom = {
+        term: graph.add("simplelicensing_SimpleLicensingText", term, simplelicensing_licenseText=text)
+        for term in terms if term.startswith("LicenseRef-")
+    }  # fmt: skip
+    expression = " AND ".join(terms) or "NOASSERTION"
+    return graph.add("simplelicensing_LicenseExpression", "licence", simplelicensing_licenseExpression=expression,
+                     simplelicensing_customIdToUri=_entries(custom))  # fmt: skip
+
+
+def _entries(facts: Mapping[str, object]) -> list[dict[str, str]]:
+    return [{"type": "DictionaryEntry", "key": key, "value": str(value)} for key, value in facts.items()]
+
+
+def _time(text: str) -> str:
+    return datetime.datetime.fromisoformat(text).astimezone(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
