@@ -23,7 +23,7 @@ def test_the_example_tells_facts_of_both_tables() -> None:
         ("[product]\nmonthly_user = 3", "unknown key product.monthly_user; did you mean 'monthly_users'"),
         ("[product.organisation]\ncountry = 'DE'", "unknown key product.organisation"),
         ("[organisation]\ncontry = 'DE'", "unknown key organisation.contry; did you mean 'country'"),
-        ("[products]\n", "unknown table 'products'; did you mean 'product'?"),
+        ("[products]\n", "unknown table products; did you mean 'product'?"),
         ("[product]\nmonthly_users = 'many'", "product.monthly_users: Input should be a valid integer"),
         ("[product]\nmonthly_users = -1", "product.monthly_users: Input should be greater than or equal to 0"),
         ("[product]\ncommercial = false\nmonthly_revenue = 1.0", "`commercial = false`, but it has revenue"),

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from etude.errors import UserError, nearest
 from etude.lineage.facts import in_order, is_notice
-from etude.lineage.licences import OWN, clause_text, duty_text, folder_name, held, obligations
+from etude.lineage.licences import OWN, clause_text, duty_facts, duty_text, folder_name, held, obligations
 from etude.lineage.record import LINEAGE_FILE, load_lineage
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from etude.lineage.record import Lineage, Record
 
-TABLES = ("product", "organisation")
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 UNION = {"AT", "BE", "BG", "CY", "CZ", "DE", "DK", "EE", "ES", "FI", "FR", "GR", "HR", "HU", "IE", "IT", "LT", "LU", "LV", "MT",
          "NL", "PL", "PT", "RO", "SE", "SI", "SK"}  # the EU  # fmt: skip
@@ -102,31 +101,41 @@ def question(key: str, month: str | None = None) -> str:
     return str(kind.model_fields[name].description).format(month=month)
 
 
+class ProductFile(BaseModel):
+    """The tables of `product.toml`."""
+
+    model_config = STRICT
+
+    product: Product = Product()
+    organisation: Organisation = Organisation()
+
+
 def load_product(path: Path) -> Product:
     """Read `product.toml`."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = ProductFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; docs/product.toml is one to copy") from None
+    except ValidationError as error:
+        raise UserError(f"{path}: {_wrong(error)}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as TOML: {error}") from None
-    if wrong := [name for name in content if name not in TABLES]:
-        raise UserError(f"{path}: unknown table {wrong[0]!r}{nearest(wrong[0], TABLES)}")
-    product, organisation = (content.get(name, {}) for name in TABLES)
-    if not isinstance(product, dict) or not isinstance(organisation, dict):
-        raise UserError(f"{path}: `product` and `organisation` must be tables, each once: [product], [organisation]")
-    if "organisation" in product:
+    if "organisation" in tables.product.model_fields_set:
         raise UserError(f"{path}: unknown key product.organisation; it is a table of its own, [organisation]")
-    try:
-        return Product.model_validate({**product, "organisation": organisation})
-    except ValidationError as error:
-        first = error.errors()[0]
-    at = [str(part) for part in first["loc"]]
-    key = ".".join(at if at[:1] == ["organisation"] else ["product", *at])
+    return tables.product.model_copy(update={"organisation": tables.organisation})
+
+
+def _wrong(error: ValidationError) -> str:
+    first = error.errors()[0]
+    *table, name = [str(part) for part in first["loc"]]
     if first["type"] == "extra_forbidden":
-        fields = Organisation.model_fields if at[0] == "organisation" else Product.model_fields
-        raise UserError(f"{path}: unknown key {key}{nearest(at[-1], set(fields) - {'organisation'})}")
-    raise UserError(f"{path}: {key}: {first['msg']}")
+        kinds: dict[str, type[BaseModel]] = {"product": Product, "organisation": Organisation}
+        known = set((kinds[table[0]] if table else ProductFile).model_fields)
+        close = nearest(name, known - {"organisation"} if table else known)
+        return f"unknown {'key' if table else 'table'} {'.'.join([*table, name])}{close}"
+    if first["type"] == "model_type":
+        return "`product` and `organisation` must be tables, each once: [product], [organisation]"
+    return f"{'.'.join([*table, name])}: {first['msg']}"
 
 
 def released(product: Product | None, name: str) -> Product:
@@ -140,11 +149,6 @@ def released(product: Product | None, name: str) -> Product:
 Kind = Literal["ship", "notice", "changes", "display", "name", "pass on", "use", "agreement", "outputs", "read", "data"]
 Outcome = Literal["fires", "not", "asks"]
 
-KINDS: dict[str, Kind] = {
-    "licence_copy": "ship", "copyright_notice": "ship", "retain_notices": "ship", "origin_notices": "ship",
-    "NOTICE_passthrough_if_present": "ship", "modified_files_notice": "changes", "notice_file": "notice",
-    "pass_use_restrictions_as_enforceable_term": "pass on", "display": "display", "model_name_prefix": "name",
-}  # fmt: skip
 DISTRIBUTED = {"fact": "product.distributed", "op": "is", "value": True}
 HOSTED = {"fact": "product.hosted", "op": "is", "value": True}
 # Written for copies and changes; whether a model trained on them is one, nobody knows yet.
@@ -333,7 +337,7 @@ class Given:
         hosting = self.licence.get("distribution_includes_hosting")
         copied = self.offered if hosting else self._holds(DISTRIBUTED)
         for name in self.licence.get("redistribution", []):
-            kind, words, where, answer = KINDS[name.partition("(")[0]], "", None, copied
+            kind, words, where, answer = duty_facts(name)["kind"], "", None, copied
             if kind == "notice":
                 words, where = str(self.licence.get("notice_text", "")), "NOTICE"
             elif kind == "pass on":
@@ -349,7 +353,7 @@ class Given:
             together.append(either([self._holds(part) for part in clause["if_any"]]))
         answer = both(together) if together else self.offered
         words, where = str(clause.get("text", "")), clause.get("where")
-        return self.duty(KINDS.get(clause["duty"], "agreement"), clause_text(clause), answer, words, where)
+        return self.duty(duty_facts(clause["duty"])["kind"], clause_text(clause), answer, words, where)
 
     def _holds(self, condition: dict[str, Any]) -> Answer:
         key, month = str(condition["fact"]), condition.get("month")

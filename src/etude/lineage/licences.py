@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError
@@ -20,7 +20,6 @@ from etude.lineage.record import CarriedLicence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
     from etude.lineage.record import Lineage
 
@@ -32,21 +31,6 @@ LICENCE_NAME = re.compile(r"(LICEN[CS]E|NOTICE|COPYING|COPYRIGHT|USE_POLICY|USAG
 # Not every line that starts with the word: "copyright notices shall be displayed" is a duty, not an owner.
 OWNER_LINE = re.compile(r"\s*copyright\s*(\(c\)|©|\[|\{|<|\d)", re.IGNORECASE)
 
-DUTY_TEXTS = {
-    "licence_copy": "ship the licence text",
-    "copyright_notice": "keep the copyright line",
-    "retain_notices": "keep notices",
-    "NOTICE_passthrough_if_present": "pass NOTICE on",
-    "origin_notices": "keep notices of origin",
-    "modified_files_notice": "mark changed files",
-    "notice_file": "put its notice into NOTICE",
-    "pass_use_restrictions_as_enforceable_term": "pass its use restrictions on in your own terms",
-    "model_name_prefix": "begin the model's name with",
-    "request_licence_no_rights_until_granted": "get a licence of your own from the licensor (no rights until then)",
-    "no_rights": "no rights: do not use it",
-    "no_rights_there": "no rights in these places: do not use it there",
-}
-
 
 def normalised_hash(text: str) -> str:
     """Return the hash that identifies a licence text whatever its layout: lower case, runs of other characters → one space."""
@@ -54,10 +38,13 @@ def normalised_hash(text: str) -> str:
 
 
 @cache
+def _facts() -> dict[str, Any]:
+    return dict(json.loads(Path(__file__).with_name("licence_obligations.json").read_text(encoding="utf-8")))
+
+
 def obligations() -> list[dict[str, Any]]:
     """Return the facts of all known licences."""
-    text = resources.files("etude.lineage").joinpath("licence_obligations.json").read_text(encoding="utf-8")
-    return list(json.loads(text)["licences"])
+    return list(_facts()["licences"])
 
 
 def identify(text: str, facts: Iterable[dict[str, Any]] | None = None) -> str | None:
@@ -84,9 +71,14 @@ def headline_duties(licence_id: str | None) -> list[str]:
 
 
 def duty_text(duty: str) -> str:
-    """Return a duty of the facts in words; what stands in brackets after its name is a remark."""
+    """Return a duty of the facts in words."""
+    return str(duty_facts(duty)["text"])
+
+
+def duty_facts(duty: str) -> dict[str, Any]:
+    """Return kind and text of a duty; what stands in brackets after its name is a remark."""
     name = duty.partition("(")[0]
-    return DUTY_TEXTS.get(name, name.replace("_", " "))
+    return dict(_facts()["duties"].get(name, {"kind": "agreement", "text": name.replace("_", " ")}))
 
 
 def clause_text(clause: dict[str, Any]) -> str:
