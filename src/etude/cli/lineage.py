@@ -134,10 +134,10 @@ def audit(
     opened = open_word(suspect, cache, reporter)
     if other is not None:
         finding = examine(open_word(other, cache, reporter), opened, reporter)
-        print_json(finding.to_json()) if as_json else show(finding, console)
+        print_json(asdict(finding)) if as_json else show(finding, console)
         return
     findings = examine_library(opened, _sketches(cache), reporter)
-    print_json([finding.to_json() for finding in findings]) if as_json else show_library(findings, console)
+    print_json([asdict(finding) for finding in findings]) if as_json else show_library(findings, console)
 
 
 @library_app.command(epilog="Example: etude library add runs/quickstart/base/model my-base")

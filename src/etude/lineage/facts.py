@@ -62,7 +62,7 @@ class Release:
     compute_lines: Sequence[str] = ()  # the shares of compute in words, `Shares.lines()`
     compute: Mapping[str, Any] = field(default_factory=dict)  # the same for programs, `Shares.to_json()`
     evaluation: Sequence[Measured] = ()
-    audit: Mapping[str, Any] | None = None  # `Finding.to_json()`; None: not audited
+    audit: Mapping[str, Any] | None = None  # a `Finding`; None: not audited
 
     @property
     def head(self) -> Record:

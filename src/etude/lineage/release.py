@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from etude.errors import UserError
@@ -365,7 +365,7 @@ def _match(finding: Finding, digest: str, licence: str | None) -> tuple[Match, d
     closeness = sum(effects.values()) / max(1, len(effects))
     derived = verdict.word in {"same", "derived"}
     match = Match(finding.reference, digest, finding.against, derived, closeness, verdict.sentence, licence)
-    return match, finding.to_json()
+    return match, asdict(finding)
 
 
 def base_folders(model: Path, lineage: Lineage, given: Sequence[Path], reporter: Reporter) -> dict[Claim, Path]:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-import tracemalloc
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
@@ -142,11 +141,6 @@ class Finding:
     seconds: float
     bytes_read: int
     bytes_total: int
-    peak_bytes: int  # of memory for arrays
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it in plain values."""
-        return asdict(self) | {"seconds_per_gb": 1e9 * self.seconds / max(self.bytes_read, 1)}
 
 
 def open_model(path: Path, name: str = "") -> Opened:
@@ -164,25 +158,18 @@ def examine_library(
 
 def examine(a: Opened | Sketch, b: Opened, reporter: Reporter, compared: int = 1) -> Finding:
     """Compare model `b` with `a`, one of `compared` that it is compared with."""
-    import scipy.linalg, scipy.optimize, scipy.stats  # noqa: E401, F401, I001 - loaded before memory is measured
-
     opened = [side.weights for side in (a, b) if isinstance(side, Opened)]
     before, started = sum(weights.bytes_read for weights in opened), time.monotonic()
     vocabularies = a.tokens, hashed(b.tokens) if b.tokens and isinstance(a, Sketch) else b.tokens
     tokens = compare_tokens(vocabularies[0], vocabularies[1]) if vocabularies[0] and vocabularies[1] else None
     shapes = compare_shapes(a.shape, b.shape)
-    tracemalloc.start()
-    try:
-        tests, notes = _tests(a, b, vocabularies, reporter)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    tests, notes = _tests(a, b, vocabularies, reporter)
     unread = [(side.name, start) for side in (a, b) if isinstance(side, Opened) for start in side.weights.unread]
     notes += [f"{start}… of {name}: taken for no part of its language model" for name, start in unread]
     return Finding(
         a.name, b.name, "sketch" if isinstance(a, Sketch) else "weights", tuple(tests), tokens, shapes,
         judge(tests, tokens, shapes, compared), tuple(notes), time.monotonic() - started,
-        sum(weights.bytes_read for weights in opened) - before, sum(weights.bytes_total for weights in opened), peak,
+        sum(weights.bytes_read for weights in opened) - before, sum(weights.bytes_total for weights in opened),
     )  # fmt: skip
 
 
@@ -363,8 +350,6 @@ def power(log10_p: float) -> str:
 
 
 def effort(findings: Sequence[Finding]) -> str:
-    """Return the time, bytes and memory that audits took."""
+    """Return the time and the bytes that audits took."""
     seconds, read = sum(each.seconds for each in findings), sum(each.bytes_read for each in findings)
-    share = f"{amount(read, BYTES)} read of {amount(findings[0].bytes_total, BYTES)}"
-    peak = amount(max(each.peak_bytes for each in findings), BYTES)
-    return f"{seconds:.1f} s; {share}, {1e9 * seconds / max(read, 1):.0f} s/GB; {peak} of memory at most"
+    return f"{seconds:.1f} s; {amount(read, BYTES)} read of {amount(findings[0].bytes_total, BYTES)}"
