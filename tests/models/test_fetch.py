@@ -5,6 +5,7 @@ import hashlib
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -55,11 +56,11 @@ def test_a_package_that_does_not_exist_is_refused_with_pips_reason(tmp_path: Pat
 def test_a_python_without_pip_is_told_how_to_get_it(
     tmp_path: Path, quiet: Reporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 'No module named pip' >&2\nexit 1\n", encoding="utf-8")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(UserError, match=one_line(python, "has no pip", "ensurepip")):
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    with pytest.raises(UserError, match=one_line(sys.executable, "has no pip", "ensurepip")):
         download_wheel(NO_SUCH_WHEEL, tmp_path, quiet)
 
 

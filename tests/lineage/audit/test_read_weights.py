@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 import etude.models
 from etude.errors import UserError
-from etude.lineage.audit.evidence import compare_shapes, compare_tokens, read_tokens
-from etude.lineage.audit.read_weights import Weights, open_weights, unpacked
+from etude.lineage.audit.examine import compare_shapes, compare_tokens
+from etude.lineage.audit.read_weights import Weights, open_weights, read_tokens, unpacked
 from etude.models import gguf
 from etude.progress import Reporter
 from tests.lineage.audit import zoo
@@ -351,7 +351,7 @@ def test_a_missing_or_damaged_config_is_said(tmp_path: Path, config: str | None,
 def test_sprout_is_read_without_torch() -> None:
     sprout = Path(etude.models.__file__).parent / "sprout"
     code = (
-        "import sys, pathlib; from etude.lineage.audit.read_weights import open_weights; from etude.lineage.audit.evidence import read_tokens\n"
+        "import sys, pathlib; from etude.lineage.audit.read_weights import open_weights, read_tokens\n"
         "p = pathlib.Path(sys.argv[1]); w = open_weights(p); read_tokens(p)\n"
         "assert not {'torch', 'transformers', 'scipy'} & set(sys.modules)\n"
         "print(w.part(5, 'up').sum(dtype='f8'), w.shape.vocab)"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from etude.errors import UserError
-from etude.lineage.audit.evidence import compare_shapes
+from etude.lineage.audit.examine import compare_shapes
 from etude.lineage.audit.read_weights import Shape, declared_by_config, declared_by_gguf
 
 LLAMA_8B = Shape("llama", 4096, 32, 32, 8, 128, 14336, 128256, False, 500000.0, "gqa", dense_layers=32)

@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 
 from etude.errors import UserError
 from etude.files import digest_of_files
-from etude.lineage.audit.evidence import Tokens, compare_tokens, shared
-from etude.lineage.audit.examine import open_model
+from etude.lineage.audit.examine import compare_tokens, open_model
+from etude.lineage.audit.read_weights import Tokens, shared
 from etude.lineage.audit.sketch import (
     Facts,
     Sketch,

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from etude.errors import UserError
-from etude.lineage.audit.evidence import Tokens, compare_tokens, read_tokens, shared
+from etude.lineage.audit.examine import compare_tokens
+from etude.lineage.audit.read_weights import Tokens, read_tokens, shared
 from tests import tiny
 
 BASE = Tokens(

@@ -7,14 +7,15 @@ projected as the sketch was. From there on there is one path. Only one pair of m
 The verdict "derived" takes an exact test below 1e-9 and a second, independent kind of test below 1e-6, both after Bonferroni over all
 models compared and all layers looked at. It means a shared initialisation: the tests are symmetric, so they never say who
 is the parent, and two models started from one framework seed share theirs without either knowing of the other. Learning from
-another model's outputs leaves no trace in the weights. Effect sizes, tokenisers and shapes support; they never decide.
+another model's outputs leaves no trace in the weights. Effect sizes, tokenisers and shapes support; they never decide: strangers
+reuse tokenisers and shapes, and a descendant can have had its tokeniser exchanged, or have been pruned.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,8 +25,7 @@ from rich.table import Table
 
 from etude.lineage.audit import descent_tests
 from etude.lineage.audit.descent_tests import EMBEDDING, NEURONS, ROUTER, Test
-from etude.lineage.audit.evidence import compare_shapes, compare_tokens, read_tokens, shared
-from etude.lineage.audit.read_weights import open_weights
+from etude.lineage.audit.read_weights import Shape, open_weights, read_tokens, shared
 from etude.lineage.audit.sketch import KEY_ROWS, Sketch, hashed, middles, project, thinned
 from etude.progress import BYTES, amount
 
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from etude.lineage.audit.descent_tests import Alignment, RowMatch
-    from etude.lineage.audit.evidence import ShapeEvidence, TokenEvidence, Tokens
-    from etude.lineage.audit.read_weights import Matrix, Rows, Shape, Weights
+    from etude.lineage.audit.read_weights import Matrix, Rows, Tokens, Weights
     from etude.progress import Reporter
 
     Carry = Callable[[Matrix], Matrix]  # brings rows of the suspect into the reference's residual dimensions
@@ -50,6 +49,14 @@ FIRST, SECOND = -9.0, -6.0  # log₁₀ of what the exact test and the other one
 LAYERS = 6
 TOKENS = 8192  # whose embeddings are compared at most
 FEWEST_TOKENS = 32
+
+NEARLY_ALL = 0.99  # of the ids both have: new words were appended, or reserved ones were named
+MANY = 0.5  # of all words; only a word for people, no verdict hangs on it
+# A difference in these is worth a word, but is no other structure: both change in training, or in how a file is written.
+INCIDENTAL = {"model_type", "tied", "rope_theta"}
+DEPTH = {"layers", "dense_layers"}
+EXPERT_FIELDS = {"experts", "expert_ffn", "shared_experts", "dense_layers", "ffn"}
+WIDTH = {field.name for field in fields(Shape)} - INCIDENTAL - DEPTH - {"vocab", "attention"}
 
 DIRECTION = "which of the two came first cannot be told from the weights: that takes dates or an earlier checkpoint"
 SAME_SEED = "two models of one shape started from the same random seed by one framework share an initialisation, too"
@@ -69,6 +76,68 @@ VERDICTS: dict[Word, tuple[str, tuple[str, ...]]] = {
     ),
     "none": ("no evidence of shared initialisation", (DISTILLED, NO_PROOF)),
 }
+
+
+@dataclass(frozen=True)
+class TokenEvidence:
+    """How two vocabularies are related."""
+
+    kind: str  # "identical" | "extended" | "overlapping" | "different"
+    jaccard: float  # shared words over all words
+    same_id: float  # share of the ids both have whose word is the same
+    shared: int
+    sizes: tuple[int, int]
+    sentence: str
+
+
+def compare_tokens(a: Tokens, b: Tokens) -> TokenEvidence:
+    """Compare two vocabularies."""
+    words_a, words_b = ({word for word in tokens.strings if word is not None} for tokens in (a, b))
+    both, sizes = len(words_a & words_b), (len(words_a), len(words_b))
+    jaccard = both / max(1, len(words_a | words_b))
+    pairs = [pair for pair in zip(a.strings, b.strings, strict=False) if pair != (None, None)]
+    same_id = sum(one == other for one, other in pairs) / max(1, len(pairs))
+    identical = a.strings == b.strings and (list(a.merges) == list(b.merges) or not (a.merges and b.merges))
+    kind = "identical" if identical else "overlapping" if jaccard >= MANY else "different"
+    kind = "extended" if not identical and same_id >= NEARLY_ALL else kind
+    words = f"{both:,} words in both of {sizes[0]:,} and {sizes[1]:,}; {same_id:.1%} of ids mean the same"
+    return TokenEvidence(kind, jaccard, same_id, both, sizes, f"{kind} vocabularies: {words}")
+
+
+@dataclass(frozen=True)
+class ShapeEvidence:
+    """How two shapes are related. Compatible shapes prove nothing; different ones disprove nothing."""
+
+    kind: str  # "exact" | "extended vocabulary" | "pruned" | "upcycled" | "different"
+    differences: dict[str, tuple[Any, Any]]
+    sentence: str
+
+
+def compare_shapes(a: Shape, b: Shape) -> ShapeEvidence:
+    """Compare two shapes. Which of the two was first, no shape can tell."""
+    pairs = {field.name: (getattr(a, field.name), getattr(b, field.name)) for field in fields(Shape)}
+    differences = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    changed = differences.keys() - INCIDENTAL
+    kind, sentence = _shape_kind(changed, differences)
+    listed = ", ".join(f"{name} {one} and {other}" for name, (one, other) in differences.items())
+    return ShapeEvidence(kind, differences, f"{sentence} ({listed})" if listed else sentence)
+
+
+def _shape_kind(changed: set[str], differences: Mapping[str, tuple[Any, Any]]) -> tuple[str, str]:
+    if not changed:
+        return "exact", "the same shape"
+    if changed == {"vocab"}:
+        return "extended vocabulary", "the same shape but for the number of words"
+    dense = [side for side in (0, 1) if "experts" in changed and differences["experts"][side] == 0]
+    if dense and changed <= EXPERT_FIELDS | {"vocab"}:
+        return "upcycled", f"the same shape with experts in place of the FFN of the {('first', 'second')[dense[0]]}"
+    structural = changed - {"vocab"}
+    smaller = {one < other for one, other in (differences[name] for name in structural)}
+    if not dense and len(smaller) == 1 and structural <= DEPTH | WIDTH:
+        parts = [word for word, names in (("layers", DEPTH), ("width", WIDTH)) if structural & names]
+        less = "first" if smaller == {True} else "second"
+        return "pruned", f"the {less} could be the other with less of its {' and '.join(parts)}"
+    return "different", "different shapes"
 
 
 @dataclass(frozen=True)

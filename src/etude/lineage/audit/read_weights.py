@@ -11,6 +11,7 @@ fused (query, key and value; gate and up) or reordered (GGUF's rotary halves) is
 
 from __future__ import annotations
 
+import base64
 import functools
 import re
 import struct
@@ -28,7 +29,7 @@ from etude.files import read_json
 from etude.lineage.weight_files import DAMAGED, INDEX, indexed_files, read_header
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 Matrix = NDArray[np.float32]
 Rows = NDArray[np.int64]
@@ -548,3 +549,97 @@ def unpacked(packed: NDArray[np.int32], columns: int) -> Matrix:
     codes = packed.view(np.uint32)[:, :, None] >> (bits * np.arange(together, dtype=np.uint32))
     codes &= np.uint32((1 << bits) - 1)
     return np.reshape(codes.astype(np.float32) - (1 << (bits - 1)), (len(packed), columns))
+
+
+CONTROL_TOKEN = 3  # GGUF's token type for special tokens
+MOST_IDS = 1 << 24  # far more than any vocabulary has; a list is made of them
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A vocabulary by id, its words as the tokeniser writes them (byte-level, or with ▁); None where an id has no word."""
+
+    strings: list[str | None]
+    merges: Sequence[str] = ()  # "left right", first learned first; none in other kinds of tokeniser
+    special: frozenset[str] = frozenset()
+
+    def ids(self) -> dict[str, int]:
+        """Return the id of each word; the first of those that are there twice."""
+        return {word: index for index, word in reversed(list(enumerate(self.strings))) if word is not None}
+
+
+def read_tokens(path: Path) -> Tokens | None:
+    """Read the vocabulary of a model folder, of the folder of a .safetensors, or of a GGUF; None where there is none.
+
+    SentencePiece's own tokenizer.model is not read: whoever has it nearly always has a tokenizer.json as well.
+    """
+    if path.suffix == ".gguf":
+        return _from_gguf(weight_files(path)[0])
+    folder = path if path.is_dir() else path.parent
+    for name, reader in (("tokenizer.json", _from_tokenizer_json), ("tiktoken.model", _from_tiktoken)):
+        if (file := folder / name).is_file():
+            try:
+                return reader(file)
+            except UNREADABLE as error:
+                raise UserError(f"{file} is damaged ({one_line(error)}); fetch it again") from None
+    return None
+
+
+def _from_tokenizer_json(file: Path) -> Tokens:
+    whole = read_json(file)
+    model, added = whole["model"], whole.get("added_tokens") or []
+    words = model["vocab"]
+    if isinstance(words, list):  # unigram: [word, score] by id
+        words = {word: index for index, (word, _) in enumerate(words)}
+    by_id = [(index, word) for word, index in words.items()] + [(token["id"], token["content"]) for token in added]
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model.get("merges") or []]
+    special = frozenset(token["content"] for token in added if token.get("special"))
+    return Tokens(_strings(by_id), merges, special)
+
+
+def _from_tiktoken(file: Path) -> Tokens:
+    """Read `base64 rank` lines (Kimi), written as byte-level words so that they compare with other files."""
+    letters = _byte_letters()
+    pairs = (line.split() for line in file.read_text(encoding="utf-8").splitlines() if line)
+    by_id = [(int(rank), "".join(letters[byte] for byte in base64.b64decode(word))) for word, rank in pairs]
+    config = file.with_name("tokenizer_config.json")
+    added = (read_json(config) if config.is_file() else {}).get("added_tokens_decoder", {})
+    by_id += [(int(index), token["content"]) for index, token in added.items()]
+    special = frozenset(token["content"] for token in added.values() if token.get("special"))
+    return Tokens(_strings(by_id), special=special)
+
+
+def _from_gguf(file: Path) -> Tokens | None:
+    _, meta = read_headers([file])
+    words, kinds = meta.get("tokenizer.ggml.tokens"), meta.get("tokenizer.ggml.token_type", [])
+    if not words:
+        return None
+    special = frozenset(word for word, kind in zip(words, kinds, strict=False) if kind == CONTROL_TOKEN)
+    return Tokens(words, meta.get("tokenizer.ggml.merges", []), special)
+
+
+def _strings(by_id: Iterable[tuple[int, str]]) -> list[str | None]:
+    words = dict(by_id)
+    if any(not 0 <= index < MOST_IDS for index in words):
+        raise ValueError("an id of a word is out of range")
+    return [words.get(index) for index in range(max(words, default=-1) + 1)]
+
+
+def _byte_letters() -> list[str]:
+    """Return GPT-2's letter for each byte: itself if printable, else the next unused one from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]
+
+
+def shared(a: Tokens, b: Tokens, *, rows: tuple[int, int] | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the ids of the ordinary words both have, in a's order; ids at or beyond `rows`, an embedding's end, are left out."""
+    ends = rows or (len(a.strings), len(b.strings))
+    others, special = b.ids(), a.special | b.special
+    pairs = [
+        (index, others[word])
+        for word, index in sorted(a.ids().items(), key=lambda item: item[1])
+        if word in others and word not in special and index < ends[0] and others[word] < ends[1]
+    ]
+    ids = np.array(pairs, np.int64).reshape(-1, 2)
+    return ids[:, 0], ids[:, 1]

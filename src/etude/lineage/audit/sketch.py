@@ -30,8 +30,7 @@ from pydantic import BaseModel
 
 from etude.errors import UserError, one_line
 from etude.files import digest_of_files, sha256_file, whole_file
-from etude.lineage.audit.evidence import Tokens
-from etude.lineage.audit.read_weights import Shape
+from etude.lineage.audit.read_weights import Shape, Tokens
 from etude.progress import BYTES
 
 if TYPE_CHECKING:
