@@ -15,7 +15,7 @@ import torch
 
 from etude.errors import UserError
 from etude.inference.local import LocalPolicy
-from etude.inference.policy import Busy, Completion, Sampling, Token
+from etude.inference.policy import Completion, Sampling, Token
 from tests.inference.engines import (
     assert_all_returned,
     engine_of,
@@ -44,8 +44,8 @@ def expected(index: int) -> list[int]:
 
 
 @contextlib.asynccontextmanager
-async def policy_of(queue: int = 64, **wish: Any) -> AsyncIterator[LocalPolicy]:
-    policy = LocalPolicy(engine_of(the_model(), page=16, **wish), "tiny", queue=queue)
+async def policy_of(**wish: Any) -> AsyncIterator[LocalPolicy]:
+    policy = LocalPolicy(engine_of(the_model(), page=16, **wish), "tiny")
     try:
         yield policy
     finally:
@@ -97,22 +97,6 @@ def test_a_cancelled_task_frees_its_place_and_harms_nobody() -> None:
             await others_are_unharmed(policy)
             assert policy.statistics()["cancelled"] == 3
         assert_all_returned(policy.engine)
-
-    asyncio.run(main())
-
-
-def test_who_comes_when_the_queue_is_full_is_sent_away() -> None:
-    async def main() -> None:
-        async with policy_of(queue=2, rows=1) as policy:
-            tasks = [await begun(policy, PROMPTS[0]), asyncio.create_task(policy.generate(PROMPTS[1], LONG))]
-            await asyncio.sleep(0)
-            with pytest.raises(Busy) as busy:
-                await policy.generate(PROMPTS[2], GREEDY)
-            assert busy.value.after > 0
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            assert (await policy.generate(PROMPTS[2], GREEDY)).token_ids == expected(2)
 
     asyncio.run(main())
 
@@ -240,7 +224,7 @@ def test_closing_ends_what_is_under_way(wait: bool) -> None:
 
 
 def test_a_caller_whose_loop_is_gone_is_forgotten() -> None:
-    policy = LocalPolicy(engine_of(the_model(), page=16), "tiny", queue=2)
+    policy = LocalPolicy(engine_of(the_model(), page=16), "tiny")
     loop = asyncio.new_event_loop()
     task = loop.create_task(policy.generate(PROMPTS[0], GREEDY, on_tokens=lambda _: None))
     loop.run_until_complete(asyncio.sleep(0))
@@ -251,7 +235,7 @@ def test_a_caller_whose_loop_is_gone_is_forgotten() -> None:
     async def main() -> None:
         assert (await policy.generate(PROMPTS[1], LONG)).token_ids[:16] == expected(1)  # longer than the one forgotten
         gc.collect()
-        both = [policy.generate(prompt, GREEDY) for prompt in PROMPTS[:2]]  # its place in the queue is free
+        both = [policy.generate(prompt, GREEDY) for prompt in PROMPTS[:2]]
         assert [each.token_ids for each in await asyncio.gather(*both)] == [expected(0), expected(1)]
         await policy.close()
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from etude.inference.engine import NEVER, Request, Rows, Stop
 from etude.inference.policy import Sampling, Token
-from etude.inference.request import NEVER, Request, Rows, Stop
 
 
 def request(number: int, computed: int, **wishes: Any) -> Request:

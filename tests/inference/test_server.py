@@ -45,8 +45,8 @@ def the_model(seed: int = 0) -> Any:
     return model_of(seed=seed, num_hidden_layers=1)
 
 
-def policy_of(queue: int = 64) -> LocalPolicy:
-    return LocalPolicy(engine_of(the_model(), page=16, context=500), "tiny", queue=queue)
+def policy_of() -> LocalPolicy:
+    return LocalPolicy(engine_of(the_model(), page=16, context=500), "tiny")
 
 
 @pytest.fixture(params=["tcp", "unix"])
@@ -68,9 +68,11 @@ def unix() -> Iterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def serving(policy: LocalPolicy, address: str, store: WeightStore | None = None) -> AsyncIterator[LocalPolicy]:
+async def serving(
+    policy: LocalPolicy, address: str, store: WeightStore | None = None, **limited: Any
+) -> AsyncIterator[LocalPolicy]:
     """Serve a policy; at the end all connections break, as if the process had been killed."""
-    limits = Limits(drain=0)
+    limits = Limits(drain=0, **limited)
     app = build_app(Served(policy, limits), {"id": "tiny"}, frozenset(), Receiver(policy, store) if store else None)
     if address.startswith("unix:"):
         listening = socket.socket(socket.AF_UNIX)
@@ -146,7 +148,7 @@ def test_what_is_sampled_is_what_the_policy_itself_says(address: str) -> None:
 
 def test_what_is_wrong_with_a_request_is_said_to_its_caller(unix: str) -> None:
     async def main() -> None:
-        async with serving(policy_of(queue=1), unix), opened(unix) as policy:
+        async with serving(policy_of(), unix, max_queue=1), opened(unix) as policy:
             with pytest.raises(UserError, match="token id 1000 is outside the vocabulary of 320"):
                 await policy.generate([1000], GREEDY)
             with pytest.raises(UserError, match="experts were asked for, but this model has no routers"):
@@ -154,7 +156,7 @@ def test_what_is_wrong_with_a_request_is_said_to_its_caller(unix: str) -> None:
             running = await begun(policy, PROMPTS[0], [])
             with pytest.raises(Busy) as busy:
                 await policy.generate(PROMPTS[1], GREEDY)
-            assert busy.value.after == 1.0
+            assert busy.value.after == 2.0
             running.cancel()
 
     asyncio.run(main())

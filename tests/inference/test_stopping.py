@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.inference.engine import Stop
 from etude.inference.policy import Sampling
-from etude.inference.request import Stop
 from etude.models.bases import resolve
 from etude.models.load import load_tokeniser
 

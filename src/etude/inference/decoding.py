@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from etude.inference.engine import Request
     from etude.inference.model_runner import Runner
-    from etude.inference.request import Request
 
 
 # What a step wrote, [3, R, written]: token (−1: none), log-prob, raw log-prob; and its logits.

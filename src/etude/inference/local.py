@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from etude.errors import UserError, one_line
 from etude.inference.engine import Engine
 from etude.inference.model_runner import Runner
-from etude.inference.policy import Busy, Completion, EngineStopped, Sampling
+from etude.inference.policy import Completion, EngineStopped, Sampling
 from etude.inference.prefix_cache import PrefixCache
 from etude.models.load import choose_device, load_model
 from etude.models.mtp_heads import load_heads
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from etude.inference.engine import Request
     from etude.inference.model_runner import Staged
     from etude.inference.policy import OnTokens, Token
-    from etude.inference.request import Request
 
 T = TypeVar("T")
 PAGE = 64  # positions, on a GPU; on a CPU a page is as long as the context, so that attention reads it in place
@@ -42,13 +42,12 @@ EVENTS = 400  # times a second that callers hear of new tokens, all together
 class LocalPolicy:
     """A model on this machine."""
 
-    def __init__(self, engine: Engine, name: str, *, queue: int = 4096) -> None:
-        self.engine, self.queue = engine, queue
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.engine = engine
         self.info = replace(engine.info, name=name)
         self._mail: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._over: EngineStopped | None = None  # why nothing more is done
-        self._pending = 0
         self.paused = False
         self.events = EVENTS
         # What callers hear of one step goes to their loop in one piece: to wake it for every request would cost more than the step.
@@ -61,7 +60,7 @@ class LocalPolicy:
     def open(  # noqa: PLR0913 - what one may want to say of a machine
         cls, folder: Path, *, name: str | None = None, device: str = "auto", dtype: torch.dtype | None = None,
         context: int | None = None, rows: int | None = None, memory: int | None = None, speculate: bool | None = None,
-        queue: int = 4096, say: Callable[[str], None] = lambda _: None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> Self:  # fmt: skip
         """Load a model's folder, with its heads if it has any. `memory`: bytes for the cache."""
         chosen = choose_device(device)  # type: ignore[arg-type]
@@ -71,13 +70,10 @@ class LocalPolicy:
         if speculate and heads is None:
             advice = "make them with the stage `mtp`, or leave speculation out"
             raise UserError(f"{folder} has no MTP heads to propose draft tokens; {advice}")
-        tokeniser = AutoTokenizer.from_pretrained(folder)
-        engine = build(
-            model, heads, tokeniser.decode, context=context, rows=rows, memory=memory,
-            compiled=gpu, say=say,
-        )  # fmt: skip
+        decode = AutoTokenizer.from_pretrained(folder).decode
+        engine = build(model, heads, decode, context=context, rows=rows, memory=memory, compiled=gpu, say=say)
         engine.speculation.wish = speculate
-        return cls(engine, name or folder.name, queue=queue)
+        return cls(engine, name or folder.name)
 
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None, on_tokens: OnTokens = None
@@ -86,8 +82,6 @@ class LocalPolicy:
         del session
         prompt = list(prompt)  # the caller's may have changed by the time it is read
         self.engine.check(prompt, sampling)
-        if self._pending >= self.queue:
-            raise Busy(1.0)
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Completion] = loop.create_future()
         box: list[Request] = []
@@ -99,15 +93,12 @@ class LocalPolicy:
             self.tell(loop, partial(_settle, done, result))
 
         self._post(lambda: box.append(self.engine.submit(prompt, sampling, stream, end)))
-        self._pending += 1
         try:
             return await done
         except asyncio.CancelledError:
             with contextlib.suppress(RuntimeError):  # the engine is, too
                 self._post(lambda: self.engine.cancel(box[0]))
             raise
-        finally:
-            self._pending -= 1
 
     async def update(self, weights: Mapping[str, torch.Tensor], version: int) -> float:
         """Put new weights in between two steps; requests under way go on with them. Return the seconds they had to wait."""
@@ -141,7 +132,6 @@ class LocalPolicy:
 
     async def close(self) -> None:
         """Stop the thread; requests under way end with an error."""
-        self._end(EngineStopped("the engine is closed"))
         await asyncio.to_thread(self._stop)
 
     async def _ask(self, what: Callable[[], T]) -> T:
