@@ -75,47 +75,35 @@ def repository_of(folder: Path, *, above: bool = True, bare: bool = False) -> Re
     """Return the repository that a folder belongs to (`above`: or a folder above it). `bare`: it may be one itself."""
     folder = folder.resolve()
     for top in [folder, *folder.parents] if above else [folder]:
-        own = top / ".git"
-        if own.is_file():
-            own = top / os.fsdecode(_small(own).removeprefix(b"gitdir:").strip())
-        if (own / "HEAD").is_file():
-            return Repository(top, own, own / os.fsdecode(_small(own / "commondir").strip() or b"."))
-    bare = bare and (folder / "HEAD").is_file() and (folder / "objects").is_dir()
-    return Repository(None, folder, folder) if bare else None
+        own = top / (os.fsdecode(_file(top, ".git").removeprefix(b"gitdir:").strip()) or ".git")
+        if _file(own, "HEAD"):
+            return Repository(top, own, own / os.fsdecode(_file(own, "commondir").strip()))
+    return (
+        Repository(None, folder, folder) if bare and _file(folder, "HEAD") and (folder / "objects").is_dir() else None
+    )
 
 
-def _small(path: Path) -> bytes:
-    """Return the content of a small file of .git; nothing if there is none, or it is no regular file."""
-    try:
-        with Rooted(path.parent) as folder:
-            about = folder.stat(path.name)
-            return folder.read(path.name, SMALL) if about and stat.S_ISREG(about.st_mode) else b""
-    except OSError:
-        return b""
+def _file(folder: Path, name: str, most: int = SMALL) -> bytes:
+    """Return what a file of a git folder holds; nothing if there is none, it is no regular file, or it lies behind a link."""
+    with contextlib.suppress(OSError), Rooted(folder) as rooted:
+        about = rooted.stat(name)
+        return rooted.read(name, most) if about and stat.S_ISREG(about.st_mode) else b""
+    return b""
 
 
 def commit_id(repository: Repository, ref: str, depth: int = 5) -> str | None:
     """Return the id that HEAD, a branch, a tag or a remote's branch stands for; None: there is no such one."""
     for name in [ref] if ref == "HEAD" else [f"refs/{kind}{ref}" for kind in ("", "tags/", "heads/", "remotes/")]:
-        value = _ref(repository, name)
+        value = _file(repository.own if ref == "HEAD" else repository.shared, name).decode(errors="replace").strip()
+        if not value and ref != "HEAD":
+            line = rb"^([0-9a-f]+) " + re.escape(os.fsencode(name)) + rb"$"
+            packed = re.search(line, _file(repository.shared, "packed-refs", 1 << 28), re.MULTILINE)
+            value = packed[1].decode() if packed else ""
         if value.startswith("ref: refs/") and depth:
-            return commit_id(repository, value.removeprefix("ref: refs/").strip(), depth - 1)
+            return commit_id(repository, value.removeprefix("ref: refs/"), depth - 1)
         if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", value):
             return value
     return None
-
-
-def _ref(repository: Repository, name: str) -> str:
-    with contextlib.suppress(OSError), Rooted(repository.own if name == "HEAD" else repository.shared) as folder:
-        about = folder.stat(name)
-        if about and stat.S_ISREG(about.st_mode):
-            return folder.read(name, 1000).decode(errors="replace").strip()
-    try:
-        packed = (repository.shared / "packed-refs").read_bytes() if name != "HEAD" else b""
-    except OSError:
-        return ""
-    match = re.search(rb"^([0-9a-f]+) " + re.escape(os.fsencode(name)) + rb"$", packed, re.MULTILINE)
-    return match[1].decode() if match else ""
 
 
 def git(
@@ -124,7 +112,7 @@ def git(
     """Have git read a repository, in a folder of its work tree or (None) without one. `most`: bytes of output, then it is ended."""
     with _disposable(repository, repository.top if folder else None) as environment:
         if "--exclude-standard" in arguments:
-            ignored = [_small(repository.shared / "info/exclude"), _users_ignored()]
+            ignored = [_file(repository.shared, "info/exclude"), _users_ignored()]
             Path(environment["GIT_DIR"], "info/exclude").write_bytes(b"\n".join(ignored))
         return _run(arguments, environment, folder or Path("/"), given, most)
 
@@ -150,7 +138,7 @@ def _disposable(repository: Repository, work_tree: Path | None) -> Iterator[dict
     if os.path.lexists(objects / "info/alternates"):
         borrowed = f"{repository.top or repository.own} borrows objects from another repository"
         raise UserError(f"{borrowed} ({objects}/info/alternates); clone it again without --shared or --reference")
-    sha256 = re.search(rb"objectformat\s*=\s*sha256", _small(repository.shared / "config"), re.IGNORECASE)
+    sha256 = re.search(rb"objectformat\s*=\s*sha256", _file(repository.shared, "config"), re.IGNORECASE)
     with tempfile.TemporaryDirectory(prefix="etude-git-") as made:
         for name in ("refs", "objects", "info"):
             Path(made, name).mkdir()

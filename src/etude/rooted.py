@@ -60,11 +60,11 @@ class Rooted:
             os.close(held)
 
     def stat(self, path: str) -> os.stat_result | None:
-        """Return what is at a path, a link as itself; None if nothing is, or it lies behind a link."""
+        """Return what is at a path, a link as itself; None if nothing is, it lies behind a link, or leads anywhere but down."""
         try:
             with self.holder(path) as (held, name):
                 return os.stat(name, dir_fd=held, follow_symlinks=False)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError:
             return None
 
     def read(self, path: str, most: int = -1) -> bytes:

@@ -17,6 +17,7 @@ import itertools
 import os
 import random
 import re
+import shutil
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,8 @@ from typing import TYPE_CHECKING, Literal
 
 from etude.errors import UserError
 from etude.files import digest_of
-from etude.lineage.environment import git, git_says
+from etude.git import git, git_says, repository_of
+from etude.rooted import Rooted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -116,15 +118,17 @@ def read_codebase(root: Path, keep: Keep = "code") -> Codebase:
 
 def tracked_files(root: Path) -> list[Path]:
     """Return what git tracks below a folder and is there: files, links, submodules; nothing if it is no git checkout."""
-    listed = git(root, "ls-files", "-z")
-    if listed is None:
+    repository = repository_of(root)
+    if repository is None or shutil.which("git") is None:
         return []
-    if listed.returncode and any(os.path.lexists(folder / ".git") for folder in [root, *root.resolve().parents]):
+    listed = git(repository, "ls-files", "-z", folder=root)
+    if listed.returncode:
         reason = " ".join(listed.stderr.decode(errors="replace").strip().splitlines()[:1])
         advice = "put that right, or copy the files elsewhere"
         raise UserError(f"{root} is a git checkout that git cannot read ({reason}); {advice}")
     names = dict.fromkeys(os.fsdecode(name) for name in listed.stdout.split(b"\0") if name)
-    return [root / name for name in names if os.path.lexists(root / name)]
+    with Rooted(root) as rooted:  # an index may name what lies behind a link
+        return [root / name for name in names if rooted.stat(name)]
 
 
 def passed_over(folder: Path) -> bool:
@@ -148,7 +152,7 @@ def git_revision(root: Path) -> str | None:
     if not tracked_files(folder):
         return None
     commit = git_says(folder, "rev-parse", "--verify", "--quiet", "HEAD")
-    changed = git_says(folder, "status", "--porcelain", "--untracked-files=no", "--", ".")
+    changed = git_says(folder, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all", "--", ".")
     return f"{commit.strip()}{'+changes' if changed else ''}" if commit else None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 import etude
+from etude.git import git_says
 
 RECORDED_PACKAGES = (
     "fastokens", "gguf", "huggingface-hub", "identify", "kingfisher-bin", "licenseclassifier", "numpy", "peft", "pyarrow", "rensa",
@@ -45,7 +45,7 @@ def code() -> Code:
     # A package installed under somebody else's repository (a venv inside a checkout) is not that repository's code.
     if revision is None or git_says(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
         return Code(etude=etude.__version__, revision=None, dirty=None)
-    dirty = bool(git_says(folder, "status", "--porcelain", "--", "."))
+    dirty = bool(git_says(folder, "status", "--porcelain", "--ignore-submodules=all", "--", "."))
     return Code(etude=etude.__version__, revision=revision.strip(), dirty=dirty)
 
 
@@ -94,20 +94,3 @@ def _cpu_name() -> str:
     text = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
     named = re.search(r"^model name[ \t]*:[ \t]*(.+)", text, re.MULTILINE)
     return named[1].strip() if named else platform.processor() or platform.machine()
-
-
-def git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[bytes] | None:
-    """Run git in a folder without its file-watching program, which anybody may have set; None if git is not installed."""
-    command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
-    try:
-        return subprocess.run(command, capture_output=True, check=False)
-    except FileNotFoundError:
-        return None
-
-
-def git_says(folder: Path, *arguments: str) -> str | None:
-    """Return what git prints, or None where there is no git or it refuses."""
-    done = git(folder, *arguments)
-    if done is None or done.returncode:
-        return None
-    return done.stdout.decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")

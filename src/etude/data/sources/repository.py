@@ -3,8 +3,8 @@
 **A folder** is one repository, or holds several. In a git checkout the tracked files count, elsewhere all but those in hidden,
 installed and built folders. Links are never followed, so there are no loops and no ways out.
 
-**Git**: the files at a revision, or its last commits as messages with their changes. A repository may come from anybody: only
-plumbing is called, which no configuration can make run a program, and a broken object costs one document. Local repositories
+**Git**: the files at a revision, or its last commits as messages with their changes. A repository may come from anybody:
+nothing in it can make git run a program (git.py), and a broken object costs one document. Local repositories
 are read in place, others from a bare clone in the cache.
 """
 
@@ -26,6 +26,8 @@ from etude.data.codebase import git_revision, passed_over, tracked_files, walked
 from etude.data.document import TOO_LARGE, Entry, OpenSource, entry_of, licences_among, local, printable, share_out
 from etude.errors import UserError
 from etude.files import digest_of
+from etude.git import commit_id, fetching, git, repository_of
+from etude.rooted import Rooted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,12 +38,6 @@ if TYPE_CHECKING:
     Done = subprocess.CompletedProcess[bytes]
 
 FILE_FAULTS = {stat.S_IFREG: "", stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder not entered"}
-GIT = ["git", "--no-pager", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "core.quotePath=false",
-       "-c", "safe.bareRepository=all"]  # fmt: skip
-# Would lead to another repository.
-OTHERS = {"GIT_DIR", "GIT_COMMON_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY"}
-FIXED = {"GIT_TERMINAL_PROMPT": "0", "GIT_NO_REPLACE_OBJECTS": "1", "GIT_NO_LAZY_FETCH": "1", "LC_ALL": "C"}
-OFFLINE = {"GIT_ALLOW_PROTOCOL": "none"}
 CHANGES = ["diff-tree", "--root", "-p", "--format=%B%x00", "--encoding=UTF-8", "--unified=3", "--no-color", "--no-renames",
            "--no-ext-diff", "--no-textconv"]  # fmt: skip
 REFS = ("+refs/heads/*:refs/heads/*", "+refs/tags/*:refs/tags/*")  # branches and tags
@@ -105,14 +101,14 @@ def _status(path: Path) -> tuple[str, int, int]:
 
 def _contents(root: Path, most_bytes: int, names: list[str]) -> Iterator[bytes | str]:
     """Read each file, in bounded memory even if it has grown since it was listed."""
-    for name in names:
-        try:
-            with (root / name).open("rb") as file:
-                content = file.read(most_bytes + 1)
-        except OSError:
-            yield "unreadable"
-        else:
-            yield content if len(content) <= most_bytes else TOO_LARGE
+    with Rooted(root) as rooted:
+        for name in names:
+            try:
+                content = rooted.read(name, most_bytes + 1)
+            except OSError:
+                yield "unreadable"
+            else:
+                yield content if len(content) <= most_bytes else TOO_LARGE
 
 
 def shown(where: str) -> str:
@@ -125,15 +121,16 @@ def commit_of(settings: SourceSettings) -> str:
     folder, url, revision = _local(settings), str(settings.git), settings.revision
     if folder:
         refusal = f"source {settings.name!r}: {folder} has no commit {revision!r}; set `revision`"
-        commit = f"{revision}^{{commit}}"
-        return (
-            _git(folder, "rev-parse", "--verify", "--end-of-options", commit, refusal=refusal).stdout.decode().strip()
-        )
+        repository = repository_of(folder, above=False, bare=True)
+        name, how = re.fullmatch("([^~^@:]*)(.*)", revision, re.DOTALL).groups()  # type: ignore[union-attr]
+        commit = f"{(commit_id(repository, name) if repository else None) or name}{how}^{{commit}}"
+        done = _git(folder, "rev-parse", "--verify", "--end-of-options", commit, refusal=refusal)
+        return done.stdout.decode().strip()
     if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", revision):
         return revision
     where = f"source {settings.name!r}: {shown(url)}"
     asked = ("ls-remote", "--", url, revision, f"{revision}^{{}}")
-    lines = _git(Path.cwd(), *asked, network=True, refusal=f"{where} is no folder and cannot be reached").stdout
+    lines = _accepted(fetching(Path(os.devnull), *asked), f"{where} is no folder and cannot be reached").stdout
     commits = {name: commit for commit, name in (line.split("\t") for line in lines.decode().splitlines())}
     for name in (revision, f"refs/tags/{revision}^{{}}", f"refs/tags/{revision}", f"refs/heads/{revision}"):
         if name in commits:
@@ -174,27 +171,24 @@ def _clone(settings: SourceSettings, commit: str, cache: Path, reporter: Reporte
         if _git(folder, "cat-file", "-e", commit).returncode:
             reporter.say(f"fetching {shown(url)} …")
             form = "sha1" if len(commit) == 40 else "sha256"
-            _git(folder, "init", "--quiet", "--bare", f"--object-format={form}", refusal=refusal)
-            _git(folder, "fetch", "--quiet", "--update-shallow", "--", url, *REFS, network=True, refusal=refusal)
+            for command in (["init", "--quiet", "--bare", "--template=", f"--object-format={form}"],
+                            ["fetch", "--quiet", "--update-shallow", "--", url, *REFS]):  # fmt: skip
+                _accepted(fetching(folder, *command), refusal)
     _git(folder, "cat-file", "-e", commit, refusal=f"{refusal}: no branch or tag leads to {commit}")
     return folder
 
 
-def _environment(folder: Path, *, network: bool = False) -> dict[str, str]:
-    """Keep git in this repository, and from fetching by itself what is missing in it, which would run what it names."""
-    kept = {name: value for name, value in os.environ.items() if name not in OTHERS}
-    return kept | FIXED | ({} if network else OFFLINE) | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+def _git(folder: Path, *arguments: str, refusal: str = "", given: str = "", most: int | None = None) -> Done:
+    """Run git on a repository; if it fails, raise the refusal with git's reason, if there is one."""
+    repository = repository_of(folder, above=False, bare=True)
+    if repository is None:
+        done = subprocess.CompletedProcess(arguments, 128, b"", b"fatal: not a git repository")
+    else:
+        done = git(repository, *arguments, given=given.encode(), most=most)
+    return _accepted(done, refusal)
 
 
-def _git(
-    folder: Path, *arguments: str, network: bool = False, refusal: str = "", given: str = ""
-) -> subprocess.CompletedProcess[bytes]:
-    """Run git to its end; if it fails, raise the refusal with git's reason, if there is one."""
-    command, environment = [*GIT, "-C", str(folder), *arguments], _environment(folder, network=network)
-    try:
-        done = subprocess.run(command, env=environment, input=given.encode(), capture_output=True, check=False)
-    except FileNotFoundError:
-        raise UserError("git is not installed, which reads sources with `git`; install it") from None
+def _accepted(done: Done, refusal: str) -> Done:
     if done.returncode and refusal:
         reason = re.search("^(?:fatal|error): (.+)", done.stderr.decode(errors="replace"), re.MULTILINE)
         raise UserError(f"{refusal}: {shown(reason[1]) if reason else 'git gives no reason'}")
@@ -244,8 +238,9 @@ class History:
     def commits(self, most: int) -> list[Entry]:
         """List the last ones that are no merges, oldest first; a broken one hides all that are older."""
         asked = _git(self.folder, "rev-list", "--no-merges", f"--max-count={most}", self.commit)
-        shallow = self.folder / os.fsdecode(_git(self.folder, "rev-parse", "--git-path", "shallow").stdout[:-1])
-        ends = shallow.read_text().split() if shallow.exists() else []  # what they change cannot be known
+        repository = repository_of(self.folder, above=False, bare=True)
+        shallow = repository.shared / "shallow" if repository else self.folder / "shallow"
+        ends = shallow.read_text().split() if shallow.is_file() else []  # what they change cannot be known
         faults = dict.fromkeys(ends, "the clone is shallow")
         commits = [Entry(name, name, 0, faults.get(name, "")) for name in asked.stdout.decode().split()]
         oldest = commits[-1].path if commits else self.commit
@@ -274,11 +269,7 @@ class History:
 
     def _output(self, *arguments: str) -> bytes | str:
         """Return what git prints, in bounded memory, or why there is nothing."""
-        command, environment = [*GIT, "-C", str(self.folder), *arguments], _environment(self.folder)
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-            assert process.stdout is not None
-            content = process.stdout.read(self.most_bytes + 1)
-            if len(content) > self.most_bytes:
-                process.kill()
-                return TOO_LARGE
-        return BROKEN if process.returncode else content
+        done = _git(self.folder, *arguments, most=self.most_bytes)
+        if len(done.stdout) > self.most_bytes:
+            return TOO_LARGE
+        return BROKEN if done.returncode else done.stdout

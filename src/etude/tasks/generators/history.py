@@ -15,7 +15,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from etude.errors import UserError
-from etude.lineage.environment import git, git_says
+from etude.git import git, git_says, repository_of
 from etude.tasks.generators import parsed
 from etude.tasks.generators.parsed import Parsed, is_test_path, solution_spans
 from etude.tasks.task import Candidate, Edit
@@ -208,10 +208,12 @@ def commits(repository: Path, left_out: Counter[str]) -> Iterator[Commit]:
 
 def _commit_texts(repository: Path, commit: str, paths: Sequence[str]) -> dict[str, str]:
     """Return those files that a commit has; ValueError if one is binary or long."""
-    texts = {}
+    texts: dict[str, str] = {}
+    if (opened := repository_of(repository)) is None:
+        return texts
     for path in paths:
-        done = git(repository, "cat-file", "blob", f"{commit}:{path}")
-        if done is None or done.returncode:
+        done = git(opened, "cat-file", "blob", f"{commit}:{path}")
+        if done.returncode:
             continue
         text = parsed.plain_text(done.stdout)
         if text is None:
