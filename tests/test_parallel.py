@@ -56,9 +56,17 @@ def test_an_error_comes_through(workers: int) -> None:
         list(parallel.each(fail, [1, 2, 3], workers, going))
 
 
-def test_a_killed_worker_is_said() -> None:
-    with pytest.raises(UserError, match="a worker process was killed"):
+def end(number: int) -> int:
+    if number == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return number
+
+
+def test_a_killed_worker_is_said_and_memory_only_where_it_may_be_the_cause() -> None:
+    with pytest.raises(UserError, match=r"a worker process was killed, perhaps for lack of memory; lower `workers`"):
         list(parallel.each(die, [1, 2, 3, 4], 2, going))
+    with pytest.raises(UserError, match=r"^a worker process was ended from outside; run the same command again$"):
+        list(parallel.each(end, [1, 2, 3, 4], 2, going))
 
 
 def test_the_user_can_stop() -> None:

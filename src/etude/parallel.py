@@ -38,21 +38,27 @@ def each(
             check_stop()
             yield index, function(item)
         return
+    started: dict[int, multiprocessing.process.BaseProcess] = {}
     try:
-        yield from _each_in_pool(function, items, min(workers, len(items)), check_stop)
-    except BrokenProcessPool:
-        advice = "lower `workers` and run the same command again"
-        raise UserError(f"a worker process was killed, perhaps for lack of memory; {advice}") from None
+        yield from _each_in_pool(function, items, min(workers, len(items)), check_stop, started)
+    except BrokenProcessPool:  # the pool ends those that are left with SIGTERM
+        if any(process.exitcode == -signal.SIGKILL for process in started.values()):
+            why = "killed, perhaps for lack of memory; lower `workers` and"
+        else:
+            why = "ended from outside;"
+        raise UserError(f"a worker process was {why} run the same command again") from None
 
 
 def _each_in_pool(
-    function: Callable[[Item], Result], items: Sequence[Item], workers: int, check_stop: Callable[[], None]
-) -> Iterator[tuple[int, Result]]:
+    function: Callable[[Item], Result], items: Sequence[Item], workers: int, check_stop: Callable[[], None],
+    started: dict[int, multiprocessing.process.BaseProcess],
+) -> Iterator[tuple[int, Result]]:  # fmt: skip
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin)
     try:
         ahead = iter(enumerate(items))
         # No more than there are workers: what waits in their queue could not be taken back if the user wants to stop.
         running = {pool.submit(function, item): index for index, item in islice(ahead, workers)}
+        started |= pool._processes  # noqa: SLF001 - nothing else tells how a worker ended
         while running:
             done, _ = wait(running, timeout=LOOK, return_when=FIRST_COMPLETED)
             for future in done:

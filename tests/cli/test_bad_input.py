@@ -267,3 +267,13 @@ def test_without_git_files_are_walked_and_edits_are_made(
     said = etude("run", recipe(tmp_path, tiny_base, code_tree), *cache, *QUICK, *edits)
     assert said.code == 0, said.err
     assert "2 tasks (0 from git history)" in " ".join(said.out.split())
+
+
+def test_a_server_is_not_asked_before_the_tasks_are_looked_at(etude: Etude) -> None:
+    said = etude("bench", "http://127.0.0.1:9", "--tasks", "absent.jsonl")
+    refused(said, "--tasks: 'absent.jsonl' is not a file")
+
+
+def test_serving_what_is_not_there(etude: Etude, tmp_path: Path) -> None:
+    refused(etude("serve", "runs/nope", "--port", 0), "folder 'runs/nope' does not exist")
+    refused(etude("serve", "sprout", "--port", 0, "--weights", tmp_path / "nope"), "--weights", "is not a folder")

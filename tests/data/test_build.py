@@ -203,6 +203,22 @@ class StopsAfter(Reporter):
         self.check_stop = check
 
 
+@pytest.mark.parametrize(("repositories_in_it", "said"), [(1, 'a single repository, never split; add another, with hold_out = "all"'),
+                                                      (2, "no repository is as small as 2% of it; raise data.heldout")])  # fmt: skip
+def test_why_nothing_is_held_out_is_said_with_what_helps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], repositories_in_it: int, said: str
+) -> None:
+    for name in ("one", "two")[:repositories_in_it]:
+        (tmp_path / "code" / name).mkdir(parents=True)
+        text = "".join(f"def {name}_{number}(value):\n    return value + {number}\n" for number in range(9))
+        (tmp_path / "code" / name / "a.py").write_text(text)
+    source = {"name": "mine", "folder": str(tmp_path / "code"), "licence": "MIT"}
+    build(tmp_path / "corpus", Reporter(), source=[source], length=64, **UNSCRUBBED)
+    assert f"data: nothing of 'code' is held out: {said}" in " ".join(
+        capsys.readouterr().err.replace("it is ", "").split()
+    )
+
+
 def test_a_policy_that_drops_everything_says_why(
     repositories: tuple[Path, Planted], tmp_path: Path, quiet: Reporter
 ) -> None:

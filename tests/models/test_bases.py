@@ -108,6 +108,20 @@ def test_a_path_that_does_not_exist_is_no_hub_id(word: str, tmp_path: Path, monk
         resolve(word)
 
 
+def test_a_run_that_does_not_exist_is_not_looked_for_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=one_line("folder 'runs/nope' does not exist", tmp_path)):
+        resolve("runs/nope")
+    (tmp_path / "models" / "nose").mkdir(parents=True)
+    with pytest.raises(
+        UserError, match=one_line("'models/nope' does not exist", "did you mean 'models/nose'?", "@main")
+    ):
+        resolve("models/nope")
+    assert resolve("models/nope@main") == Base("nope", "hub", "models/nope", "main")
+
+
 @pytest.mark.parametrize(
     "word",
     [

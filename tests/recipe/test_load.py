@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from etude.data.settings import DataSettings
 from etude.errors import UserError
-from etude.recipe.recipe import Recipe, StageEntry, as_toml, load_recipe, merge, parse_change
+from etude.recipe.recipe import Recipe, StageEntry, as_toml, load_recipe, parse_change
+from etude.toml import merge
 
 
 class Settings(BaseModel):
@@ -82,12 +83,15 @@ def test_the_hash_is_of_what_is_meant_not_of_how_it_is_written(tmp_path: Path) -
         (GOOD, ["train"], "--set 'train' is not of the form stage.key=value"),
         (GOOD, ["=3"], "--set '=3' is not of the form stage.key=value"),
         (GOOD.replace('kind = "train"', 'kind = "trian"'), [], "recipe.toml:6: unknown stage 'trian'; did you mean 'train'"),
-        (GOOD.replace('"again"]', '"agin"]'), [], "recipe.toml:5: section [again] is not in stages = ['train', 'agin']; did you mean 'agin'"),
+        (GOOD.replace('"again"]', '"agin"]'), [], "recipe.toml:2: unknown stage 'agin'; did you mean 'again'"),
+        (GOOD.replace('["train", "again"]', '["trian", "again"]'), [], "recipe.toml:2: unknown stage 'trian'; did you mean 'train'"),
+        (GOOD.replace("steps = 3", "stps = 3"), [], "recipe.toml:4: unknown key 'train.stps'; did you mean 'steps'"),
         (GOOD.replace('"again"]', '"again", "chek"]'), [], "recipe.toml:2: unknown stage 'chek'; did you mean 'check'"),
         (GOOD.replace('"again"]', '"again", "train"]'), [], "recipe.toml:2: stages: 'train' is listed twice"),
         (GOOD.replace('"again"]', '"base"]'), [], "recipe.toml:2: stages: 'base' cannot name a stage"),
         (GOOD.replace('name = "mine"', 'name = "a/b"'), [], "recipe.toml:1: name: string should match pattern"),
-        (GOOD.replace('name = "mine"', 'nam = "a"'), [], "'name' is missing"),
+        (GOOD.replace('name = "mine"', 'nam = "a"'), [], "recipe.toml:1: unknown key 'nam'; did you mean 'name'"),
+        (GOOD.replace('name = "mine"\n', ""), [], "'name' is missing"),
         (GOOD + "[other]\nx = 1\n", [], "recipe.toml:9: section [other] is not in stages"),
         (GOOD.replace("[train]\nsteps = 3\n", "").replace("stages", "train = 3\nstages"), [], "recipe.toml:2: 'train' is a stage: its settings stand in a table, written [train]"),
         (GOOD.replace("[train]", "[[train]]"), [], "recipe.toml:3: 'train' is a stage"),

@@ -7,7 +7,7 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.recipe.recipe import key_line
+from etude.toml import key_line
 
 TEXT = """\
 # a comment = with an equals sign

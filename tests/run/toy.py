@@ -8,11 +8,12 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 from safetensors.numpy import load_file, save_file
 
-from etude.recipe.recipe import Layer, check
+from etude.recipe.recipe import check
 from etude.run.folder import MODEL, RunFolder
 from etude.run.runner import Runner
 from etude.run.stage import Job, Outcome, Stage
 from etude.run.stages import STAGES
+from etude.toml import Layer
 from etude.work import Unit
 
 if TYPE_CHECKING:

@@ -101,15 +101,20 @@ def test_a_package_that_cannot_be_used_is_left_out_and_told(tmp_path: Path) -> N
     (tmp_path / "empty" / "empty.py").write_text("x = 1\n", encoding="utf-8")
     folders = [str(tmp_path / "empty"), str(small.write(tmp_path / "calc"))]
     settings = SetSettings(name="set", package=[PackageSettings(folder=folder) for folder in folders])
-    path = make(settings, tmp_path / "work")
-    header = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
-    assert header["tasks"] == 0
-    assert "no tests found" in header["left_out"]["empty"]
-    assert "licence is not known" in header["left_out"]["calc"]
+    with pytest.raises(UserError, match=r"not one task.*empty: no tests found.*calc: .*licence is not known"):
+        make(settings, tmp_path / "work")
+    assert not list(tmp_path.rglob("*set*.jsonl"))
 
 
 @pytest.mark.parametrize(
-    ("text", "told"), [("name = 3\n", "name"), ("x [", "cannot read"), ('name = "a"\n', "package")]
+    ("text", "told"),
+    [
+        ("name = 3\n", r"a\.toml:1: name: input should be a valid string"),
+        ("x [", r"a\.toml is not valid TOML"),
+        ('name = "a"\n', r"a\.toml: 'package' is missing: codebases"),
+        ('name = "a"\nmutaton = 3\n', r"a\.toml:2: unknown key 'mutaton'; did you mean 'mutation'"),
+        ('name = "a"\n[[package]]\ngitt = "x"\n', r"a\.toml:3: unknown key 'package.0.gitt'; did you mean 'git'"),
+    ],
 )
 def test_recipes_that_are_wrong_are_refused(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "a.toml").write_text(text, encoding="utf-8")
@@ -161,10 +166,9 @@ def test_a_task_that_breaks_tests_of_other_code_is_none(tmp_path: Path) -> None:
     settings = SetSettings(
         name="set", mutation=2, deletion=0, package=[PackageSettings(folder=str(folder), licence="MIT")]
     )
-    path = make(settings, tmp_path / "work")
-    header = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
-    assert header["tasks"] == 0
-    assert header["tries"]["mutation: not confirmed"] >= 1
+    with pytest.raises(UserError, match=r"not one task was made.*\d × mutation: not confirmed"):
+        make(settings, tmp_path / "work")
+    assert not (tmp_path / "work" / "set.jsonl").exists()
 
 
 def test_wrong_tasks_are_found_again_and_dropped(tmp_path: Path, etude: Etude) -> None:

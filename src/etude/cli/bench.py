@@ -56,6 +56,7 @@ def run(  # noqa: PLR0913, PLR0917 - an argument for every option
     from etude.bench.agents import run_benchmark
     from etude.models.fetch import default_cache
     from etude.run.folder import lock_run
+    from etude.tasks.manifest import find_manifest, read_rows
 
     offered = options.chosen_tools(tools).tools
     given = {"k": k, "limit": limit, "concurrency": concurrency, "style": style, "tools": {"tools": offered},
@@ -64,6 +65,8 @@ def run(  # noqa: PLR0913, PLR0917 - an argument for every option
     if "oracle" in models and not {"edit", "write"} <= {*offered}:
         raise UserError("the oracle needs the tools edit and write; leave --tools or `oracle` out")
     options.refuse_without_server(models, token_file=token_file, tokeniser=tokeniser)
+    if not tasks.is_dir():
+        read_rows(find_manifest(str(tasks), "--tasks"))  # before a server is asked or a model is loaded
     place = cache.absolute() if cache else default_cache()
 
     async def work() -> Path:

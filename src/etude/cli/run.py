@@ -146,8 +146,9 @@ def compare(
     out: options.OutFolder = None, cache: options.CacheFolder = None, as_json: options.AsJson = False,
 ) -> None:  # fmt: skip
     """Compare bases on your code: bits per byte, state tracking, speed, memory and licence."""
-    from etude.recipe.recipe import Layer, check, parse_change
+    from etude.recipe.recipe import check, parse_change
     from etude.run.runner import stage_settings
+    from etude.toml import Layer
 
     name = f"compare-{Path(on).expanduser().resolve().name or 'code'}"
     table = {"name": "".join(c if c.isalnum() or c in "._-" else "-" for c in name), "stages": ["compare"],

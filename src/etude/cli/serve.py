@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from etude.cli.options import CacheFolder, Device  # noqa: TC001 - typer reads annotations at run time
+from etude.errors import UserError
 from etude.models.bases import locate
 from etude.progress import Reporter
 
@@ -38,6 +39,10 @@ def serve(  # noqa: PLR0913, PLR0917 - an argument for every option
     limits = Limits.model_validate(bounds | {"context": context})
     gate = gate_for(host, read_token(token_file) if token_file else None, allow_open=allow_open)
     reporter = Reporter()
+    if weights and not weights.is_dir():
+        raise UserError(
+            f"--weights {str(weights)!r} is not a folder; name the one that a trainer publishes versions in"
+        )
     with bind(host, port) as address:
         from etude.inference.local import LocalPolicy
         from etude.inference.weight_sync import Receiver, WeightStore

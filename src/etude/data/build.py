@@ -211,6 +211,9 @@ class Build:
             listed = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
             if held:
                 say(f"data: {held / total:.1%} of {domain!r} is held out: {listed or 'single rows'}")
+            elif self.data.heldout and sum(entry.repositories for entry in mine) == 1:
+                advice = 'add another, with hold_out = "all", to measure on'
+                say(f"data: nothing of {domain!r} is held out: it is a single repository, never split; {advice}")
             elif self.data.heldout:
                 why = f"no repository is as small as {self.data.heldout:.0%} of it"
                 say(f"data: nothing of {domain!r} is held out: {why}; raise data.heldout")

@@ -143,6 +143,11 @@ def resolve(word: str) -> Base:
     if match is None:
         known_names = nearest(word, known_bases())
         raise UserError(f"unknown base {word!r}{known_names} (or give a folder, or a hub id owner/name)")
+    around = path.parent
+    if not match["revision"] and (around.is_dir() or around.name == "runs"):
+        here = nearest(word, [str(each) for each in around.glob("[!.]*") if each.is_dir()])
+        advice = f"; a model of the hub with this name is written {word}@main"
+        raise UserError(f"folder {word!r} does not exist (looked in {Path.cwd()}){here}{advice}")
     return Base(match["id"].rpartition("/")[2], "hub", match["id"], match["revision"])
 
 

@@ -18,14 +18,13 @@ import random
 import shutil
 import tempfile
 import time
-import tomllib
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from etude.errors import UserError, one_line
 from etude.files import digest_of, read_json, write_json
@@ -39,6 +38,7 @@ from etude.tasks.score import check, visible
 from etude.tasks.seal import gate
 from etude.tasks.suite import FAST, FORMS, entries_of, layers_of, run_tests, side_by_side, spoilt, write_entries
 from etude.tasks.task import Codebase, Generator, Split, Task, function_of
+from etude.toml import read_layer, validated
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -82,13 +82,9 @@ class SetSettings(BaseModel):
 
 def read_settings(path: Path) -> SetSettings:
     """Read a recipe."""
-    try:
-        return SetSettings(**tomllib.loads(path.read_text(encoding="utf-8")))
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    layer = read_layer(path)
+    settings: SetSettings = validated(SetSettings, layer.table, [], [layer])
+    return settings
 
 
 class Coverage:
@@ -352,6 +348,10 @@ class Maker:
                   "python": platform.python_version(), "kept": {name: counts for name, counts in kept.items() if counts},
                   "tries": dict(sorted(reasons.items())), "passed_over": dict(sorted(self.passed_over.items())),
                   "left_out": self.failed, "seconds": round(self.log.total("seconds"))}  # fmt: skip
+        if not tasks:  # a manifest of nothing would be refused by whoever reads it
+            counts = [f"{count} × {what}" for what, count in reasons.most_common(3)]
+            why = [*(f"{package}: {reason}" for package, reason in self.failed.items()), *counts]
+            raise UserError(f"not one task was made, so {path} is not written: {'; '.join(why) or 'none was wanted'}")
         used = {task["codebase"] for task in tasks.values()}
         rows = [row for key, (_, row) in sorted(self.codebases.items()) if key in used]
         write_set(path, header, rows, tasks.values())
