@@ -326,7 +326,7 @@ def test_weights_come_through_the_life_cycle_into_a_request_that_runs(unix: str,
             assert_greedy(the_model(1), PROMPTS[2], await policy.generate(PROMPTS[2], GREEDY))
             with pytest.raises(BrokenStore, match="no way to version 9"):
                 await policy.update_weights(9)
-            assert (await policy._client.get("/weight_info")).json() == {"weight_version": "3"}
+            assert (await policy._connections.fetch("GET", "/weight_info")).json() == {"weight_version": "3"}
 
     asyncio.run(main())
 
@@ -339,7 +339,7 @@ def test_paused_requests_are_kept(unix: str, tmp_path: Path) -> None:
             before = own.statistics()["written_tokens"]
             await own.beat()
             assert own.statistics()["written_tokens"] == before
-            assert (await policy._client.get("/is_paused")).json() == {"is_paused": True}
+            assert (await policy._connections.fetch("GET", "/is_paused")).json() == {"is_paused": True}
             with pytest.raises(UserError, match="mode=keep only"):
                 await policy.tell("/pause?mode=abort")
             await policy.tell("/resume")

@@ -20,9 +20,8 @@ from etude.inference.policy import Completion, PolicyInfo, Token
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import httpx2
-
     from etude.inference.client import ClientSettings
+    from etude.inference.connection import Reply
     from etude.inference.policy import OnTokens, Sampling
 
 SYSTEM, USER, ASSISTANT, END = range(256, 260)
@@ -120,7 +119,7 @@ class EndpointPolicy(RemotePolicy):
             on_tokens(tokens)
         return Completion(tokens, "stop" if ended else "length", END if ended else None)
 
-    async def _refuse(self, reply: httpx2.Response) -> None:
-        if reply.status_code in {500, 502, 504}:  # which pass, where many machines answer
-            raise TryAgain(ServerFailed(f"{self._url} failed: {message_in(reply.text)} (status {reply.status_code})"))
+    async def _refuse(self, reply: Reply) -> None:
+        if reply.status in {500, 502, 504}:  # which pass, where many machines answer
+            raise TryAgain(ServerFailed(f"{self._url} failed: {message_in(reply.text)} (status {reply.status})"))
         await super()._refuse(reply)

@@ -32,18 +32,19 @@ import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import httpx2
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import from_json, to_json
 
 from etude.errors import UserError, nearest, one_line
+from etude.inference.connection import ConnectionLost, Connections, Unreachable
 from etude.inference.policy import Busy, Completion, PolicyInfo, Sampling, Token
 from etude.inference.weight_sync import BrokenStore, Swap
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
+    from etude.inference.connection import Reply
     from etude.inference.policy import OnTokens
 
     T = TypeVar("T")
@@ -192,48 +193,6 @@ class _Answer:
         return Completion(self.tokens, self.finish, self.stop, self.cached, self.experts)  # type: ignore[arg-type]
 
 
-class _Connections(httpx2.AsyncBaseTransport):
-    """One connection a request, kept for the next; no limit, as the server knows how many requests it takes.
-
-    httpcore's own pool looks at every connection for every request: with 256 of them that took most of a client's time.
-    """
-
-    def __init__(self, **how: Any) -> None:
-        self._how, self._idle = how, list[httpx2.AsyncHTTPTransport]()
-        self._all: set[httpx2.AsyncHTTPTransport] = set()
-
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        connection = self._idle.pop() if self._idle else httpx2.AsyncHTTPTransport(**self._how)
-        self._all.add(connection)
-        try:
-            reply = await connection.handle_async_request(request)
-        except BaseException:
-            self._idle.append(connection)
-            raise
-        reply.stream = _Body(reply.stream, lambda: self._idle.append(connection))  # type: ignore[arg-type]
-        return reply
-
-    async def aclose(self) -> None:
-        for connection in self._all:
-            await connection.aclose()
-
-
-class _Body(httpx2.AsyncByteStream):
-    """The body of a reply; closing it frees its connection."""
-
-    def __init__(self, body: httpx2.AsyncByteStream, free: Callable[[], None]) -> None:
-        self._body, self._free = body, free
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self._body.__aiter__()
-
-    async def aclose(self) -> None:
-        try:
-            await self._body.aclose()
-        finally:
-            self._free()
-
-
 class RemotePolicy:
     """A `Policy` at an address; made by `open`."""
 
@@ -250,15 +209,8 @@ class RemotePolicy:
         self._url = url.rstrip("/").removesuffix("/v1")
         self._limits: set[asyncio.Timeout] = set()
         self._closed = False
-        unix = self._url.startswith("unix:")
-        # Loading certificates takes a tenth of a second.
-        path, secure = self._url.removeprefix("unix:") if unix else None, self._url.startswith("https:")
-        transport = _Connections(uds=path, verify=secure, trust_env=False)
-        base, headers = "http://localhost" if unix else self._url, {"Authorization": f"Bearer {token}"} if token else {}
-        patience = httpx2.Timeout(None, connect=self._settings.connect)  # the rest is timed by tokens, in _attempt
-        self._client = httpx2.AsyncClient(
-            base_url=base, headers=headers, timeout=patience, transport=transport, trust_env=False
-        )
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._connections = Connections(self._url, headers, self._settings.connect)
 
     @classmethod
     async def open(
@@ -297,9 +249,9 @@ class RemotePolicy:
     async def speaks_tokens(self) -> bool:
         """Whether the server has the token API: one that has none does not know the path."""
         reply = await self._insist(lambda: self._post("/inference/v1/generate", {}, refuse=False))
-        if reply.status_code in {401, 403}:
-            raise self._explained(f"{message_in(reply.text)} (status {reply.status_code})", UserError)
-        return reply.status_code not in {404, 405}
+        if reply.status in {401, 403}:
+            raise self._explained(f"{message_in(reply.text)} (status {reply.status})", UserError)
+        return reply.status not in {404, 405}
 
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None, on_tokens: OnTokens = None
@@ -313,7 +265,7 @@ class RemotePolicy:
         self._closed = True
         for limit in self._limits:
             limit.reschedule(0)
-        await self._client.aclose()
+        await self._connections.close()
 
     async def update_weights(self, version: int) -> Swap:
         """Have our engine take over a version of its weight store. BrokenStore: it cannot be had, and nothing was changed."""
@@ -340,7 +292,7 @@ class RemotePolicy:
         asking: asyncio.Task[Any] | None = None
         try:
             while True:
-                asking = asking or asyncio.create_task(self._client.get("/health"))
+                asking = asking or asyncio.create_task(self._connections.fetch("GET", "/health"))
                 await asyncio.wait([asking], timeout=beat)
                 missed = 0 if asking.done() else missed + 1
                 if asking.done():
@@ -373,7 +325,7 @@ class RemotePolicy:
         """Return what the server says of the model asked for, or of its first. An adapter has its base's context; 0: not told."""
         try:
             async with asyncio.timeout(self._settings.first_token):
-                reply = await self._client.get(f"{self.api}/models")
+                reply = await self._connections.fetch("GET", f"{self.api}/models")
             await self._refuse(reply)
             cards = reply.json()["data"]
             by_name = {card["id"]: card for card in cards}
@@ -383,17 +335,17 @@ class RemotePolicy:
             return {**card, "max_model_len": card.get("max_model_len") or cards[0].get("max_model_len") or 0}
         except TimeoutError:
             raise ServerFailed(self._why_late(0, late=False)) from None
-        except httpx2.RequestError as error:
+        except ConnectionLost as error:
             raise TryAgain(self._lost(error, tokens=0)) from error
         except MALFORMED as error:
             raise ServerFailed(f"{self._url}/v1/models names no model: neither vLLM nor etude") from error
 
-    async def _post(self, path: str, body: Any, *, refuse: bool = True) -> httpx2.Response:
+    async def _post(self, path: str, body: Any, *, refuse: bool = True) -> Reply:
         try:
-            reply = await self._client.post(path, content=to_json(body), headers={"Content-Type": "application/json"})
-        except httpx2.RequestError as error:
+            reply = await self._connections.fetch("POST", path, to_json(body))
+        except ConnectionLost as error:
             raise TryAgain(self._lost(error, tokens=0)) from error
-        if reply.status_code == 409:
+        if reply.status == 409:
             raise BrokenStore(message_in(reply.text))
         if refuse:
             await self._refuse(reply)
@@ -426,13 +378,12 @@ class RemotePolicy:
     async def _attempt(self, answer: _Answer, session: str | None, on_tokens: OnTokens, end: float) -> Completion:
         if self._closed:
             raise ServerFailed(f"the policy at {self._url} is closed")
-        now, headers = asyncio.get_running_loop().time, {"Content-Type": "application/json"}
-        headers |= {"X-Session-ID": session} if session else {}
+        now = asyncio.get_running_loop().time
         limit = asyncio.timeout_at(min(now() + self._settings.first_token, end))
         self._limits.add(limit)
         try:
             body = answer.body(self.info.name)
-            sent = self._client.stream("POST", "/inference/v1/generate", content=body, headers=headers)
+            sent = self._connections.request("POST", "/inference/v1/generate", body, session or "")
             async with limit, sent as reply:
                 await self._refuse(reply)
                 async for event in self._events(reply):
@@ -445,7 +396,7 @@ class RemotePolicy:
             if not limit.expired():
                 raise
             raise ServerFailed(self._why_late(len(answer.tokens), late=now() >= end)) from None
-        except httpx2.RequestError as error:
+        except ConnectionLost as error:
             return self._resume(answer, self._lost(error, len(answer.tokens)))
         finally:
             self._limits.discard(limit)
@@ -462,7 +413,7 @@ class RemotePolicy:
             event = from_json(data)
             if error := event.get("error"):
                 if isinstance(error, dict) and error.get("code") == 503:  # the engine has stopped: another takes over
-                    raise httpx2.RemoteProtocolError(message_in(data.decode()))
+                    raise ConnectionLost(message_in(data.decode()))
                 raise self._explained(message_in(data.decode()), ServerFailed)
             fresh = answer.add(event, self.version)
         except MALFORMED as error:
@@ -473,28 +424,28 @@ class RemotePolicy:
                 raise ServerFailed(f"{self._url} sampled {token.id}, outside the caller's vocabulary: another model")
         return fresh
 
-    async def _events(self, reply: httpx2.Response) -> AsyncIterator[bytes]:
+    async def _events(self, reply: Reply) -> AsyncIterator[bytes]:
         """Yield the data of server-sent events."""
         rest = b""
-        async for chunk in reply.aiter_bytes():
+        async for chunk in reply.chunks():
             *events, rest = (rest + chunk).split(b"\n\n")
             for event in events:
                 data = event.removeprefix(b"data:").strip()
                 if data and data != b"[DONE]":
                     yield data
 
-    async def _refuse(self, reply: httpx2.Response) -> None:
+    async def _refuse(self, reply: Reply) -> None:
         """Raise what a status other than 200 means."""
-        if reply.status_code == 200:
+        if reply.status == 200:
             return
-        message = f"{message_in((await reply.aread()).decode(errors='replace'))} (status {reply.status_code})"
-        if reply.status_code in {429, 503}:
+        message = f"{message_in((await reply.read()).decode(errors='replace'))} (status {reply.status})"
+        if reply.status in {429, 503}:
             asked = reply.headers.get("retry-after", "")
             after = float(asked) if asked.isdecimal() else 0.0  # a date is left to our own backoff
-            lost = self._settings.resume and reply.status_code == 503
+            lost = self._settings.resume and reply.status == 503
             final = ServerFailed(f"{self._url}: {message}") if lost else Busy(after or self._settings.longest_wait)
             raise TryAgain(final, after)
-        raise self._explained(message, UserError if reply.status_code < 500 else ServerFailed)
+        raise self._explained(message, UserError if reply.status < 500 else ServerFailed)
 
     def _explained(self, message: str, fault: type[UserError]) -> UserError:
         """Say in our words what a server's message comes down to."""
@@ -516,6 +467,6 @@ class RemotePolicy:
         return f"{self._url} sent nothing in {self._settings.first_token:g} s; it is overloaded, hangs, or is neither vLLM nor etude"
 
     def _lost(self, error: Exception, tokens: int) -> ServerFailed:
-        if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
+        if isinstance(error, Unreachable):
             return ServerFailed(f"no server at {self._url} ({one_line(error)}); start it, or check the address")
         return ServerFailed(f"{self._url} hung up after {tokens} tokens ({one_line(error)}); see its log")
