@@ -24,7 +24,7 @@ def main() -> None:
     """Read a stage's folder, print its verdict and one JSON line, and keep that."""
     folder, name, command = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     record, order = load_record(folder), ranked(load_results(folder))
-    behind = {other.name: difference(other.bits, order[0].bits, seed=0) for other in order[1:]}
+    behind = {other.name: difference(other.bits, order[0].bits) for other in order[1:]}
     kept = {
         "script": "etude compare",
         "date": record.finished,

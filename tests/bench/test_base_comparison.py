@@ -47,7 +47,7 @@ def candidate(folder: Path) -> Candidate:
 
 def measured(base: Path, tree: Path, work: Work, window: int, stride: int) -> BitsResult:
     config = CompareConfig(on=str(tree), window=window, stride=stride)
-    return measure_bits(candidate(base), read_codebase(tree), config, work, seed=0)
+    return measure_bits(candidate(base), read_codebase(tree), config, work)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_small_but_steady_lead_is_seen_through_files_that_differ_much() -> Non
     sizes = [100, 100, 200, 50, 400, 100]
     costs = [50.0, 150.0, 120.0, 90.0, 300.0, 20.0]
     behind, interval = difference(
-        result_of([c + 0.01 * s for c, s in zip(costs, sizes, strict=True)], sizes), result_of(costs, sizes), 0
+        result_of([c + 0.01 * s for c, s in zip(costs, sizes, strict=True)], sizes), result_of(costs, sizes)
     )
     assert behind == pytest.approx(0.01)
     assert interval == pytest.approx((0.01, 0.01))
@@ -184,7 +184,7 @@ def test_a_perfect_and_a_copying_writer_score_as_they_must(
         return [tokeniser(next(texts))["input_ids"] for _ in prompts]
 
     monkeypatch.setattr(transformers_reference, "write_greedily", write)
-    scores = measure_state(candidate(tiny_base), CHAINS, work, seed=0)
+    scores = measure_state(candidate(tiny_base), CHAINS, work)
     assert (scores.tasks, scores.from_git) == (2, 1)
     assert scores.copying_per_character == (2 + 1) / (6 + 2)
     assert (scores.distance, scores.exact) == (distance, exact)

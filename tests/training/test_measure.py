@@ -140,7 +140,7 @@ def test_by_hand() -> None:
     change, margin = after.change_since(before)
     assert change == pytest.approx(-0.4)
     # −10 and −6 bits in 20 bytes each: −0.5 and −0.3; deviation √0.02, over √2 rows
-    assert margin == pytest.approx(1.96 * math.sqrt(0.02) / math.sqrt(2))
+    assert margin == pytest.approx(12.7062 * math.sqrt(0.02) / math.sqrt(2), rel=1e-5)
     assert before.change_since(before) == (0.0, 0.0)
 
 
@@ -156,6 +156,18 @@ def test_the_interval_is_that_of_a_bootstrap_over_rows(seed: int) -> None:
     changes = (after - before)[drawn].sum(1) / tokens[drawn].sum(1) / math.log(2) / 3.0
     assert change == pytest.approx((after.sum() - before.sum()) / tokens.sum() / math.log(2) / 3.0)
     assert margin == pytest.approx(1.96 * changes.std(), rel=0.08)
+
+
+@pytest.mark.parametrize("rows", [3, 4, 10])
+def test_few_rows_hold_the_truth_as_often_as_they_say(rows: int) -> None:
+    rng, held = np.random.default_rng(rows), 0
+    for _ in range(1000):
+        tokens = rng.integers(900, 1024, rows).astype(float)
+        before = tokens * rng.normal(3, 0.5, rows)
+        after = before + tokens * rng.normal(-0.1, 0.05, rows)
+        change, margin = Bits(after, tokens, 3.0).change_since(Bits(before, tokens, 3.0))
+        held += abs(change + 0.1 / math.log(2) / 3.0) <= margin
+    assert 0.93 <= held / 1000 <= 0.98
 
 
 def test_a_single_row_has_no_interval_and_is_still_reported(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ class BitsResult:
     """Bits per byte of one model on one tree."""
 
     bits_per_byte: float
-    interval: tuple[float, float] | None  # 95%, drawing files
+    interval: tuple[float, float] | None  # 95%, over files
     bytes: int
     tokens: int
     files: int
@@ -107,7 +107,7 @@ class StateResult:
     from_git: int
     distance: float  # mean characters
     distance_per_character: float  # summed distance / summed length of the true files
-    interval: tuple[float, float] | None  # 95% of the above, drawing tasks
+    interval: tuple[float, float] | None  # 95% of the above, over tasks
     copying_per_character: float  # the same for the unchanged file
     exact: int
 
@@ -192,11 +192,11 @@ def check_fits(candidate: Candidate, chains: list[EditChain], config: CompareCon
 
 
 def measure(
-    candidate: Candidate, code: Codebase, chains: list[EditChain], config: CompareConfig, work: Work, seed: int
+    candidate: Candidate, code: Codebase, chains: list[EditChain], config: CompareConfig, work: Work
 ) -> CandidateResult:
     """Measure one candidate, taking up where an earlier session stopped."""
-    bits = measure_bits(candidate, code, config, work, seed)
-    state = measure_state(candidate, chains, work, seed) if chains else None
+    bits = measure_bits(candidate, code, config, work)
+    state = measure_state(candidate, chains, work) if chains else None
     speed = _measure_speed(candidate, config, work)
     vars(candidate).pop("model", None)  # free the weights before the next candidate is loaded
     gc.collect()
@@ -233,7 +233,7 @@ def tokenise(code: Codebase, candidate: Candidate) -> TokenisedCode:
     return TokenisedCode(ids, file_of, lossy, unscored)
 
 
-def measure_bits(candidate: Candidate, code: Codebase, config: CompareConfig, work: Work, seed: int) -> BitsResult:
+def measure_bits(candidate: Candidate, code: Codebase, config: CompareConfig, work: Work) -> BitsResult:
     """Score the windows that are not yet scored, one metrics row each with the nats by file, and add all up."""
     from etude.inference.transformers_reference import rolling_windows, token_nlls
 
@@ -257,20 +257,20 @@ def measure_bits(candidate: Candidate, code: Codebase, config: CompareConfig, wo
             bits[int(index)] += cost / math.log(2)
     by_file = [FileBits(file.path, file.bytes, cost) for file, cost in zip(code.files, bits, strict=True)]
     scored_bytes = code.bytes - tokens.unscored_bytes
-    interval = ratio_interval(bits, [file.bytes for file in by_file], seed)
+    interval = ratio_interval(bits, [file.bytes for file in by_file])
     return BitsResult(
         sum(bits) / scored_bytes, interval, scored_bytes, scored, len(code.files), tokens.lossy_files, by_file
     )
 
 
-def difference(worse: BitsResult, better: BitsResult, seed: int) -> tuple[float, tuple[float, float] | None]:
-    """Return by how many bits per byte one model is behind, and the 95% interval, drawing files seen by both.
+def difference(worse: BitsResult, better: BitsResult) -> tuple[float, tuple[float, float] | None]:
+    """Return by how many bits per byte one model is behind, and the 95% interval over files, in pairs.
 
     Pairing by file takes out what both find hard, so it tells models apart that their own intervals do not.
     """
     gaps = [a.bits - b.bits for a, b in zip(worse.by_file, better.by_file, strict=True)]
     sizes = [file.bytes for file in better.by_file]
-    return sum(gaps) / sum(sizes), ratio_interval(gaps, sizes, seed)
+    return sum(gaps) / sum(sizes), ratio_interval(gaps, sizes)
 
 
 def make_chains(code: Codebase, count: int, steps: int, most_chars: int, seed: int) -> list[EditChain]:
@@ -315,7 +315,7 @@ def tracking_units(candidate: Candidate, chains: Sequence[EditChain]) -> list[Un
     return units
 
 
-def measure_state(candidate: Candidate, chains: Sequence[EditChain], work: Work, seed: int) -> StateResult:
+def measure_state(candidate: Candidate, chains: Sequence[EditChain], work: Work) -> StateResult:
     """Let the model write the files that are not yet written, one metrics row a batch with what it wrote, and add all up."""
     from etude.inference import transformers_reference
 
@@ -338,7 +338,7 @@ def measure_state(candidate: Candidate, chains: Sequence[EditChain], work: Work,
         from_git=sum(chain.origin == "git" for chain in chains),
         distance=sum(distances) / len(distances),
         distance_per_character=sum(distances) / sum(lengths),
-        interval=ratio_interval(distances, lengths, seed),
+        interval=ratio_interval(distances, lengths),
         copying_per_character=copying / sum(lengths),
         exact=sum(distance == 0 for distance in distances),
     )

@@ -3,18 +3,17 @@
 Three estimates of a task's worth from c passes in n valid trials, each unbiased: avg = c/n; pass@k = 1 − C(n−c, k)/C(n, k), one of k
 passes; pass^k = C(c, k)/C(n, k), all k pass. A model's score is their mean over tasks, each task counting once.
 
-Tasks of one repository are alike, and trials of one task are more so; so the bootstrap draws repositories, in each of them tasks, and
-of each task trials, all with replacement. But means of repositories already vary by what tasks and trials add to them, so drawing
-all levels at full weight counts that noise up to three times (measured: differences of models 1.6 times too wide). Below the first
-level, deviations are therefore shrunk (in the spirit of Davison and Hinkley 1997, §3.8): those of tasks from their repository by the
-root of the number of repositories, those of redrawn trials from their task by that of all tasks. With one repository this is the
-bootstrap of its tasks, with one task that of its trials. Deviations are then stretched as for a t distribution, for there are few
-repositories to draw from.
+Tasks of one repository are alike, and trials of one task are more so. What varies from repository to repository holds the noise of
+both, so repositories are the units, and a score is a ratio of sums over them: worth by number of tasks. (Of one repository, its tasks
+are the units.) Its error is the jackknife's, each unit left out in turn. The quantile is t's, with one degree of freedom less than the
+number of units of equal size that would vary as much, (Σ size)² / Σ size² (Carter, Schnepel and Steigerwald 2017).
 
-Redrawn trials hold repeats, which biases pass@k and pass^k: the interval is moved so that its middle is where the estimate is.
-Two things no bootstrap can see are put right: a rate's interval never excludes what would not surprise us if all n tasks had ended
-alike (0 passes of 100 tasks is no proof of 0: up to 1 − 0.025^(1/n), Clopper and Pearson), and two models that differ on no task
-may still differ that much on others.
+- A difference of two models on the same tasks: value ± t · error. With two repositories t is 12.7: next to nothing is proven.
+- A rate: Clopper and Pearson's exact interval for as many trials as would have this error, at most one a task, fewer for want of
+  degrees of freedom (Korn and Graubard 1998). It holds near 0 and 1, where t misses; 0 passes are no proof of 0.
+- Bits per byte, distances and other ratios of positive numbers over files: t on the logarithm, as a few large ones skew them.
+
+tests/bench/test_statistics.py simulates how often these hold the truth; docs/benchmark.md has its table, and where they do not.
 """
 
 from __future__ import annotations
@@ -22,16 +21,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from scipy.special import betaincinv, stdtrit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     Array = np.ndarray[Any, np.dtype[Any]]
     Statistic = Callable[[Array, Array], Array]  # sums and numbers of trials, a task each → the task's worth
     Row = tuple[str, str, float]  # repository, task, value of one valid trial
 
-RESAMPLES = 1000
-CELLS = 4_000_000  # trials redrawn at once, so that memory stays bounded
 TAIL = 0.025
 
 
@@ -42,15 +40,6 @@ class Estimate(NamedTuple):
     low: float
     high: float
     tasks: int
-
-
-class Sample(NamedTuple):
-    """Trials as flat arrays, sorted by repository and task."""
-
-    tasks: tuple[tuple[str, str], ...]
-    sizes: Array  # tasks of each repository
-    counts: Array  # trials of each task
-    values: Array  # of the trials
 
 
 def average(sums: Array, counts: Array) -> Array:
@@ -69,41 +58,32 @@ def pass_at(k: int) -> Statistic:
 
 
 def estimate(
-    rows: Iterable[Row],
-    statistic: Statistic = average,
-    *,
-    against: Iterable[Row] | None = None,
-    least: int = 1,
-    rate: bool = True,
+    rows: Iterable[Row], statistic: Statistic = average, *, against: Iterable[Row] | None = None, least: int = 1, rate: bool = True,
     signed: bool = False,
-    seed: int = 0,
-) -> Estimate | None:
+) -> Estimate | None:  # fmt: skip
     """Return the mean over tasks that have at least `least` trials, with its interval; None if there are no such tasks.
 
-    `against`: by how much it is above that of another model, on tasks that both have. Tasks are redrawn in pairs, so what makes a
-    task hard for both cancels; trials of each are redrawn on their own. `rate`: values lie between 0 and 1;
-    `signed`: they may lie below 0.
+    `against`: by how much it is above that of another model, on tasks that both have: in pairs, so that what makes a task hard for
+    both cancels. `rate`: values lie between 0 and 1; `signed`: they may lie below 0.
     """
     by_task = [_by_task(each, least) for each in (rows, against) if each is not None]
-    common = set.intersection(*(set(each) for each in by_task))
-    if not common:
+    tasks = sorted(set.intersection(*map(set, by_task)))
+    if not tasks:
         return None
-    samples = [_sample(each, common) for each in by_task]
-    sums = [np.add.reduceat(each.values, _starts(each.counts)) for each in samples]
-    worth = _difference([statistic(total, each.counts) for total, each in zip(sums, samples, strict=True)])
-    value, redrawn = float(worth.mean()), _redrawn(samples, worth, statistic, np.random.default_rng(seed))
-    ends = _stretch(samples[0].sizes) * (np.quantile(redrawn, [TAIL, 1 - TAIL]) - redrawn.mean())
-    low, high = min(value + float(ends[0]), value), max(value + float(ends[1]), value)
-    if against is None and not signed:
-        low = max(low, 0.0)  # that of skewed values, stretched to both sides, may reach where no truth can be
-    if rate:
-        unseen = 1 - TAIL ** (1 / len(common))
-        if against is None:
-            low, high = max(0.0, min(low, 1 - unseen)), min(1.0, max(high, unseen))
-        elif not worth.any():
-            low, high = -unseen, unseen
-        low, high = max(low, -1.0), min(high, 1.0)  # stretched, those of a difference may reach beyond, too
-    return Estimate(value, low, high, len(common))
+    worths = [statistic(*np.array([(sum(each[task]), len(each[task])) for task in tasks]).T) for each in by_task]
+    worth = worths[0] if against is None else worths[0] - worths[1]
+    _, unit_of = np.unique([repository for repository, _ in tasks], return_inverse=True)
+    if not unit_of.any():  # one repository
+        unit_of = np.arange(len(tasks))
+    value, error, t = spread(np.bincount(unit_of, worth), np.bincount(unit_of))
+    if rate and against is None:
+        return Estimate(value, *_rate_interval(value, error, t, len(tasks)), len(tasks))
+    margin = t * error
+    if rate and not worth.any():  # two models that differ on no task may still differ on others
+        margin = 1 - TAIL ** (1 / len(tasks))
+    least_possible = -1.0 if rate else -np.inf if signed or against is not None else 0.0
+    low, high = max(value - margin, least_possible), min(value + margin, 1.0 if rate else np.inf)
+    return Estimate(value, float(low), float(high), len(tasks))
 
 
 def _by_task(rows: Iterable[Row], least: int) -> dict[tuple[str, str], list[float]]:
@@ -113,62 +93,29 @@ def _by_task(rows: Iterable[Row], least: int) -> dict[tuple[str, str], list[floa
     return {name: values for name, values in trials.items() if len(values) >= least}
 
 
-def _sample(trials: dict[tuple[str, str], list[float]], wanted: Container[tuple[str, str]]) -> Sample:
-    tasks = tuple(sorted(name for name in trials if name in wanted))
-    _, sizes = np.unique([repository for repository, _ in tasks], return_counts=True)
-    counts = np.array([len(trials[name]) for name in tasks])
-    return Sample(tasks, sizes, counts, np.array([value for name in tasks for value in trials[name]], float))
+def spread(parts: Array, wholes: Array) -> tuple[float, float, float]:
+    """Return sum(parts) / sum(wholes), its standard error over units, 0 for one alone, and t's quantile for a 95% interval."""
+    total, units = wholes.sum(), len(parts)
+    value = float(parts.sum() / total)
+    freedom = max(float(total**2 / (wholes.astype(float) ** 2).sum()) - 1, 1.0)
+    without = (parts - value * wholes) / (total - wholes) if units > 1 else np.zeros(1)
+    return value, float(np.sqrt((units - 1) / units * (without**2).sum())), float(stdtrit(freedom, 1 - TAIL))
 
 
-def _difference(parts: Sequence[Array]) -> Array:
-    return parts[0] if len(parts) == 1 else parts[0] - parts[1]
+def _rate_interval(value: float, error: float, t: float, tasks: int) -> tuple[float, float]:
+    like = min(value * (1 - value) / error**2, tasks) if error > 0 else tasks  # so many independent tasks
+    like *= float(stdtrit(max(tasks - 1, 1), 1 - TAIL) / t) ** 2
+    passes, fails = value * like, (1 - value) * like
+    low = float(betaincinv(passes, fails + 1, TAIL)) if passes > 0 else 0.0
+    return low, float(betaincinv(passes + 1, fails, 1 - TAIL)) if fails > 0 else 1.0
 
 
-def _starts(lengths: Array) -> Array:
-    return np.cumsum(lengths) - lengths
-
-
-def _stretch(sizes: Array) -> float:
-    """Return how much wider an interval from so few units is than one from many: n/(n−1), and t against normal to first order."""
-    left = (len(sizes) if len(sizes) > 1 else int(sizes[0])) - 1
-    return float(np.sqrt((left + 1) / left) * (1 + 1.21 / left)) if left else 1.0
-
-
-def _redrawn(samples: Sequence[Sample], worth: Array, statistic: Statistic, rng: np.random.Generator) -> Array:
-    """Return the mean over tasks in each resample; of two samples, which have the same tasks, the mean difference."""
-    sizes = samples[0].sizes
-    means = np.add.reduceat(worth, _starts(sizes)) / sizes
-    block = max(1, CELLS // sum(len(each.values) for each in samples))
-    parts = []
-    for begun in range(0, RESAMPLES, block):
-        number = min(block, RESAMPLES - begun)
-        drawn = rng.integers(len(sizes), size=(number, len(sizes)))
-        owners = np.repeat(np.arange(number), sizes[drawn].sum(axis=1))
-        repositories = np.repeat(drawn, sizes[drawn.ravel()])  # as many tasks of each as it has
-        tasks = _starts(sizes)[repositories] + rng.integers(sizes[repositories])
-        again = _difference([statistic(*_redrawn_trials(each, tasks, rng)) for each in samples])
-        values = means[repositories] + (worth[tasks] - means[repositories]) / np.sqrt(len(sizes))
-        values += (again - worth[tasks]) / np.sqrt(len(worth))
-        parts.append(np.bincount(owners, values, number) / np.bincount(owners, minlength=number))
-    return np.concatenate(parts)
-
-
-def _redrawn_trials(sample: Sample, tasks: Array, rng: np.random.Generator) -> tuple[Array, Array]:
-    """Return sums and numbers of the trials redrawn of each redrawn task."""
-    counts = sample.counts[tasks]
-    places = np.repeat(_starts(sample.counts)[tasks], counts) + rng.integers(np.repeat(counts, counts))
-    return np.add.reduceat(sample.values[places], _starts(counts)), counts
-
-
-RATIO_RESAMPLES = 2000
-
-
-def ratio_interval(parts: Sequence[float], wholes: Sequence[float], seed: int) -> tuple[float, float] | None:
-    """Return the 95% bootstrap interval of sum(parts) / sum(wholes), drawing pairs; None for fewer than two pairs."""
+def ratio_interval(parts: Sequence[float], wholes: Sequence[float]) -> tuple[float, float] | None:
+    """Return the 95% interval of sum(parts) / sum(wholes) over pairs; None for fewer than two."""
     if len(parts) < 2:
         return None
-    numerators, denominators = np.asarray(parts, dtype=float), np.asarray(wholes, dtype=float)
-    draws = np.random.default_rng(seed).integers(0, len(parts), size=(RATIO_RESAMPLES, len(parts)))
-    ratios = numerators[draws].sum(axis=1) / denominators[draws].sum(axis=1)
-    low, high = np.quantile(ratios, [0.025, 0.975])
-    return float(low), float(high)
+    value, error, t = spread(np.asarray(parts, float), np.asarray(wholes, float))
+    if min(parts) >= 0 < value:
+        factor = float(np.exp(t * error / value))
+        return value / factor, value * factor
+    return value - t * error, value + t * error

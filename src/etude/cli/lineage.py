@@ -351,7 +351,7 @@ def _measured(folder: Path, model: Path) -> Sequence[Measured]:
     from etude.run.folder import readable_record
 
     results = read_results(folder)
-    scored = Scored(results, 0)
+    scored = Scored(results)
     stage, lineage = readable_record(folder), load_lineage(model)
     digest = lineage.records[lineage.head].model_digest
     stages = [each.name for each in stage.parents if each.model_digest == digest] if stage else []

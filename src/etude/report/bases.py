@@ -89,7 +89,7 @@ def verdict(results: Sequence[CandidateResult]) -> str:
     if not others:
         return f"{best.name}: {best.bits.bits_per_byte:.3f} bits per byte."
     second = others[0]
-    behind, interval = difference(second.bits, best.bits, seed=0)
+    behind, interval = difference(second.bits, best.bits)
     sure = interval is not None and interval[0] > 0
     word = "predicts this code best" if sure else "is ahead, but within the noise of this sample"
     spread = f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else ""

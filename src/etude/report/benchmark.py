@@ -60,7 +60,6 @@ class Scored:
     """Results, and the numbers the report takes from them."""
 
     results: Results
-    seed: int
 
     @cached_property
     def valid(self) -> dict[str, list[Trial]]:
@@ -96,17 +95,17 @@ class Scored:
         self, trials: Sequence[Trial], metric: Metric = SCORE, statistic: Statistic = average, least: int = 1
     ) -> Estimate | None:
         rows = metric.rows(trials)
-        return estimate(rows, statistic, rate=metric.rate, signed=metric.signed, least=least, seed=self.seed)
+        return estimate(rows, statistic, rate=metric.rate, signed=metric.signed, least=least)
 
     def apart(self, one: str, other: str, metric: Metric = SCORE) -> Estimate | None:
         """Return by how much one model is above another on the tasks of both."""
         rows, against = (metric.rows(self.valid[model]) for model in (one, other))
-        return estimate(rows, against=against, rate=metric.rate, seed=self.seed)
+        return estimate(rows, against=against, rate=metric.rate)
 
 
-def write_report(folders: Sequence[Path], target: Path, prices: Prices | None = None, seed: int = 0) -> list[str]:
+def write_report(folders: Sequence[Path], target: Path, prices: Prices | None = None) -> list[str]:
     """Write report.md, report.html and pictures on one folder of trials, or on several to be compared; return its first lines."""
-    scored = Scored(read_together(folders), seed)
+    scored = Scored(read_together(folders))
     draw_score_against_tokens(target / TOKENS.file, scored)
     draw_groups(target / CATEGORIES.file, scored.by["category"], CATEGORIES.about)
     draw_groups(target / PACKAGES.file, scored.by["package"], PACKAGES.about)
@@ -140,7 +139,7 @@ def _page(scored: Scored, prices: Prices | None, lines: Sequence[str]) -> Page:
         "In short": [*(f"{line}." for line in lines), TOKENS],
         "Correctness": [
             f"avg@k: passes per trial, the mean over tasks. pass@{k}: one of {k} trials passes; pass^{k}: all do; of tasks with {k} "
-            "valid trials. In brackets 95% intervals, by drawing repositories, tasks and trials anew. Invalid trials, in which the "
+            "valid trials. In brackets 95% intervals over repositories (docs/benchmark.md). Invalid trials, in which the "
             "machinery failed, are left out of all numbers.", _correctness(scored, k)],
         **_pairs(scored),
         "Code quality": ["Of trials that changed something. Arrows say which way is better.", _table(scored, QUALITY)],
@@ -155,7 +154,7 @@ def _page(scored: Scored, prices: Prices | None, lines: Sequence[str]) -> Page:
             Table(("the set", ">"), [(name, f"{value:,.4g}") for name, value in header.about.items()])],
         "Made with": [Table(("what", "which"), [
             ("task set", header.tasks), ("harness", header.harness), ("sampling", canonical_json(header.sampling)),
-            ("integrity", canonical_json(header.integrity)), ("seed of the bootstrap", str(scored.seed))])],
+            ("integrity", canonical_json(header.integrity))])],
     }  # fmt: skip
 
 

@@ -128,8 +128,12 @@ class Sandbox(Protocol):
 
     async def list(self, path: str = ".") -> Entries:
         """Return what is in a folder, sorted by name."""
+        from etude.sandbox.layers import checked
+
         _, content = await self._ask({"op": "list", "path": plain_path(path)})
-        return sorted((Entry(**header) for header, _ in inside.take(bytearray(content))), key=lambda entry: entry.path)
+        headers = [header for header, _ in inside.take(bytearray(content))]
+        entries = [Entry(checked(one["path"]), one["kind"], one["size"], one["mode"]) for one in headers]
+        return sorted(entries, key=lambda entry: entry.path)
 
 
 def plain_path(path: str) -> str:

@@ -20,16 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError
 from etude.sandbox import isolate
-from etude.sandbox.box import Entry, Kind, SandboxError
+from etude.sandbox.box import Entry, SandboxError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
     from pathlib import Path
-
-
-def is_whiteout(found: os.stat_result) -> bool:
-    """Whether a layer says by this that what lies below it has gone."""
-    return stat.S_ISCHR(found.st_mode) and found.st_rdev == 0
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ class Below:
                 found = path.lstat()
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            if is_whiteout(found):
+            if stat.S_ISCHR(found.st_mode) and found.st_rdev == 0:  # the mark for what has gone
                 break
             if not stat.S_ISDIR(found.st_mode):
                 return Below(tuple(folders), None, first) if folders else Below((), path, found)
@@ -80,7 +75,6 @@ class Below:
 
 
 FORMATS = {"file": stat.S_IFREG, "link": stat.S_IFLNK}
-KINDS: tuple[Kind, ...] = ("file", "link", "folder", "other")
 
 
 def checked(path: str) -> str:
@@ -100,22 +94,20 @@ def lookup(layers: Iterable[Path], path: str) -> Below:
 
 def differences(layers: tuple[Path, ...], told: Iterable[tuple[dict[str, Any], bytes]]) -> list[Entry]:
     """Return how the workspace differs from the layers, sorted by path."""
-    return sorted(_differences(layers, told), key=lambda entry: entry.path)
-
-
-def _differences(layers: tuple[Path, ...], told: Iterable[tuple[dict[str, Any], bytes]]) -> Iterator[Entry]:
+    entries = []
     for header, content in told:
         path, kind, mode = checked(header["path"]), header["kind"], header["mode"]
         below = lookup(layers, path)
         if kind == "folder":
             if path and (below.found is None or not below.folders or stat.S_IMODE(below.found.st_mode) != mode):
-                yield Entry(path, "folder", 0, mode)
-            for name in below.names() - set(header["names"]):
-                yield Entry(f"{path}/{name}" if path else name, "gone")
+                entries.append(Entry(path, "folder", 0, mode))
+            gone = below.names() - set(header["names"])
+            entries += [Entry(f"{path}/{name}" if path else name, "gone") for name in gone]
         elif kind == "other":
-            yield Entry(path, "other", 0, mode)
-        elif kind in KINDS and not below.same(kind, mode, content):
-            yield Entry(path, kind, len(content), 0o777 if kind == "link" else mode, content)
+            entries.append(Entry(path, "other", 0, mode))
+        elif kind in FORMATS and not below.same(kind, mode, content):
+            entries.append(Entry(path, kind, len(content), 0o777 if kind == "link" else mode, content))
+    return sorted(entries, key=lambda entry: entry.path)
 
 
 def prepare(source: Path, target: Path) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from scipy.special import stdtrit
 
 from etude.data.manifest import load_manifest
 from etude.errors import UserError
@@ -51,7 +52,8 @@ class Bits:
         mean_tokens, rows = self.tokens.mean(), len(self.tokens)
         change = changes.sum() / self.tokens.sum()
         spread = float(np.std(changes - change * self.tokens, ddof=1)) if rows > 1 else math.nan
-        return float(change), 1.96 * spread / math.sqrt(rows) / float(mean_tokens)
+        quantile = float(stdtrit(max(rows - 1, 1), 0.975))  # of t: rows are few
+        return float(change), quantile * spread / math.sqrt(rows) / float(mean_tokens)
 
 
 def heldout_domains(corpus: Corpus) -> list[str]:

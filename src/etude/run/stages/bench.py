@@ -89,7 +89,7 @@ class BenchStage(Stage):
             parents=[job.model.as_parent("compared")],
             data=[file_used(manifest, f"{manifest.name} ({len(tasks.tasks)} tasks)")],
             device=environment.device_name(choose_device(settings.device).type),
-            summary=_summary(Scored(read_results(folder), 0), own),
+            summary=_summary(Scored(read_results(folder)), own),
         )
 
     def show(self, folder: Path, console: Console) -> None:

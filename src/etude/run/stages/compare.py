@@ -124,7 +124,7 @@ def _measured(
     candidate: Candidate, code: Codebase, chains: list[EditChain], settings: CompareConfig, job: Job
 ) -> CandidateResult:
     try:
-        return measure(candidate, code, chains, settings, job.work, job.seed)
+        return measure(candidate, code, chains, settings, job.work)
     except torch.cuda.OutOfMemoryError:
         advice = "lower compare.window or compare.speed_batch, or set compare.device=cpu"
         raise UserError(f"{candidate.name} does not fit into the GPU's memory with these settings; {advice}") from None
