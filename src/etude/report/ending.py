@@ -226,6 +226,9 @@ def footnote(stages: Sequence[Ended]) -> str:
         f"{named}: bits per byte of held-out text, lower is better": bool(domains),
         "accepted: expected acceptance rate of the first draft token": "mtp" in kinds,
         "rl: means of the first and the last tenth of the episodes": "rl" in kinds,
+        "solved: two packages prove next to nothing": any(
+            len({package for package, *_ in each.trials}) == 2 for each in stages
+        ),
         "± and (low–high), [low, high] of a change: 95 % intervals; unclear: within them; higher, lower, level: none is known": True,
     }
     return ". ".join(note for note, there in notes.items() if there) + "."
