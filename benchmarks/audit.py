@@ -29,9 +29,8 @@ from typing import TYPE_CHECKING, Any
 from etude.jsonl import MetricsLog
 from etude.lineage.audit.examine import examine, open_model
 from etude.lineage.audit.sketch import Facts, make_sketch
-from etude.parallel import cores
 from etude.progress import Reporter
-from etude.work import Unit, Work
+from etude.work import Unit, Work, cores
 from report import finish
 
 if TYPE_CHECKING:

@@ -97,8 +97,8 @@ def test_what_a_user_gets_wrong_is_one_line(etude: Etude, calc: tuple[Path, Path
     other = tmp_path / "other"
     write_text(other / "config.json", '{"model_type": "bert"}')
     wrong = {
-        "k = 0: input should be greater": ("noop", "--k", 0),
-        "style = rude: input should be": ("noop", "--style", "rude"),
+        "k = 0: Input should be greater": ("noop", "--k", 0),
+        "style = 'rude': Input should be": ("noop", "--style", "rude"),
         "limit = -1": ("noop", "--limit", -1),
         "none.jsonl is no manifest of tasks": ("noop", "--tasks", tmp_path / "none.jsonl"),
         "nothing.jsonl is no manifest of tasks": ("noop", "--tasks", tmp_path / "nothing.jsonl"),

@@ -16,7 +16,6 @@ from etude.lineage import signing
 from etude.lineage.record import Parent, load_record
 from etude.progress import Reporter
 from etude.recipe.recipe import load_recipe
-from etude.run.folder import RunFolder
 from etude.run.runner import Runner, stage_settings
 from etude.run.stages import STAGES
 from tests.lineage import releases
@@ -59,7 +58,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (folder / "child.toml").write_text(RECIPE.format(rows=folder / "rows.jsonl"))
     recipe = load_recipe([folder / "child.toml"], [], stage_settings())
-    Runner(RunFolder(folder / "run"), folder / "cache", Reporter(quiet=True), STAGES).execute(recipe)
+    Runner(folder / "run", folder / "cache", Reporter(quiet=True), STAGES).execute(recipe)
     signing.make_key(folder / "key.pem")
     (folder / "owner.pub").write_bytes(signing.public_pem(folder / "key.pem"))
     return folder

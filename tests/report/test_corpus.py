@@ -25,8 +25,8 @@ from etude.data.settings import DataSettings
 from etude.errors import UserError
 from etude.files import write_json
 from etude.report import corpus as report
-from etude.report.corpus import show_report, write_report
-from etude.report.plots import STYLE
+from etude.report.corpus import shown, write_report
+from etude.report.page import STYLE, print_parts
 from tests.report.parsed import Parsed, parsed_markdown
 
 HOSTILE = (
@@ -317,7 +317,7 @@ def test_nothing_in_the_picture_overlaps(manifest: Manifest, monkeypatch: pytest
             figures.append(Figure(figsize=(wide, high), layout="constrained"))
             yield figures[0]
 
-    monkeypatch.setattr(report, "drawing", drawing)
+    monkeypatch.setattr("etude.report.page.drawing", drawing)
     report.draw(manifest, Path("nowhere"))
     (figure,) = figures
     with mpl.rc_context(STYLE):
@@ -376,7 +376,7 @@ def test_long_lists_of_held_out_repositories_are_cut() -> None:
 
 def test_the_terminal_shows_each_source(tmp_path: Path) -> None:
     out = io.StringIO()
-    show_report(save(tmp_path, realistic()), Console(file=out, width=100), tmp_path)
+    print_parts(Console(file=out, width=100), shown(save(tmp_path, realistic()), tmp_path))
     lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
     assert "packages 33,130 → 18,204 188.00 51,203,411 80.0% 4,380 language: data file" in lines
     assert "+ 1,110,201 3,120 decode: binary" in lines
@@ -386,9 +386,8 @@ def test_the_terminal_shows_each_source(tmp_path: Path) -> None:
 
 def test_the_terminal_is_not_steered_by_names(tmp_path: Path) -> None:
     out = io.StringIO()
-    show_report(
-        save(tmp_path, hostile()), Console(file=out, width=400, force_terminal=True, color_system=None), tmp_path
-    )
+    console = Console(file=out, width=400, force_terminal=True, color_system=None)
+    print_parts(console, shown(save(tmp_path, hostile()), tmp_path))
     assert HOSTILE.split("\n", maxsplit=1)[0] in out.getvalue()
     assert "[red]" in out.getvalue()
     assert not {"\x1b", "\u202e", "\r", "\x00"} & set(re.sub("\x1b\\[[0-9;]*m", "", out.getvalue()))

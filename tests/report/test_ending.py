@@ -274,15 +274,6 @@ def test_eighty_columns_are_enough_for_every_cell() -> None:
     assert lines[-2:] == tree(family()[0])[-2:]
 
 
-def test_on_a_wide_terminal_the_tree_stands_beside_the_curve() -> None:
-    lines = rendered(chain(*QUICKSTART), 120)
-    assert max(map(len, lines)) <= 120
-    (title,) = [line for line in lines if line.startswith("reward of rl")]
-    assert "family tree: own compute" in title
-    assert len(lines) < len(rendered(chain(*QUICKSTART), 80))
-    assert any("┤" in line and "(base), MIT" in line for line in lines)
-
-
 def test_rewards_that_never_moved_are_told_in_a_line() -> None:
     stages = [*chain("base"), ended("rl", RL, rewards=[(1, -0.25, 8), (2, -0.25, 8)])]
     assert "reward of rl: -0.250 at every step there was (2), so there is no curve" in rendered(stages, 80)

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from etude.report.page import fenced, in_html, in_markdown
-from etude.report.tables import abridged, human, visible
+from etude.report.page import abridged, fenced, human, in_html, in_markdown, visible
 from tests.report.parsed import Parsed, parsed_markdown
 
 

@@ -16,7 +16,6 @@ from etude.lineage import signing
 from etude.lineage.record import load_record
 from etude.progress import Reporter
 from etude.recipe.recipe import load_recipe
-from etude.run.folder import RunFolder
 from etude.run.runner import Runner, stage_settings
 from etude.run.stages import STAGES
 from etude.sandbox import probe
@@ -53,7 +52,7 @@ def training_set(folder: Path) -> tuple[Path, Path]:
 
 
 def carried_out(recipe: Path, run: Path, cache: Path) -> None:
-    Runner(RunFolder(run), cache, Reporter(quiet=True), STAGES).execute(load_recipe([recipe], [], stage_settings()))
+    Runner(run, cache, Reporter(quiet=True), STAGES).execute(load_recipe([recipe], [], stage_settings()))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from safetensors.numpy import load_file, save_file
 
 from etude.recipe.recipe import check
-from etude.run.folder import MODEL, RunFolder
+from etude.run.folder import MODEL
 from etude.run.runner import Runner
 from etude.run.stage import Job, Outcome, Stage
 from etude.run.stages import STAGES
@@ -19,8 +19,6 @@ from etude.work import Unit
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    from rich.console import Console
 
     from etude.progress import Reporter
     from etude.recipe.recipe import Recipe
@@ -63,8 +61,8 @@ class ScaleStage(Stage):
         edges, lineages = [job.model.as_parent()], [job.model.lineage]
         return Outcome(parents=edges, lineages=lineages, device="toy", summary={"by": settings.by})
 
-    def show(self, folder: Path, console: Console) -> None:
-        console.print(folder)
+    def show(self, folder: Path) -> list[str]:
+        return [str(folder)]
 
 
 def recipe_of(base: Path, stages: dict[str, dict[str, Any]], name: str = "toy") -> Recipe:
@@ -80,4 +78,4 @@ def runner(
     """Return a runner that knows the scaling stage and the real base stage."""
     stages: dict[str, Stage] = {"base": STAGES["base"], "scale": stage}
     reporter.check_stop = check_stop
-    return Runner(RunFolder(folder), cache, reporter, stages)
+    return Runner(folder, cache, reporter, stages)

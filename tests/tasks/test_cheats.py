@@ -18,12 +18,12 @@ from etude.agent.tools import Toolset, ToolSettings
 from etude.agent.trace import Trace
 from etude.models.bases import resolve
 from etude.models.load import load_tokeniser
-from etude.parallel import cores
 from etude.sandbox.box import MIB, Entry
 from etude.sandbox.layers import write_layer
 from etude.sandbox.local import open_sandbox
 from etude.tasks.score import Score, score, visible
 from etude.tasks.suite import place_of
+from etude.work import cores
 from tests.tasks import small
 from tests.tasks.cheats import CHEATS, CODE
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from etude.parallel import cores
 from etude.sandbox.box import Entry
 from etude.tasks.score import Score, Scores, change_digest, one_a_core, score
 from etude.tasks.suite import FORMS
 from etude.tasks.task import Codebase, Task
+from etude.work import cores
 from tests.tasks import small
 
 CODE = "calc/__init__.py"

@@ -15,7 +15,7 @@ from etude.jsonl import MetricsLog
 from etude.lineage.record import load_record
 from etude.progress import Reporter
 from etude.recipe.recipe import load_recipe
-from etude.run.folder import SHORT, RunFolder
+from etude.run.folder import SHORT
 from etude.run.runner import Runner, stage_settings
 from etude.run.stages import STAGES
 from etude.run.stages.extend import ExtendSettings
@@ -48,7 +48,7 @@ evaluation_rows = 2
 
 
 def run(folder: Path, recipe: Path, quiet: Reporter) -> dict[str, str]:
-    runner = Runner(RunFolder(folder / "run"), folder / "cache", quiet, STAGES)
+    runner = Runner(folder / "run", folder / "cache", quiet, STAGES)
     return {step.entry.name: step.action for step in runner.execute(load_recipe([recipe], [], stage_settings()))}
 
 

@@ -28,7 +28,6 @@ from etude.errors import UserError, one_line
 from etude.files import digest_of, files_below
 from etude.inference.policy import Policy, PolicyInfo
 from etude.lineage.record import LINEAGE_FILE
-from etude.parallel import cores
 from etude.rewards.quality import measure
 from etude.sandbox.probe import strongest
 from etude.tasks.attempt import judge, searcher_for, work_on
@@ -36,6 +35,7 @@ from etude.tasks.demos import solution_calls
 from etude.tasks.prompts import asked
 from etude.tasks.score import Scores, one_a_core, score
 from etude.tasks.task import Style, Task
+from etude.work import cores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

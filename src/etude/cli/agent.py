@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from etude.cli import options
 from etude.errors import UserError, one_line
 from etude.progress import Reporter
+from etude.report.page import Table, terminal
 
 if TYPE_CHECKING:
     from etude.agent.trace import Node, Trace
@@ -23,9 +22,7 @@ if TYPE_CHECKING:
 
 def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
     request: Annotated[str, typer.Argument(metavar="REQUEST", help="Request: what to change, in plain words.")],
-    model: Annotated[
-        str, typer.Option(help="Model: run folder, model folder, base, or address of a server.")
-    ] = "sprout",
+    model: Annotated[str, typer.Option(help="Model: run folder, model folder, base, or a server's URL.")] = "sprout",
     repo: Annotated[Path, typer.Option(help="Repository; the agent works on a copy of it.")] = Path(),
     yes: Annotated[bool, typer.Option("--yes", help="Apply the changes without asking.")] = False,
     sandbox: Annotated[str, typer.Option(help="Backend: auto, namespaces, docker:IMAGE or podman:IMAGE.")] = "auto",
@@ -47,14 +44,13 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
     from etude.agent.policies import find
     from etude.agent.repository import run_agent, sandboxed_copy, settings_for
     from etude.agent.trace import append_trace
-    from etude.models.fetch import default_cache
     from etude.report.episode import Live
     from etude.sandbox.box import SandboxError
 
     if not request.strip():
         raise UserError("the request is empty; say what is to be done")
     options.refuse_without_server([model], name=name, token_file=token_file, tokeniser=tokeniser)
-    console, folder, offered = Console(), cache.absolute() if cache else default_cache(), options.chosen_tools(tools)
+    console, folder, offered = Console(), options.cache_folder(cache), options.chosen_tools(tools)
     live = Live(console)
 
     def watch(node: Node) -> None:
@@ -134,18 +130,14 @@ def show(
 @trace_app.command("list", epilog="Example: etude trace list runs/fix/traces.jsonl")
 def list_(file: TraceFile) -> None:
     """List the episodes of a file."""
-    from etude.report.episode import visible
-
-    table = Table(box=None, pad_edge=False)
-    for column in ("no", "id", "task", "stop", "turns", "sampled", "reward"):
-        table.add_column(column, justify="left" if column in {"id", "task", "stop"} else "right", overflow="fold")
+    rows = []
     for number, trace in enumerate(_read(file), 1):
         turns = sum(node.kind == "turn" for node in trace.nodes)
         sampled = sum(len(node.tokens) for node in trace.nodes if node.sampled)
         reward = f"{sum(trace.rewards.values()):.3g}" if trace.rewards else ""
-        cells = [number, trace.id, " ".join(trace.task.split())[:60], trace.stop, turns, sampled, reward]
-        table.add_row(*(Text(visible(str(cell))) for cell in cells))
-    Console(highlight=False).print(table)
+        rows.append((number, trace.id, " ".join(trace.task.split())[:60], trace.stop, turns, sampled, reward))
+    heads = (">no", "id", "task", "stop", ">turns", ">sampled", ">reward")
+    Console(highlight=False).print(terminal(Table(heads, rows)))
 
 
 @trace_app.command(epilog="Example: etude trace export runs/fix/traces.jsonl --atif out")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import ValidationError
 from typer.core import TyperGroup
 
 from etude.cli import options
@@ -18,7 +17,7 @@ from etude.progress import Reporter
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from etude.bench.agents import Agent, BenchSettings
+    from etude.bench.agents import Agent
     from etude.tasks.manifest import TaskSet
 
 
@@ -53,21 +52,20 @@ def run(  # noqa: PLR0913, PLR0917 - an argument for every option
     cache: options.CacheFolder = None,
 ) -> None:  # fmt: skip
     """Run k attempts of every model at every task; an interrupted benchmark resumes with the same command."""
-    from etude.bench.agents import run_benchmark
-    from etude.models.fetch import default_cache
+    from etude.bench.agents import BenchSettings, run_benchmark
     from etude.run.folder import lock_run
     from etude.tasks.manifest import find_manifest, read_rows
 
     offered = options.chosen_tools(tools).tools
     given = {"k": k, "limit": limit, "concurrency": concurrency, "style": style, "tools": {"tools": offered},
              "harness": {"turns": turns, "seconds": 60.0 * minutes, "temperature": temperature}}  # fmt: skip
-    settings, reporter = _settings(given), Reporter()
+    settings, reporter = options.checked(BenchSettings, given), Reporter()
     if "oracle" in models and not {"edit", "write"} <= {*offered}:
         raise UserError("the oracle needs the tools edit and write; leave --tools or `oracle` out")
     options.refuse_without_server(models, token_file=token_file, tokeniser=tokeniser)
     if not tasks.is_dir():
         read_rows(find_manifest(str(tasks), "--tasks"))  # before a server is asked or a model is loaded
-    place = cache.absolute() if cache else default_cache()
+    place = options.cache_folder(cache)
 
     async def work() -> Path:
         agents = await _agents(models, token_file, device, place, tokeniser)
@@ -93,16 +91,6 @@ def compare(
     _report(folders, target, read=price_read, cached=price_cached, written=price_written)
 
 
-def _settings(given: dict[str, Any]) -> BenchSettings:
-    from etude.bench.agents import BenchSettings
-
-    try:
-        return BenchSettings.model_validate(given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"{first['loc'][-1]} = {first['input']}: {first['msg'].lower()}") from None
-
-
 async def _agents(
     words: Sequence[str], token_file: Path | None, device: str, cache: Path, tokeniser: str
 ) -> list[Agent]:
@@ -113,9 +101,8 @@ async def _agents(
     token, reporter = options.token_in(token_file), Reporter()
     made: dict[str, Agent] = {}
     for word in words:
-        each = BUILT_IN.get(word) or model_agent(
-            await find(word, device, cache, reporter, token=token, tokeniser=tokeniser)
-        )
+        each = BUILT_IN.get(word)
+        each = each or model_agent(await find(word, device, cache, reporter, token=token, tokeniser=tokeniser))
         if each.name in made:
             raise UserError(f"{each.name} is named twice; measure endpoints of one name into folders of their own")
         made[each.name] = each

@@ -11,25 +11,28 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from etude.cli.options import AsJson, CacheFolder, print_json
+from etude.cli.options import AsJson, CacheFolder, cache_folder, print_json
 from etude.errors import UserError
+from etude.files import whole_file
+from etude.lineage.compute import Item, compute_shares
+from etude.lineage.duties import Duty, LicenceUse, evaluate, licence_uses, load_product, notice, unmet
+from etude.lineage.facts import Measured
+from etude.lineage.licences import identify, licence_files
+from etude.lineage.record import Lineage, load_lineage
+from etude.lineage.tree import changed_weights, draw_png, draw_svg, find_model, render
+from etude.models.bases import ancestors, locate, resolve
 from etude.progress import Reporter
+from etude.report.page import Table, print_parts, terminal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from etude.lineage.audit.examine import Opened
     from etude.lineage.audit.sketch import Sketch
-    from etude.lineage.compute import Item
-    from etude.lineage.duties import Duty, LicenceUse
-    from etude.lineage.facts import Measured
-    from etude.lineage.record import Lineage
     from etude.lineage.verify import Verification
 
 app = typer.Typer(help="Lineage: what a model was made from.", no_args_is_help=True)
@@ -40,8 +43,6 @@ Verify = Annotated[bool, typer.Option("--verify", help="Check of the weights aga
 @app.command(epilog="Example: etude lineage show runs/quickstart/base/model --verify")
 def show(model: ModelFolder, verify: Verify = False, as_json: AsJson = False) -> None:
     """Print a model's family tree back to its base, from the records it carries."""
-    from etude.lineage.tree import changed_weights, render
-
     folder, lineage = _tree(model)
     wrong = changed_weights(folder, lineage.records[lineage.head], Reporter()) if verify else []
     if wrong:
@@ -55,9 +56,6 @@ def show(model: ModelFolder, verify: Verify = False, as_json: AsJson = False) ->
 
 
 def _tree(model: Path) -> tuple[Path, Lineage]:
-    from etude.lineage.record import load_lineage
-    from etude.lineage.tree import find_model
-
     folder = find_model(model)
     return folder, load_lineage(folder)
 
@@ -65,22 +63,13 @@ def _tree(model: Path) -> tuple[Path, Lineage]:
 @app.command(epilog="Example: etude lineage compute runs/quickstart")
 def compute(model: ModelFolder, as_json: AsJson = False) -> None:
     """Split a model's compute into your own and its base's, in three conventions, beside the EU's thresholds."""
-    from etude.lineage.compute import compute_shares
-    from etude.models.bases import ancestors
-
     shares = compute_shares(_tree(model)[1], ancestors())
     if as_json:
         print_json(shares.to_json())
         return
-    console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False)
-    for column in ("stage", "whose", "tokens", "FLOP", "between", "known by", "hours"):
-        table.add_column(column, justify="left" if column in {"stage", "whose", "known by"} else "right")
-    for item in shares.items:
-        table.add_row(item.name, "base" if item.generation else "own", *_cells(item))
-    console.print(table)
-    for line in shares.lines():
-        console.print(line, markup=False, soft_wrap=True)
+    rows = [(item.name, "base" if item.generation else "own", *_cells(item)) for item in shares.items]
+    table = Table(("stage", "whose", ">tokens", ">FLOP", ">between", "known by", ">hours"), rows)
+    print_parts(Console(), [terminal(table), *shares.lines()])
 
 
 def _cells(item: Item) -> tuple[str, ...]:
@@ -99,9 +88,6 @@ def draw(
     title: Annotated[str | None, typer.Option(help="Title of the picture; default: the model's folder.")] = None,
 ) -> None:
     """Draw a model's family tree."""
-    from etude.files import whole_file
-    from etude.lineage.tree import draw_png, draw_svg
-
     if out.suffix not in {".svg", ".png"}:
         raise UserError(f"{out}: a picture's name must end in .svg or .png")
     folder, lineage = _tree(model)
@@ -131,9 +117,9 @@ def audit(
     if (other is None) is not library:
         raise UserError("give two models, or one and --library: etude audit MODEL OTHER, etude audit MODEL --library")
     reporter, console = Reporter(), Console(highlight=False, markup=False)
-    opened = open_word(suspect, cache, reporter)
+    opened = _opened(suspect, cache, reporter)
     if other is not None:
-        finding = examine(open_word(other, cache, reporter), opened, reporter)
+        finding = examine(_opened(other, cache, reporter), opened, reporter)
         print_json(asdict(finding)) if as_json else show(finding, console)
         return
     findings = examine_library(opened, _sketches(cache), reporter)
@@ -166,19 +152,18 @@ def add(
 @library_app.command("list", epilog="Example: etude library list --json")
 def list_(cache: CacheFolder = None, as_json: AsJson = False) -> None:
     """List the bases in the library."""
-    from etude.lineage.audit.examine import table_of
-
     known = [sketch.facts for sketch in _sketches(cache)]
     if as_json:
         print_json([facts.model_dump() for facts in known])
         return
-    table = table_of("Sketches of known bases", "name", "weights", "licence", "made", "from")
-    for facts in known:
-        table.add_row(facts.name, facts.model_digest[:12], facts.licence or "unknown text", facts.made, facts.source)
-    Console(highlight=False, markup=False).print(table)
+    rows = [
+        (each.name, each.model_digest[:12], each.licence or "unknown text", each.made, each.source) for each in known
+    ]
+    table = Table(("name", "weights", "licence", "made", "from"), rows)
+    Console().print(terminal(table, title="Sketches of known bases"))
 
 
-def open_word(word: str, cache: Path | None, reporter: Reporter) -> Opened:
+def _opened(word: str, cache: Path | None, reporter: Reporter) -> Any:
     """Open the model that a word means."""
     from etude.lineage.audit.examine import open_model
 
@@ -188,8 +173,6 @@ def open_word(word: str, cache: Path | None, reporter: Reporter) -> Opened:
 
 def _find(word: str, cache: Path | None, reporter: Reporter) -> tuple[str, Path, str]:
     """Return what to call a model, where it lies, and where it came from."""
-    from etude.models.bases import locate
-
     path = Path(word).expanduser()
     if path.suffix in {".gguf", ".safetensors"} and path.is_file():
         return path.name, path, f"file {path.name}"
@@ -200,15 +183,12 @@ def _find(word: str, cache: Path | None, reporter: Reporter) -> tuple[str, Path,
 def sketch_folder(cache: Path | None) -> Path:
     """Return where a user's own sketches lie."""
     from etude.lineage.audit.sketch import FOLDER
-    from etude.models.fetch import default_cache
 
-    return (cache.absolute() if cache is not None else default_cache()) / FOLDER
+    return cache_folder(cache) / FOLDER
 
 
 def _licence(path: Path) -> str | None:
     """Return the licence by the text that lies with the weights."""
-    from etude.lineage.licences import identify, licence_files
-
     folder = path if path.is_dir() else path.parent
     known = (identify(file.read_text(encoding="utf-8", errors="replace")) for file in licence_files(folder))
     return next((licence for licence in known if licence), None)
@@ -226,8 +206,6 @@ def licences(
     cache: CacheFolder = None,
 ) -> None:
     """Show which licence duties apply to a product, which do not, and which facts are missing to know."""
-    from etude.lineage.duties import evaluate, load_product, notice, unmet
-
     facts = load_product(product) if product else None
     uses = _uses(model, cache)
     duties = evaluate(uses, facts)
@@ -242,9 +220,6 @@ def licences(
 
 def _uses(word: str, cache: Path | None) -> list[LicenceUse]:
     """Return the licences of a model. Known bases on the hub may be a terabyte: those are as listed, their text is not fetched."""
-    from etude.lineage.duties import LicenceUse, licence_uses
-    from etude.models.bases import locate, resolve
-
     base = resolve(word)
     if base.known and base.place == "hub":
         return [LicenceUse(word, "weights", base.known.licence, seen=False)]
@@ -283,11 +258,8 @@ def release(  # noqa: PLR0913, PLR0917 - an argument for every option
     cache: CacheFolder = None,
 ) -> None:  # fmt: skip
     """Make a signed release folder, or list the reasons against it. Exit code 1 if it is refused."""
-    from etude.lineage.duties import load_product
     from etude.lineage.release import UNKNOWN_DATA, Order, RefusedError, make_release
     from etude.lineage.signing import default_key, fingerprint, public_pem
-    from etude.lineage.tree import find_model
-    from etude.models.bases import ancestors
 
     if unknown := set(acknowledge or ()) - {UNKNOWN_DATA}:
         raise UserError(f"--acknowledge {min(unknown)}: only {UNKNOWN_DATA} can be acknowledged")
@@ -334,19 +306,16 @@ def _show(result: Verification) -> None:
             console.print(f"[{styles[check.outcome]}]{check.outcome:6}[/]  {check.name:{width}}  ", end="")
             console.print(line, markup=False)
     failed, left = len(result.failed), sum(check.outcome == "open" for check in result.checks)
-    rest = f"; {left} could not be made here" if left else ""
     verdict = (
         f"NOT verified: {failed} of {len(result.checks)} checks failed" if failed else f"verified: {result.folder}"
     )
-    console.print(f"{verdict}{rest}", markup=False, style="bold")
+    console.print(verdict + f"; {left} could not be made here" * bool(left), markup=False, style="bold")
 
 
 def _measured(folder: Path, model: Path) -> Sequence[Measured]:
     """Return the scores of this model, and of no other, from a benchmark's folder; a stage calls it by the stage that made it."""
     from etude.bench.agents import weights_mark
     from etude.bench.trials import read_results
-    from etude.lineage.facts import Measured
-    from etude.lineage.record import load_lineage
     from etude.report.benchmark import Scored
     from etude.run.folder import readable_record
 
@@ -362,6 +331,4 @@ def _measured(folder: Path, model: Path) -> Sequence[Measured]:
         raise UserError(f"{folder} has no valid trial of {model}, only of {others}; measure this model first")
     rules = f"harness {results.header.harness}, task set {results.header.tasks[:12]}"
     task, metric = f"etude bench {folder.absolute().name}", f"avg@{results.attempts}"
-    return [
-        Measured(task, metric, each.value, (each.low, each.high), f"{each.tasks} tasks, {rules}") for each in scores
-    ]
+    return [Measured(task, metric, each[0], each[1:3], f"{each.tasks} tasks, {rules}") for each in scores]

@@ -5,26 +5,34 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
+from pydantic import BaseModel, ValidationError
+from rich.console import Group
+from rich.live import Live
 
 from etude.errors import Interrupted, UserError, nearest
+from etude.models.fetch import default_cache
+from etude.report.page import print_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from rich.console import Console, RenderableType
 
     from etude.agent.tools import ToolName, ToolSettings
     from etude.progress import Reporter
 
+LOOK = 0.5  # seconds between two looks at a run
+Settings = TypeVar("Settings", bound=BaseModel)
 AsJson = Annotated[bool, typer.Option("--json", help="JSON output for scripts, instead of a table.")]
 CacheFolder = Annotated[Path | None, typer.Option("--cache", help="Cache of downloads; default ~/.cache/etude.")]
 Changes = Annotated[list[str] | None, typer.Option("--set", help="Setting to change: stage.key=value. Repeatable.")]
 Device = Annotated[str, typer.Option("--device", help="Device: auto, cpu or cuda.")]
-Tokeniser = Annotated[
-    str, typer.Option(help="Tokeniser of a server's model: a folder or base; default: as the server says.")
-]
+Tokeniser = Annotated[str, typer.Option(help="Tokeniser of a server's model: folder or base; default: the server's.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and the plan; run nothing.")]
 Minutes = Annotated[float, typer.Option("--minutes", min=0.01, help="Time limit of an episode in minutes.")]
 OutFolder = Annotated[Path | None, typer.Option("--out", help="Run folder; default runs/NAME.")]
@@ -38,8 +46,35 @@ ToolNames = Annotated[str, _tools]
 Turns = Annotated[int, typer.Option("--turns", min=1, help="Turn limit of an episode.")]
 
 
+def cache_folder(given: Path | None) -> Path:
+    return given.absolute() if given else default_cache()
+
+
+def watch(look: Callable[[], tuple[list[RenderableType], bool]], console: Console, *, once: bool) -> None:
+    """Show what `look` returns, again and again while it says that there is more to come."""
+    parts, more = look()
+    with Live(Group(*parts), console=console, auto_refresh=False, transient=True) as live:
+        while more and not once:
+            time.sleep(LOOK)
+            parts, more = look()
+            live.update(Group(*parts), refresh=True)
+    print_parts(console, parts)
+
+
 def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def checked(kind: type[Settings], given: dict[str, Any]) -> Settings:
+    """Return settings made of options; of a value that is refused, say which and why."""
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = (
+            f"{first['loc'][-1]} = {first['input']!r}: " if first["loc"] else ""
+        )  # or several that do not fit together
+        raise UserError(where + first["msg"].removeprefix("Value error, ")) from None
 
 
 def chosen_tools(words: str) -> ToolSettings:
@@ -57,9 +92,8 @@ def refuse_without_server(models: Sequence[str], **given: object) -> None:
     from etude.agent.policies import SCHEMES
 
     if (idle := [name for name, value in given.items() if value]) and not any(m.startswith(SCHEMES) for m in models):
-        raise UserError(
-            f"--{idle[0].replace('_', '-')} is for models of a server; name one by its address, or leave it out"
-        )
+        option = idle[0].replace("_", "-")
+        raise UserError(f"--{option} is for models of a server; name one by its address, or leave it out")
 
 
 def token_in(path: Path | None) -> str:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.live import Live
+from rich.console import Console, RenderableType
 
+from etude.cli import options
 from etude.cli.options import PageFolder  # noqa: TC001 - typer reads annotations at run time
 from etude.errors import UserError
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
 app = typer.Typer(help="Reinforcement learning: watch a run, report on it, change its rewards.", no_args_is_help=True)
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or the folder of its rl stage.")]
-LOOK = 0.5  # seconds between two looks at a run
 
 
 class _Stage(NamedTuple):
@@ -31,27 +26,21 @@ class _Stage(NamedTuple):
 
 
 @app.command(epilog="Example: etude rl report runs/agent")
-def report(
-    run: RunFolder,
-    out: PageFolder = None,
-) -> None:
+def report(run: RunFolder, out: PageFolder = None) -> None:
     """Write a report with the plots of a run, finished or running."""
     from etude.report.rl import PAGE, steps_of, verdict, write_report
 
     stage = _find(run)
     whole = stage.finished and (stage.folder / PAGE).exists()  # it was written with the stage, and is in its record
-    lines = (
-        verdict(steps_of(stage.folder)) if whole and out is None else write_report(stage.folder, out or stage.folder)
-    )
-    typer.echo("\n".join([*lines, f"report: {(out or stage.folder) / PAGE}"]))
+    place = out or stage.folder
+    lines = verdict(steps_of(stage.folder)) if whole and out is None else write_report(stage.folder, place)
+    typer.echo("\n".join([*lines, f"report: {place / PAGE}"]))
 
 
 @app.command(epilog="Example: etude rl weights runs/agent length=0.2 conduct=0.1")
 def weights(
     run: RunFolder,
-    changes: Annotated[
-        list[str], typer.Argument(metavar="PART=NUMBER...", help="New weights of reward terms, such as length=0.2.")
-    ],
+    changes: Annotated[list[str], typer.Argument(metavar="PART=NUMBER...", help="New weights, such as length=0.2.")],
 ) -> None:
     """Change the reward weights of a running run; the change is recorded."""
     from etude.files import read_json, write_json
@@ -89,15 +78,13 @@ def watch(run: RunFolder) -> None:
     """Show a live view of a run until it ends; a finished run is shown once."""
     from etude.run.folder import running_owner
 
-    console, stage = Console(highlight=False), _find(run)
-    if not console.is_terminal or stage.finished or running_owner(stage.run) is None:
-        console.print(_picture(stage))
-        return
-    with Live(_picture(stage), console=console, auto_refresh=False) as live:
-        while not stage.finished and running_owner(stage.run) is not None:
-            time.sleep(LOOK)
-            stage = _find(run)
-            live.update(_picture(stage), refresh=True)
+    console = Console(highlight=False)
+
+    def look() -> tuple[list[RenderableType], bool]:
+        stage = _find(run)
+        return [_picture(stage)], not stage.finished and running_owner(stage.run) is not None
+
+    options.watch(look, console, once=not console.is_terminal)
 
 
 def _picture(stage: _Stage) -> RenderableType:
@@ -118,7 +105,7 @@ def _find(path: Path) -> _Stage:
     from etude.lineage.record import RECORD_FILE
     from etude.report.rl import METRICS
     from etude.report.status import run_status
-    from etude.run.folder import RunFolder as Layout
+    from etude.run.folder import all_work
 
     if (path / METRICS).exists():
         work = path.resolve().parent.name == ".work"
@@ -128,7 +115,7 @@ def _find(path: Path) -> _Stage:
     for each in reversed(run_status(run).stages):
         if each.kind == "rl" and stage in {"", each.name}:
             if each.state in {"running", "stopped"}:
-                return _Stage(run, Layout(run).works(each.name)[-1][1], finished=False)
+                return _Stage(run, all_work(run, each.name)[-1][1], finished=False)
             if each.state in {"done", "damaged"}:
                 return _Stage(run, run / each.name, finished=True)
     raise UserError(f"{path} has no rl stage that has begun; etude status {run} shows its stages")

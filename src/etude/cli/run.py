@@ -8,21 +8,22 @@ from __future__ import annotations
 import io
 import os
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
+from rich.text import Text
 
 from etude.cli import options
 from etude.errors import UserError, nearest, storage_error
 from etude.progress import Reporter
+from etude.report.page import Table, human, print_parts, terminal
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from etude.models.bases import KnownBase
     from etude.recipe.recipe import Recipe
     from etude.run.runner import Runner, Step
@@ -59,14 +60,12 @@ def _run_recipe(
     recipe: Recipe, out: Path | None, cache: Path | None, *, until: str | None, dry_run: bool, as_json: bool
 ) -> None:
     """Run a checked recipe, or print the plan."""
-    from etude.models.fetch import default_cache
-    from etude.run.folder import RunFolder
     from etude.run.runner import Runner, command_line
     from etude.run.stages import STAGES
     from etude.run.stages.training import dismiss_ranks, join_trainings
 
     reporter, folder = Reporter(), out or Path("runs") / recipe.name
-    runner = Runner(RunFolder(folder), cache.absolute() if cache else default_cache(), reporter, STAGES)
+    runner = Runner(folder, options.cache_folder(cache), reporter, STAGES)
     if dry_run:
         _print_plan(runner, recipe, until, as_json=as_json)
         return
@@ -86,7 +85,7 @@ def _print_plan(runner: Runner, recipe: Recipe, until: str | None, *, as_json: b
     """Print what would be done; then refuse, if a stage lacks something, as the run itself would."""
     from etude.recipe.recipe import as_toml
 
-    steps, folder = runner.plan(recipe, until), str(runner.folder.path)
+    steps, folder = runner.plan(recipe, until), str(runner.folder)
     if as_json:
         listed = [{"stage": step.entry.name, "action": step.action, "from": str(step.source) if step.source else None,
                    "lacks": step.lacks} for step in steps]  # fmt: skip
@@ -118,11 +117,11 @@ def _print_outcome(steps: list[Step], folder: Path, *, as_json: bool) -> None:
     if console.options.ascii_only and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without → must not spoil the end of a long run
     for step in steps:
-        STAGES[step.entry.kind].show(folder / step.entry.name, console)
+        print_parts(console, STAGES[step.entry.kind].show(folder / step.entry.name))
     models = [step.entry.name for step in steps if STAGES[step.entry.kind].makes_model]
     if models and sum(step.entry.kind not in {BASE, DATA} for step in steps) > 1:
         _print_ending(names, models[-1], folder, console)
-    console.print(f"done: {folder}; record: {folder / names[-1] / 'record.json'}", highlight=False, soft_wrap=True)
+    print_parts(console, [f"done: {folder}; record: {folder / names[-1] / 'record.json'}"])
 
 
 def _print_ending(names: list[str], model: str, folder: Path, console: Console) -> None:
@@ -134,9 +133,9 @@ def _print_ending(names: list[str], model: str, folder: Path, console: Console) 
     plain = console.options.ascii_only
     console.rule(f"results of {folder.absolute().name}", characters="-" if plain else "─")
     console.print(screen(stages, load_lineage(folder / model / "model"), wide=console.width, plain=plain))
-    console.print("\n[bold]next steps[/]")
-    for number, (what, command) in enumerate(next_steps(folder, stages), 1):
-        console.print(f"{number}. {what}\n   {command}", highlight=False, markup=False, soft_wrap=True)
+    listed = enumerate(next_steps(folder, stages), 1)
+    steps = [f"{number}. {what}\n   {command}" for number, (what, command) in listed]
+    print_parts(console, [Text("\nnext steps", "bold"), *steps])
 
 
 def compare(
@@ -169,13 +168,12 @@ def status(
     if as_json:
         options.print_json(asdict(run_status(run_folder)))
         return
-    console, now = Console(highlight=False), run_status(run_folder)
-    with Live(status_table(now), console=console, refresh_per_second=4) as live:
-        while watch and now.owner is not None:
-            time.sleep(0.5)
-            now = run_status(run_folder)
-            live.update(status_table(now))
-    console.print(headline(now), soft_wrap=True, markup=False)
+
+    def look() -> tuple[list[RenderableType], bool]:
+        now = run_status(run_folder)
+        return [status_table(now), headline(now)], now.owner is not None
+
+    options.watch(look, Console(highlight=False), once=not watch)
 
 
 def bases(
@@ -197,20 +195,15 @@ def bases(
         Console().print(_bases_table(known))
 
 
-def _bases_table(known: dict[str, KnownBase]) -> Table:
-    from etude.report.tables import human
-
+def _bases_table(known: dict[str, KnownBase]) -> RenderableType:
     caption = "tokens: pretraining tokens; +: on top of its parent's; ?: unknown. etude bases NAME shows the sources."
-    table = Table(title="Known bases", caption=caption, box=None, pad_edge=False)
-    table.title_justify = table.caption_justify = "left"
-    for column in ("name", "params", "active", "tokens", "context", "licence"):
-        left = column in {"name", "licence"}
-        table.add_column(column, justify="left" if left else "right", no_wrap=column != "licence", overflow="fold")
+    rows = []
     for key, base in known.items():
         tokens = human(base.pretraining_tokens) if base.pretraining_tokens else "?"
-        sizes = (human(base.parameters), human(base.active_parameters))
-        table.add_row(key, *sizes, f"{'+' if base.continues else ''}{tokens}", f"{base.context:,}", base.licence)
-    return table
+        sizes = (human(base.parameters), human(base.active_parameters), f"{'+' if base.continues else ''}{tokens}")
+        rows.append((key, *sizes, base.context, base.licence))
+    heads = ("name", ">params", ">active", ">tokens", ">context", "licence")
+    return terminal(Table(heads, rows), title="Known bases", caption=caption, caption_justify="left")
 
 
 def _print_base(name: str, base: KnownBase) -> None:
@@ -233,7 +226,7 @@ def corpus_report(
 ) -> None:
     """Show the contents of a corpus: sources, licences, and what was filtered out. The full report is report.html beside it."""
     from etude.data.manifest import MANIFEST, load_manifest
-    from etude.report.corpus import show_report, write_report
+    from etude.report.corpus import shown, write_report
 
     folder = corpus / "data" if (corpus / "data" / MANIFEST).exists() else corpus
     manifest = load_manifest(folder)
@@ -242,7 +235,7 @@ def corpus_report(
         return
     if out is not None:
         write_report(folder, out)
-    show_report(folder, Console(), out or folder)
+    print_parts(Console(), shown(folder, out or folder))
 
 
 def export(

@@ -20,7 +20,7 @@ def serve(  # noqa: PLR0913, PLR0917 - an argument for every option
     name: Annotated[str | None, typer.Option(help="Name of the model in the API; default: its folder's name.")] = None,
     token_file: Annotated[Path | None, typer.Option(help="File with the bearer token that clients must send.")] = None,
     allow_open: Annotated[
-        bool, typer.Option("--allow-open", help="No bearer token needed on an address others can reach.")
+        bool, typer.Option("--allow-open", help="No token needed where others can reach it.")
     ] = False,
     max_queue: Annotated[int, typer.Option(min=1, help="Limit of requests, running and queued.")] = 256,
     max_request_bytes: Annotated[int, typer.Option(min=1, help="Size limit of a request in bytes.")] = 4 << 20,

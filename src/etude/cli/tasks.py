@@ -10,11 +10,11 @@ from statistics import median_high
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from etude.cli.options import AsJson, CacheFolder, ToolNames, chosen_tools, interruptible, print_json
+from etude.cli import options
+from etude.cli.options import AsJson, CacheFolder  # noqa: TC001 - typer reads annotations at run time
 from etude.errors import UserError
 from etude.jsonl import MetricsLog
 from etude.progress import Reporter
@@ -24,12 +24,10 @@ if TYPE_CHECKING:
     from etude.tasks.task import Task
 
 app = typer.Typer(help="Task sets from real codebases: make, build, show, check; demonstrations.", no_args_is_help=True)
-RecipeFile = Annotated[
-    Path, typer.Argument(metavar="RECIPE", help="Recipe of a task set, such as recipes/tasks/quick.toml.")
-]
-ManifestFile = Annotated[
-    Path, typer.Argument(metavar="MANIFEST", help="Task manifest, such as recipes/tasks/quick.jsonl.")
-]
+_recipe = typer.Argument(metavar="RECIPE", help="Recipe of a task set, such as recipes/tasks/quick.toml.")
+RecipeFile = Annotated[Path, _recipe]
+_manifest = typer.Argument(metavar="MANIFEST", help="Task manifest, such as recipes/tasks/quick.jsonl.")
+ManifestFile = Annotated[Path, _manifest]
 Only = Annotated[str, typer.Option(help="Prefixes of the ids of tasks to use, separated by spaces; default: all.")]
 
 
@@ -42,18 +40,17 @@ def make(
     cache: CacheFolder = None, as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Make a task set from its recipe; the same command resumes an interrupted one."""
-    from etude.models.fetch import default_cache
     from etude.tasks.make import Maker, read_settings
 
     settings, reporter = read_settings(recipe), Reporter()
     folder = work or Path("runs", "tasks", settings.name)
     advice = f"all tries are kept in {folder}; run the same command to go on"
-    with interruptible(reporter, advice), MetricsLog(folder / "log.jsonl") as log:
-        maker = Maker(settings, folder, log, cache or default_cache(), reporter)
+    with options.interruptible(reporter, advice), MetricsLog(folder / "log.jsonl") as log:
+        maker = Maker(settings, folder, log, options.cache_folder(cache), reporter)
         asyncio.run(maker.make(workers))
         header = maker.finish(out or recipe.with_suffix(".jsonl"))
     if as_json:
-        print_json(header)
+        options.print_json(header)
     else:
         _show_header(header)
 
@@ -70,10 +67,9 @@ def _show_header(header: dict[str, Any]) -> None:
 
 
 def _loaded(manifest: Path, cache: Path | None, only: str) -> TaskSet:
-    from etude.models.fetch import default_cache
     from etude.tasks.manifest import load_set
 
-    return load_set(manifest, cache or default_cache(), Reporter(), only)
+    return load_set(manifest, options.cache_folder(cache), Reporter(), only)
 
 
 @app.command(epilog="Example: etude tasks build recipes/tasks/bench.jsonl --harbor tasks")
@@ -102,9 +98,9 @@ def show(manifest: ManifestFile, only: Only = "", as_json: AsJson = False) -> No
     header, _, rows = read_rows(manifest)
     wanted = picked(str(manifest), rows, only)
     if as_json:
-        print_json({**header, "rows": wanted})
+        options.print_json({**header, "rows": wanted})
     elif only and len(wanted) == 1:
-        print_json({key: value for key, value in wanted[0].items() if key not in {"edits", "pass_to_pass"}})
+        options.print_json({key: value for key, value in wanted[0].items() if key not in {"edits", "pass_to_pass"}})
     else:
         _show_header(header)
         lines, files = (median_high(row["difficulty"][what] for row in wanted) for what in ("lines", "files"))
@@ -164,7 +160,7 @@ def demos(  # noqa: PLR0913, PLR0917 - an argument for every option
     each: Annotated[int, typer.Option(min=1, max=6, help="Demonstrations of each task, in different styles.")] = 1,
     styles: Annotated[str, typer.Option(help="Request styles; easier: shown (code), told (change).")] = "terse,trace,premise,full",
     most: Annotated[int, typer.Option(min=0, help="Limit of demonstrations, spread over the set (0 = none).")] = 0,
-    tools: ToolNames = "",
+    tools: options.ToolNames = "",
     only: Only = "",
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     cache: CacheFolder = None,
@@ -172,24 +168,17 @@ def demos(  # noqa: PLR0913, PLR0917 - an argument for every option
     """Make demonstrations for SFT: replay reference solutions, keep those that pass. The same command resumes."""
     from etude.data.chat import choose_template
     from etude.models.bases import locate
-    from etude.models.fetch import default_cache
     from etude.models.load import load_tokeniser
     from etude.tasks.demos import DemoSettings, make_demos, refuse_benchmarks
 
     refuse_benchmarks(manifest)
     given = {"tasks": str(manifest), "only": only, "each": each, "most": most, "styles": styles.split(","),
-             "tools": chosen_tools(tools).tools}  # fmt: skip
-    try:
-        settings = DemoSettings.model_validate(given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        given_word = f", not {first['input']!r}" if first["loc"] else ""  # none: several settings do not fit together
-        raise UserError(f"demos: {first['msg'].removeprefix('Value error, ')}{given_word}") from None
-    reporter = Reporter()
+             "tools": options.chosen_tools(tools).tools}  # fmt: skip
+    settings, reporter = options.checked(DemoSettings, given), Reporter()
     tokeniser = load_tokeniser(locate(model, cache, reporter)[1])
     choose_template(tokeniser, template)  # as the sft stage will leave it
-    with interruptible(reporter, "what was made is kept; run the same command to go on"):
-        traces, made = make_demos(settings, tokeniser, out, cache or default_cache(), reporter, seed)
+    with options.interruptible(reporter, "what was made is kept; run the same command to go on"):
+        traces, made = make_demos(settings, tokeniser, out, options.cache_folder(cache), reporter, seed)
     typer.echo(f"{made['kept']} of {made['wanted']} demonstrations in {traces}")
     for what in ("tokens", "styles", "wrong turns", "left out", "other ways"):
         typer.echo(f"{what}: {made[what]}")

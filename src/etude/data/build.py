@@ -37,8 +37,7 @@ from etude.data.sources import open_source
 from etude.data.tokenise import Encoder, TokeniseJob, copy_tokeniser, read_kept, tokenise_unit, train_tokeniser
 from etude.errors import UserError
 from etude.files import canonical_json, sha256_file, write_json, write_text
-from etude.parallel import cores
-from etude.work import Unit
+from etude.work import Unit, cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from etude.bench.base_comparison import difference
-from etude.report.plots import COLOURS, Interval, drawing
-from etude.report.tables import Table, human, terminal
+from etude.report.page import COLOURS, Table, drawing, human, terminal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from etude.bench.base_comparison import CandidateResult
     from etude.data.codebase import Codebase
 
+Interval = tuple[float, float] | None
 ROWS = ("parameters", "bits/byte ↓", "state ↓", "prefill, tokens/s ↑", "decode, tokens/s ↑", "memory ↓", "context",
         "licence")  # fmt: skip
 
@@ -33,13 +33,10 @@ def _rows(results: Sequence[CandidateResult]) -> list[tuple[str, ...]]:
 def _cells(result: CandidateResult) -> tuple[str, ...]:
     active = f" ({human(result.active_parameters)} active)" if result.active_parameters != result.parameters else ""
     bits, state, speed = result.bits, result.state, result.speed
-    decode, memory = (
-        f"{speed['decode_single']:,.1f} / {speed['decode_batch']:,.1f}",
-        f"{speed['peak_bytes'] / 1e9:.2f} GB",
-    )
-    quality = (_with_interval(bits.bits_per_byte, bits.interval),
-               _with_interval(state.distance_per_character, state.interval) if state else "–")  # fmt: skip
-    speeds = (f"{speed['prefill']:,.0f}", decode, memory)
+    tracked = _with_interval(state.distance_per_character, state.interval) if state else "–"
+    quality = (_with_interval(bits.bits_per_byte, bits.interval), tracked)
+    decode = f"{speed['decode_single']:,.1f} / {speed['decode_batch']:,.1f}"
+    speeds = (f"{speed['prefill']:,.0f}", decode, f"{speed['peak_bytes'] / 1e9:.2f} GB")
     return (human(result.parameters) + active, *quality, *speeds, f"{result.context:,}", result.licence)
 
 

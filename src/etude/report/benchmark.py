@@ -14,22 +14,17 @@ from itertools import combinations
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from etude.bench.axes import EFFICIENCY, INTERACTION, QUALITY, SCORE, TESTS, WRITTEN, Metric
-from etude.bench.statistics import average, estimate, pass_all, pass_at
-from etude.bench.trials import read_together
+from etude.bench.axes import EFFICIENCY, INTERACTION, QUALITY, SCORE, TESTS, WRITTEN, Metric, Prices
+from etude.bench.statistics import Estimate, average, estimate, pass_all, pass_at
+from etude.bench.trials import Results, Trial, read_together
 from etude.files import canonical_json
-from etude.report.page import Picture, write_page
-from etude.report.plots import COLOURS, SOFT, drawing, token_scale
-from etude.report.tables import Table, abridged, human
+from etude.report.page import COLOURS, SOFT, Page, Picture, Table, abridged, drawing, human, token_scale, write_page
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from etude.bench.axes import Prices
-    from etude.bench.statistics import Estimate, Statistic
-    from etude.bench.trials import Results, Trial
-    from etude.report.page import Page
+    from etude.bench.statistics import Statistic
 
     Scores = Mapping[str, Estimate | None]  # by model
     Line = tuple[str | float, ...]
@@ -39,9 +34,7 @@ MARKERS = "osD^vPX*"
 BARS = 30
 HEAD = 20  # characters of a model's name over a column
 CHANCE = 20  # comparisons among which one is expected to look sure and not be
-TOKENS = Picture(
-    "score_tokens.png", "Score against the median of tokens written; the line joins those that no other beats"
-)
+TOKENS = Picture("score_tokens.png", "Score against the median of tokens written; a line joins those no other beats")
 CATEGORIES, PACKAGES = Picture("by_category.png", "Score by category"), Picture("by_package.png", "Score by package")
 LENGTHS = Picture("histograms.png", "Turns and tokens of trials, passes and fails")
 SCORED_BY = {
@@ -124,9 +117,8 @@ def verdict(scored: Scored) -> list[str]:
         lines.append(f"{model}: " + (f"{percent(score)} of {score.tasks} tasks{short}" if score else "no valid trial"))
     one, other, *_ = [*scored.valid, None]
     if other and (apart := scored.apart(one, other)):
-        lines.append(
-            f"{one} against {other} on the {apart.tasks} tasks of both: {points(apart)} points, {_sure(apart)}"
-        )
+        both = f"on the {apart.tasks} tasks of both"
+        lines.append(f"{one} against {other} {both}: {points(apart)} points, {_sure(apart)}")
     if rules := scored.results.differing:
         lines.append(f"not the same for all: {', '.join(rules)}")
     return lines
@@ -193,9 +185,8 @@ def _table(scored: Scored, metrics: Sequence[Metric]) -> Table:
 
 
 def _grouped(scored: Scored, field: str) -> Table:
-    rows: list[Line] = [
-        (group, _tasks(scores), *map(percent, scores.values())) for group, scores in scored.by[field].items()
-    ]
+    groups = scored.by[field].items()
+    rows: list[Line] = [(group, _tasks(scores), *map(percent, scores.values())) for group, scores in groups]
     return Table((field, ">tasks", *scored.heads), rows)
 
 
@@ -205,9 +196,8 @@ def _tasks(scores: Scores) -> int:
 
 def _endings(scored: Scored) -> Table:
     ways = Counter((each.outcome, each.why or each.stop, each.model) for each in scored.results.trials)
-    rows: list[Line] = [
-        (*kind, *(ways[*kind, model] for model in scored.valid)) for kind in sorted({way[:2] for way in ways})
-    ]
+    kinds = sorted({way[:2] for way in ways})
+    rows: list[Line] = [(*kind, *(ways[*kind, model] for model in scored.valid)) for kind in kinds]
     return Table(("outcome", "how it ended", *scored.heads), rows)
 
 
@@ -264,8 +254,7 @@ def draw_score_against_tokens(path: Path, scored: Scored) -> None:
         axis.margins(x=0.15)
         token_scale(axis)
         axis.set_title("Score against tokens: up and left is better", loc="left")
-        axis.set_xlabel("tokens written in a trial, median")
-        axis.set_ylabel("avg@k, %")
+        axis.set(xlabel="tokens written in a trial, median", ylabel="avg@k, %")
         axis.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, labelspacing=0.9)
 
 

@@ -11,21 +11,17 @@ from typing import TYPE_CHECKING, Any
 from etude.data.build import HITS, SAMPLES
 from etude.data.document import UNKNOWN
 from etude.data.filters.licence import refusal
-from etude.data.manifest import MANIFEST, load_manifest
+from etude.data.manifest import MANIFEST, Manifest, SourceEntry, load_manifest
 from etude.errors import UserError
 from etude.files import read_json
-from etude.report.page import Folded, Picture, write_page
-from etude.report.plots import COLOURS, drawing, label, stacked
-from etude.report.tables import Table, abridged, mb, shortened, terminal
+from etude.report import page
+from etude.report.page import COLOURS, Block, Folded, Page, Picture, Table, abridged, human, terminal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from rich.console import Console
-
-    from etude.data.manifest import Manifest, SourceEntry
-    from etude.report.page import Block, Page
+    from rich.console import RenderableType
 
     Row = dict[str, Any]
 
@@ -50,8 +46,6 @@ EVIDENCE = {
 LISTED, SAMPLED = 20, 3  # lines of a table, samples of a reason; what goes beyond is added up, or counted
 SOURCES, LICENCES = 15, 8  # bars; the rest is added up
 NAME = 26  # characters beside a bar
-TOKENS = ((1e9, "billion tokens"), (1e6, "million tokens"), (1e3, "thousand tokens"), (1, "tokens"))
-BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
 
 
 def write_report(corpus: Path, target: Path) -> None:
@@ -64,11 +58,11 @@ def write_report(corpus: Path, target: Path) -> None:
     except (FileNotFoundError, ValueError) as error:
         raise UserError(f"{corpus} is not a whole corpus: {error}; build it again") from None
     draw(manifest, target / PICTURE.file)
-    write_page(target, TITLE, {**_contents(manifest), **_left_out(manifest, samples, hits), **_made(manifest)})
+    page.write_page(target, TITLE, {**_contents(manifest), **_left_out(manifest, samples, hits), **_made(manifest)})
 
 
-def show_report(folder: Path, console: Console, page: Path) -> None:
-    """Print a line for each source of a corpus, and where its page lies."""
+def shown(folder: Path, target: Path) -> list[RenderableType]:
+    """Return a line for each source of a corpus, and where its page lies."""
     manifest = load_manifest(folder)
     rows = []
     for source in manifest.sources:
@@ -77,8 +71,16 @@ def show_report(folder: Path, console: Console, page: Path) -> None:
         rows.append((source.name, documents, mb(source.kept_bytes), f"{tokens['train']:,}\n+ {tokens['heldout']:,}",
                      manifest.shares[source.name], "\n".join(drops) or "nothing"))  # fmt: skip
     heads = ("source", ">documents\nin → kept", ">MB", ">tokens train\n+ held-out", ">share", "dropped most")
-    console.print(terminal(Table(heads, rows), box=None, pad_edge=False))
-    console.print(f"report: {page / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
+    return [terminal(Table(heads, rows)), f"report: {target / 'report.html'}"]
+
+
+def mb(size: int) -> str:
+    return "<0.01" if 0 < size < 5_000 else f"{size / 1e6:,.2f}"
+
+
+def shortened(text: str, most: int = 120) -> str:
+    """Return a text of at most so many characters, cut at its end."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def total(sources: Iterable[SourceEntry], key: str) -> int:
@@ -266,17 +268,16 @@ def draw(manifest: Manifest, path: Path) -> None:
     """Draw the corpus as one picture: 1800 pixels wide, as high as its bars need."""
     sources = sorted(manifest.sources, key=lambda source: -sum(source.tokens.values()))
     parts = {"to train on": "train", "held out": "heldout"}
-    tokens = {
-        name: largest({each.name: each.tokens[part] for each in sources}, SOURCES) for name, part in parts.items()
-    }
+    by_part = {name: {each.name: each.tokens[part] for each in sources} for name, part in parts.items()}
+    tokens = {name: largest(counts, SOURCES) for name, counts in by_part.items()}
     licences = largest(added(manifest.sources, "licences"), LICENCES)
     left, gone = _funnel(manifest)
     heights = [1.2 + 0.26 * max(bars, 6) for bars in (max(len(tokens["held out"]), len(licences)), len(left))]
-    with drawing(path, 12, sum(heights)) as figure:
+    with page.drawing(path, 12, sum(heights)) as figure:
         (by_source, by_licence), (by_step, by_length) = figure.subplots(2, 2, height_ratios=heights)
-        _bars(by_source, "Tokens by source", tokens, TOKENS)
-        _bars(by_licence, "Licences of what was kept", {"": licences}, BYTES)
-        _bars(by_step, "Where bytes went", {"still in": left, "left out here": gone}, BYTES)
+        _bars(by_source, "Tokens by source", tokens, "tokens")
+        _bars(by_licence, "Licences of what was kept", {"": licences}, "bytes")
+        _bars(by_step, "Where bytes went", {"still in": left, "left out here": gone}, "bytes")
         _histogram(by_length, manifest)
 
 
@@ -290,22 +291,29 @@ def _funnel(manifest: Manifest) -> tuple[dict[str, int], dict[str, int]]:
     return left | {"kept": total(manifest.sources, "kept_bytes")}, gone | {"kept": 0}
 
 
-def _bars(axis: Any, title: str, parts: Mapping[str, Mapping[str, int]], units: Sequence[tuple[float, str]]) -> None:
+def stacked(several: Sequence[Sequence[float]]) -> Iterator[tuple[Sequence[float], Sequence[float]]]:
+    """Yield each series with where it begins, on top of those before it."""
+    base = [0.0] * len(several[0]) if several else []
+    for series in several:
+        yield series, base
+        base = [under + more for under, more in zip(base, series, strict=True)]
+
+
+def _bars(axis: Any, title: str, parts: Mapping[str, Mapping[str, int]], unit: str) -> None:
     """Draw a bar for each name, its parts one after another, with their numbers behind it."""
     names = list(next(iter(parts.values())))
     sums = [sum(part[name] for part in parts.values()) for name in names]
-    longest = max(sums, default=0)
-    size, unit = next((each for each in units if longest >= each[0]), units[-1])
-    widths = [[part[name] / size for name in names] for part in parts.values()]
+    widths = [[part[name] for name in names] for part in parts.values()]
     for (series, left), name, colour in zip(stacked(widths), parts, COLOURS, strict=False):
         axis.barh(range(len(names)), series, left=left, color=colour, height=0.65, label=name)
     for place, name in enumerate(names):
-        numbers = " + ".join(_number(part[name] / size) for part in parts.values() if part[name]) or "0"
-        axis.annotate(numbers, (sums[place] / size, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    label(axis, title, unit, grid="x")
+        numbers = " + ".join(human(part[name]) for part in parts.values() if part[name]) or "0"
+        axis.annotate(numbers, (sums[place], place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    page.label(axis, title, unit, grid="x")
+    axis.xaxis.set_major_formatter(lambda value, _: human(value))
     axis.set_yticks(range(len(names)), [_name(name) for name in names])
     axis.set_ylim(max(len(names), 4) - 0.4, -0.6)
-    axis.set_xlim(0, max(longest / size, 1e-9) * 1.45)
+    axis.set_xlim(0, max(*sums, 1) * 1.45)
     if len(parts) > 1:
         axis.set_title(title, loc="left", pad=22)
         axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, borderaxespad=0.1, borderpad=0.2)
@@ -321,14 +329,10 @@ def _histogram(axis: Any, manifest: Manifest) -> None:
         series.append([sum(here) for here in zip(*(counts[each] for each in rest), strict=True)])
     for (here, below), name, colour in zip(stacked(series), names, COLOURS, strict=False):
         axis.bar(bits, here, bottom=below, width=0.85, align="edge", color=colour, label=name)
-    label(axis, "Lengths of documents", "tokens", "documents")
+    page.label(axis, "Lengths of documents", "tokens", "documents")
     shown = bits[:: 1 + len(bits) // 9]
     axis.set_xticks(shown, [f"{1 << bit % 10}{'_kMGT'[bit // 10]}".replace("_", "") for bit in shown])
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.001 else "<0.001"
 
 
 def _name(name: str) -> str:

@@ -13,8 +13,8 @@ from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group
-from rich.table import Column, Table
+from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from etude.agent.tools import ToolSettings
@@ -22,10 +22,10 @@ from etude.bench.statistics import estimate
 from etude.bench.trials import read_results
 from etude.files import read_json
 from etude.lineage.compute import compute_shares, percent
-from etude.lineage.record import load_record
+from etude.lineage.record import Lineage, Record, load_record
 from etude.models.bases import ancestors
+from etude.report.page import human
 from etude.report.rl import steps_of
-from etude.report.tables import human
 from etude.rl.metrics import smooth
 from etude.rl.view import percent as share
 from etude.run.stages.release import RELEASE
@@ -34,14 +34,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from rich.console import RenderableType
-
-    from etude.lineage.record import Lineage, Record
 
 MOST = 5  # measures of a stage before the rest is left to its report
 RESULTS = "results.json"
 WIDE, HIGH = 60, 6  # characters of a curve
-BESIDE, NARROW = 110, 44  # columns from which on the tree stands beside a curve, which is so wide then
 BLOCKS = " ▁▂▃▄▅▆▇█"
 PLAIN = str.maketrans({**dict.fromkeys("▁▂▃▄", "."), **dict.fromkeys("▅▆▇█", "#"), **dict.fromkeys("┤│", "|"), "└": "`",
                        "─": "-", "–": "-", "→": "->", "±": "+-", "×": "x", "…": "."})  # fmt: skip
@@ -259,10 +255,8 @@ def tree(lineage: Lineage) -> list[str]:
     record, lines = lineage.records[lineage.head], list[str]()
     while True:
         above = next((edge for edge in record.parents if edge.role == "weights" and edge.record), None)
-        also = [
-            f"{edge.name} ({edge.role})" for edge in record.parents if edge is not above and edge.role != "compared"
-        ]
-        lines.append(" + ".join([_person(record), *also]))
+        others = (edge for edge in record.parents if edge is not above and edge.role != "compared")
+        lines.append(" + ".join([_person(record), *(f"{edge.name} ({edge.role})" for edge in others)]))
         if above is None or above.record is None:
             break
         record = lineage.records[above.record]
@@ -319,17 +313,9 @@ def screen(stages: Sequence[Ended], lineage: Lineage, *, wide: int, plain: bool 
     def say(text: str, style: str = "") -> Text:
         return Text(text.translate(PLAIN) if plain else text, style)
 
-    trained = [stage for stage in stages if stage.rewards]
-    beside = len(trained) == 1 and wide >= BESIDE
-    room = NARROW if beside else min(WIDE, wide - 10)
-    below = [say("\n".join(_reward(stage, room))) for stage in trained]
-    below.append(say("\n".join([f"family tree: {own_share(lineage)}", *tree(lineage)])))
-    parts: list[RenderableType] = [each for part in below for each in (Text(), part)]
-    if beside:
-        grid = Table.grid(Column(min_width=room + 8), Column(no_wrap=True, overflow="crop"), padding=(0, 4, 0, 0))
-        grid.add_row(*below)
-        parts = [Text(), grid]
-    return Group(_table(stages, say), say(footnote(stages), "dim"), *parts)
+    curves = ["\n".join(["", *_reward(stage, min(WIDE, wide - 10))]) for stage in stages if stage.rewards]
+    family = "\n".join(["", f"family tree: {own_share(lineage)}", *tree(lineage)])
+    return Group(_table(stages, say), say(footnote(stages), "dim"), *map(say, [*curves, family]))
 
 
 def _table(stages: Sequence[Ended], say: Callable[..., Text]) -> Table:

@@ -12,7 +12,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from etude.report import tables
+from etude.report import page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ _KINDS = ("thinking", "calls", "said", "answers", "summary")
 
 def visible(text: str) -> str:
     """Return a text that does nothing to a terminal; lines and tabs stay."""
-    return tables.visible(text.replace("\r\n", "\n"), tables.LAYOUT)
+    return page.visible(text.replace("\r\n", "\n"), page.LAYOUT)
 
 
 def show(trace: Trace, console: Console, *, full: bool = False) -> None:

@@ -1,6 +1,11 @@
-"""A report's page: blocks under headings, put together once and written twice, as Markdown and as HTML that needs no other file.
+"""What every report is made of: tables, pages and pictures.
 
-Pictures lie beside the page; the HTML holds them, too. Every block escapes what it shows.
+Names and excerpts are the words of strangers. `visible` spells out characters that do not show or that change how others do, so that
+nothing can steer a terminal; each writer then escapes at the one place where it writes.
+
+A page is blocks under headings, put together once and written twice, as Markdown and as HTML that needs no other file. Pictures lie
+beside the page; the HTML holds them, too. All pictures have one style, axes with labels, and a file that is whole or not there.
+matplotlib is imported where something is drawn: commands that draw nothing must not wait for it.
 """
 
 from __future__ import annotations
@@ -8,21 +13,77 @@ from __future__ import annotations
 import base64
 import html
 import re
+import unicodedata
+from contextlib import contextmanager
 from importlib import resources
 from string import Template
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from etude.files import write_text
-from etude.report.tables import LAYOUT, Cell, Table, visible
+from rich import table as rich_table
+from rich.text import Text
+
+from etude.files import whole_file, write_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from matplotlib.figure import Figure
+    from rich.console import Console, RenderableType
+
+LAYOUT = "\n\t"
+Cell = str | float
 ESCAPES = str.maketrans(
     {sign: f"\\{sign}" for sign in "\\`*_{}[]~$!#"} | {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;"}
 )
 WIDE = "body { max-width: 92rem; } td:first-child { min-width: 12rem; }"  # for tables with a column a model
+COLOURS = ("#3b6ea8", "#d08020", "#4f9d69", "#a8557f", "#7d7d7d", "#5cb3cc", "#c4b13c", "#6a51a3")
+RED, SOFT, GRID = "#b3372b", "#c3c9d0", "#e3e6e9"
+STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10,
+         "axes.titleweight": "bold", "text.parse_math": False,
+         "figure.constrained_layout.w_pad": 0.12, "figure.constrained_layout.h_pad": 0.12}  # fmt: skip
+
+
+class Table(NamedTuple):
+    """Whole numbers are counts, others are shares; a head that begins with `>` stands over numbers, which go to the right."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+
+def visible(cell: Cell, layout: str = "") -> str:
+    r"""Write a cell out, its hidden characters as escapes such as \x1b; those in `layout` stay."""
+    text = cell if isinstance(cell, str) else f"{cell:,}" if isinstance(cell, int) else f"{cell:.1%}"
+    plain = (char in layout or char.isprintable() or unicodedata.category(char) == "Zs" for char in text)
+    return "".join(c if shows else c.encode("unicode_escape").decode() for c, shows in zip(text, plain, strict=True))
+
+
+def terminal(table: Table, **look: Any) -> rich_table.Table:
+    drawn = rich_table.Table(title_justify="left", **{"box": None, "pad_edge": False, **look})
+    for head in table.heads:
+        title = Text(visible(head.removeprefix(">"), LAYOUT))
+        drawn.add_column(title, justify="right" if head.startswith(">") else "left", overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*(Text(visible(cell, LAYOUT)) for cell in row))
+    return drawn
+
+
+def print_parts(console: Console, parts: Iterable[RenderableType]) -> None:
+    """Print tables as they are, and lines in full, whatever is written in them."""
+    for part in parts:
+        line = Text(visible(part, LAYOUT)) if isinstance(part, str) else part
+        console.print(line, highlight=False, soft_wrap=isinstance(line, Text))
+
+
+def human(count: float) -> str:
+    """Return a count in at most four characters and a unit: 4.7M, 135M, 1.03T."""
+    sizes = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+    return next((f"{count / size:.3g}{unit}" for size, unit in sizes if count >= size), f"{count:.0f}")
+
+
+def abridged(name: str, most: int) -> str:
+    """Return a name of at most so many characters, cut in its middle: names differ at both ends."""
+    return name if len(name) <= most else f"{name[: most // 2]}…{name[1 - most // 2 :]}"
 
 
 class Folded(NamedTuple):
@@ -110,3 +171,37 @@ def block_in_html(block: Block, folder: Path) -> str:
     rows = "\n".join(row("td", cells) for cells in block.rows)
     drawn = f"<table><thead>{heads}</thead><tbody>\n{rows}\n</tbody></table>"
     return f'<div class="wide" tabindex="0">{drawn}</div>' if rows else "<p>None.</p>"
+
+
+@contextmanager
+def drawing(path: Path, wide: float, high: float, dpi: int = 150) -> Iterator[Figure]:
+    """Give a figure of so many inches to draw on, and save it as PNG: the same figure gives the same bytes."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(STYLE), whole_file(path) as beside:
+        figure = Figure(figsize=(wide, high), layout="constrained")
+        yield figure
+        figure.savefig(beside, format="png", dpi=dpi, metadata={"Software": None})
+
+
+def label(axis: Any, title: str, across: str = "", up: str = "", *, grid: str = "y") -> None:
+    axis.set_title(title, loc="left")
+    axis.set_xlabel(across)
+    axis.set_ylabel(up)
+    if grid:
+        axis.grid(axis=grid, color=GRID, linewidth=0.6)
+        axis.set_axisbelow(True)
+
+
+def token_scale(axis: Any, linear_to: float = 0.0) -> None:
+    """Make the horizontal axis one of token counts: logarithmic, marked 1k, 2k, 5k, 10k; `linear_to`: linear from 0 to there."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    if linear_to:
+        axis.set_xscale("symlog", linthresh=linear_to)
+    else:
+        axis.set_xscale("log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda count, _: human(count)))

@@ -14,9 +14,7 @@ from etude.errors import UserError
 from etude.files import read_json
 from etude.jsonl import read_rows
 from etude.progress import duration
-from etude.report.page import Picture, write_page
-from etude.report.plots import COLOURS, RED, drawing, label
-from etude.report.tables import Table
+from etude.report.page import COLOURS, RED, Page, Picture, Table, drawing, label, write_page
 from etude.rl.metrics import added, count, ends, smooth, starting
 from etude.rl.monitor import ABOUT
 from etude.rl.view import number, percent
@@ -24,8 +22,6 @@ from etude.rl.view import number, percent
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
-
-    from etude.report.page import Page
 
     Row = Mapping[str, Any]
     Points = list[tuple[int, float]]  # step, value

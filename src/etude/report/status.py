@@ -13,7 +13,7 @@ from etude.errors import UserError
 from etude.files import read_json
 from etude.lineage.record import RECORD_FILE
 from etude.progress import Task, duration, of_total, speed
-from etude.run.folder import PROGRESS, RunFolder, missing_files, readable_record, running_owner
+from etude.run.folder import PROGRESS, all_work, missing_files, readable_record, running_owner
 
 STALE = 30.0  # seconds without news after which a running stage's rate is no longer believed
 
@@ -60,10 +60,9 @@ def run_status(run: Path) -> RunStatus:
 
 
 def _stage_status(run: Path, name: str, kind: str, *, running: bool) -> StageStatus:
-    place = RunFolder(run)
-    finished_at = place.stage(name).stat().st_mtime if (run / name / RECORD_FILE).is_file() else 0.0
+    finished_at = (run / name).stat().st_mtime if (run / name / RECORD_FILE).is_file() else 0.0
     # Work that is newer than the finished stage goes on under changed settings; older work was abandoned.
-    works = [work for at, work in place.works(name) if at > finished_at and not (work / RECORD_FILE).exists()]
+    works = [work for at, work in all_work(run, name) if at > finished_at and not (work / RECORD_FILE).exists()]
     if works:
         return StageStatus(name, kind, "running" if running else "stopped", _progress(works[-1]), {})
     if not (run / name / RECORD_FILE).is_file():

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
 from etude.files import read_json, write_json, write_text
-from etude.report.page import Picture, markdown
-from etude.report.plots import COLOURS, drawing, label, token_scale
-from etude.report.tables import Table, terminal
+from etude.report.page import COLOURS, Block, Picture, Table, drawing, label, markdown, terminal, token_scale
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rich.console import Console
+    from rich.console import RenderableType
 
-    from etude.report.page import Block
 
 RESULTS = "results.json"
 PICTURE = Picture("forgetting.png", "change of bits per byte from before to after")
@@ -35,15 +34,12 @@ def write_report(folder: Path, title: str, results: dict[str, Any]) -> None:
     write_json(folder / RESULTS, results)
 
 
-def show_report(folder: Path, console: Console) -> None:
-    """Print the table and where the rest is."""
+def shown(folder: Path) -> list[RenderableType]:
+    """Return the tables, the notes and where the rest is."""
     results, picture = read_json(folder / RESULTS), folder / PICTURE.file
-    for what, table in _tables(results).items():
-        console.print(terminal(table, title=f"{folder.name}: {what}"))
-    for note in _notes(results):
-        console.print(f"- {note}", style="dim", highlight=False, markup=False, soft_wrap=True)
+    tables = [terminal(table, title=f"{folder.name}: {what}") for what, table in _tables(results).items()]
     also = f", picture: {picture}" if picture.exists() else ""
-    console.print(f"report: {folder / 'report.md'}{also}", highlight=False, soft_wrap=True)
+    return [*tables, *(Text(f"- {note}", "dim") for note in _notes(results)), f"report: {folder / 'report.md'}{also}"]
 
 
 def _notes(results: dict[str, Any]) -> list[str]:

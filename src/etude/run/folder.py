@@ -23,7 +23,6 @@ import platform
 import shutil
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,33 +41,23 @@ PROGRESS = "progress.json"
 SHORT = 12  # characters of a digest in a folder name
 
 
-@dataclass(frozen=True)
-class RunFolder:
-    """Where things are in a run."""
+def work_of(run: Path, name: str, fingerprint: str) -> Path:
+    """Return the folder of a stage in progress."""
+    return run / ".work" / f"{name}-{fingerprint[:SHORT]}"
 
-    path: Path
 
-    def stage(self, name: str) -> Path:
-        """Return the folder of a finished stage."""
-        return self.path / name
+def replaced(run: Path, name: str, fingerprint: str) -> Path:
+    """Return where a replaced stage is kept."""
+    return run / ".replaced" / f"{name}-{fingerprint[:SHORT]}"
 
-    def work(self, name: str, fingerprint: str) -> Path:
-        """Return the folder of a stage in progress."""
-        return self.path / ".work" / f"{name}-{fingerprint[:SHORT]}"
 
-    def replaced(self, name: str, fingerprint: str) -> Path:
-        """Return where a replaced stage is kept."""
-        return self.path / ".replaced" / f"{name}-{fingerprint[:SHORT]}"
-
-    def works(self, name: str) -> list[tuple[float, Path]]:
-        """Return all work folders of a stage with the time each was changed, the latest last."""
-        works = []
-        for path in (self.path / ".work").glob(
-            f"{name}-{'[0-9a-f]' * SHORT}"
-        ):  # not of a stage whose name starts alike
-            with contextlib.suppress(FileNotFoundError):  # published meanwhile
-                works.append((path.stat().st_mtime, path))
-        return sorted(works)
+def all_work(run: Path, name: str) -> list[tuple[float, Path]]:
+    """Return all work folders of a stage with the time each was changed, the latest last."""
+    works = []
+    for path in (run / ".work").glob(f"{name}-{'[0-9a-f]' * SHORT}"):  # not of a stage whose name starts alike
+        with contextlib.suppress(FileNotFoundError):  # published meanwhile
+            works.append((path.stat().st_mtime, path))
+    return sorted(works)
 
 
 def recorded_files(record: Record) -> dict[str, FileDigest]:
@@ -100,38 +89,30 @@ def missing_files(folder: Path, record: Record) -> list[str]:
     return unnamed + [name for name, (file, size) in files.items() if not file.is_file() or file.stat().st_size != size]
 
 
-def publish_stage(run: RunFolder, name: str, work: Path, index: StageIndex) -> None:
+def publish_stage(final: Path, work: Path, cache: Path) -> None:
     """Give finished work its place, keeping what was there before under other settings."""
-    final = run.stage(name)
     if final.exists():
         record = readable_record(final)
-        aside = run.replaced(name, record.fingerprint if record else "damaged")
+        aside = replaced(final.parent, final.name, record.fingerprint if record else "damaged")
         shutil.rmtree(aside, ignore_errors=True)
         publish_folder(final, aside)
         if record:
-            index.add(record.fingerprint, aside)
+            remember(cache, record.fingerprint, aside)
     publish_folder(work, final)
-    index.add(load_record(final).fingerprint, final)
+    remember(cache, load_record(final).fingerprint, final)
 
 
-@dataclass(frozen=True)
-class StageIndex:
-    """Where on this machine finished stages are, by fingerprint: a hint that is checked, never trusted."""
+def remember(cache: Path, fingerprint: str, folder: Path) -> None:
+    """Note where on this machine a finished stage is: a hint that is checked, never trusted."""
+    write_json(cache / "stages" / f"{fingerprint}.json", {"folder": str(folder.resolve())})
 
-    cache: Path
 
-    def add(self, fingerprint: str, folder: Path) -> None:
-        write_json(self._entry(fingerprint), {"folder": str(folder.resolve())})
-
-    def find(self, fingerprint: str) -> Path | None:
-        """Return where a finished stage with this fingerprint was last; None if the hint is gone or damaged."""
-        try:
-            return Path(read_json(self._entry(fingerprint))["folder"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
-    def _entry(self, fingerprint: str) -> Path:
-        return self.cache / "stages" / f"{fingerprint}.json"
+def recall(cache: Path, fingerprint: str) -> Path | None:
+    """Return where a finished stage with this fingerprint was last; None if the hint is gone or damaged."""
+    try:
+        return Path(read_json(cache / "stages" / f"{fingerprint}.json")["folder"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def adopt(source: Path, place: Path, reporter: Reporter) -> bool:

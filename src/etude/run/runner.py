@@ -21,11 +21,20 @@ from etude.files import digest_of, files_below, fsync_tree, remove_parts, write_
 from etude.jsonl import MetricsLog
 from etude.lineage import environment
 from etude.lineage.licences import carry, held, refuse_losses
-from etude.lineage.record import LINEAGE_FILE, RECORD_FILE, Compute, Lineage, RecipeUse, Record, load_lineage
+from etude.lineage.record import (
+    LINEAGE_FILE,
+    RECORD_FILE,
+    CarriedLicence,
+    Compute,
+    Lineage,
+    RecipeUse,
+    Record,
+    load_lineage,
+)
 from etude.models.load import digest_files
 from etude.recipe.recipe import DATA, Recipe, StageEntry, as_toml
 from etude.run import folder as layout
-from etude.run.folder import METRICS, MODEL, PROGRESS, RunFolder, StageIndex, finished, readable_record
+from etude.run.folder import METRICS, MODEL, PROGRESS, finished, readable_record
 from etude.run.stage import Job, Model, Outcome, Stage
 from etude.run.stages import BASE, STAGES, base_entry
 from etude.work import Work
@@ -33,7 +42,6 @@ from etude.work import Work
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from etude.lineage.record import CarriedLicence
     from etude.progress import Reporter
 
 SESSION = "etude/session/"  # keys of the rows that say when somebody worked on a stage
@@ -56,7 +64,7 @@ class Step:
 class Runner:
     """Runs recipes in one folder."""
 
-    folder: RunFolder
+    folder: Path
     cache: Path
     reporter: Reporter
     stages: Mapping[str, Stage]
@@ -88,8 +96,8 @@ class Runner:
         for entry in wanted:  # all of them before the first runs
             self.stages[entry.kind].check(entry.settings)
         self._refuse_foreign_folder()
-        with layout.lock_run(self.folder.path, self.reporter.say):
-            remove_parts(self.folder.path)
+        with layout.lock_run(self.folder, self.reporter.say):
+            remove_parts(self.folder)
             self._write_head(recipe)
             steps: list[Step] = []
             model: Model | None = None
@@ -100,7 +108,7 @@ class Runner:
                 if self.stages[entry.kind].makes_model:
                     model = self._model(entry)
                 elif entry.kind == DATA:
-                    corpus = readable_record(self.folder.stage(entry.name))
+                    corpus = readable_record(self.folder / entry.name)
             return steps
 
     def _lacks(self, entry: StageEntry) -> str | None:
@@ -113,19 +121,19 @@ class Runner:
 
     def _refuse_foreign_folder(self) -> None:
         """Refuse a folder with somebody's files in it."""
-        path = self.folder.path
+        path = self.folder
         ours = (path / "run.json").exists() or (path / layout.LOCK_FILE).exists()
         if path.is_dir() and any(path.iterdir()) and not ours:
             raise UserError(f"{path} is not empty and not a run; choose another folder with --out")
 
     def _write_head(self, recipe: Recipe) -> None:
-        write_text(self.folder.path / "recipe.toml", as_toml(recipe))
+        write_text(self.folder / "recipe.toml", as_toml(recipe))
         listed = [{"name": entry.name, "kind": entry.kind} for entry in entries(recipe)]
         head = {"name": recipe.name, "stages": listed, "command": command_line(), "in": str(Path.cwd())}
-        write_json(self.folder.path / "run.json", head)
+        write_json(self.folder / "run.json", head)
 
     def _model(self, entry: StageEntry) -> Model:
-        folder = self.folder.stage(entry.name) / MODEL
+        folder = self.folder / entry.name / MODEL
         lineage = load_lineage(folder)
         return Model(folder, lineage.records[lineage.head], lineage)
 
@@ -141,10 +149,10 @@ class Runner:
             inputs = {**inputs, "corpus": corpus.outputs["manifest.json"].sha256}
         fingerprint = digest_of({"kind": entry.kind, "version": stage.version, "parent": parent, "inputs": inputs})
         places: list[tuple[Action, Path | None]] = [
-            ("kept", self.folder.stage(entry.name)),
-            ("finish", self.folder.work(entry.name, fingerprint)),
-            ("reuse", self.folder.replaced(entry.name, fingerprint)),
-            ("reuse", StageIndex(self.cache).find(fingerprint)),
+            ("kept", self.folder / entry.name),
+            ("finish", layout.work_of(self.folder, entry.name, fingerprint)),
+            ("reuse", layout.replaced(self.folder, entry.name, fingerprint)),
+            ("reuse", layout.recall(self.cache, fingerprint)),
         ]
         for action, place in places:
             if place and (record := finished(place, fingerprint)):
@@ -153,8 +161,8 @@ class Runner:
 
     def _do(self, step: Step, recipe: Recipe, parent: Model | None) -> Step:
         """Bring one stage to its finished state."""
-        name, index = step.entry.name, StageIndex(self.cache)
-        work = self.folder.work(name, step.fingerprint)
+        name, final = step.entry.name, self.folder / step.entry.name
+        work = layout.work_of(self.folder, name, step.fingerprint)
         if step.action == "reuse":
             assert step.source is not None
             adopted = work.with_name(f"{work.name}.adopting")
@@ -166,23 +174,23 @@ class Runner:
             self._mention_other_work(name, step.fingerprint)
             self._run(step, recipe, parent, work)
         if step.action == "kept":
-            index.add(step.fingerprint, self.folder.stage(name))
+            layout.remember(self.cache, step.fingerprint, final)
         else:
-            layout.publish_stage(self.folder, name, work, index)
-        os.utime(self.folder.stage(name))  # newer than any work on it: `status` tells abandoned work by that
+            layout.publish_stage(final, work, self.cache)
+        os.utime(final)  # newer than any work on it: `status` tells abandoned work by that
         words = {"kept": "unchanged, kept", "finish": "finished earlier, published", "run": "done"}
         self.reporter.say(f"{name}: {words.get(step.action, f'reused from {step.source}')}")
         return step
 
     def _mention_other_work(self, name: str, fingerprint: str) -> None:
-        for _, other in self.folder.works(name):
-            if other != self.folder.work(name, fingerprint):
+        for _, other in layout.all_work(self.folder, name):
+            if other != layout.work_of(self.folder, name, fingerprint):
                 self.reporter.say(f"{name}: unfinished work under other settings is kept in {other}")
-        before = self.folder.stage(name)
+        before = self.folder / name
         if before.exists():
             record = readable_record(before)
             why = "its inputs changed" if record and record.fingerprint != fingerprint else "it is damaged"
-            self.reporter.say(f"{name}: {why}; the result so far will be kept in {self.folder.path / '.replaced'}")
+            self.reporter.say(f"{name}: {why}; the result so far will be kept in {self.folder / '.replaced'}")
 
     def _run(self, step: Step, recipe: Recipe, parent: Model | None, folder: Path) -> None:
         name, say = step.entry.name, self.reporter.say
@@ -196,7 +204,7 @@ class Runner:
                 say(f"{name}: continuing ({sessions} earlier session(s))")
             metrics.put(f"{SESSION}{sessions + 1:04d}", command=command_line())
             self.reporter.listener = lambda state: write_json(folder / PROGRESS, state)
-            corpus = self.folder.stage(DATA) if recipe.data else None
+            corpus = self.folder / DATA if recipe.data else None
             job = Job(name, Work(folder, metrics, self.reporter, self.cache), parent, recipe.seed, corpus)
             try:
                 outcome = self.stages[step.entry.kind].run(step.entry.settings, job)

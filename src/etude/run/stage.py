@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from etude.data.codebase import git_revision
+from etude.data.codebase import Codebase, git_revision
 from etude.files import digest_of_files, sha256_file
-from etude.lineage.record import LINEAGE_FILE, DataUse, Parent, load_lineage
+from etude.lineage.record import LINEAGE_FILE, DataUse, Lineage, Origin, Parent, Record, load_lineage
 from etude.models.fetch import fetch
 from etude.models.load import digest_files
 
@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pydantic import BaseModel
-    from rich.console import Console
+    from rich.console import RenderableType
 
-    from etude.data.codebase import Codebase
-    from etude.lineage.record import Lineage, Origin, Record
     from etude.models.bases import Base
     from etude.work import Work
 
@@ -98,42 +96,23 @@ class Stage:
         """Do the work in `job.work.folder`."""
         raise NotImplementedError
 
-    def show(self, folder: Path, console: Console) -> None:
-        """Print the results of a finished stage in a few lines."""
+    def show(self, folder: Path) -> Iterable[RenderableType]:
+        """Return the results of a finished stage in a few lines, or as a table."""
         raise NotImplementedError
-
-
-def print_lines(console: Console, lines: Iterable[str]) -> None:
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def file_used(path: Path, name: str, licences: dict[str, int] | None = None) -> DataUse:
     """Return a file as data of a record."""
-    return DataUse(
-        name=name,
-        source=f"file {path.absolute()}",
-        revision=None,
-        digest=sha256_file(path),
-        files=1,
-        bytes=path.stat().st_size,
-        left_out={},
-        licences=licences or {},
-    )
+    content = {"digest": sha256_file(path), "files": 1, "bytes": path.stat().st_size, "left_out": {}}
+    about = {"name": name, "source": f"file {path.absolute()}", "revision": None, "licences": licences or {}}
+    return DataUse.model_validate(about | content)
 
 
 def code_used(folder: Path, code: Codebase, licences: dict[str, int] | None = None) -> DataUse:
     """Return a folder of source code as data of a record."""
-    return DataUse(
-        name="code",
-        source=f"folder {folder.absolute()}",
-        revision=git_revision(folder),
-        digest=code.digest,
-        files=len(code.files),
-        bytes=code.bytes,
-        left_out=dict(code.left_out),
-        licences=licences or {},
-    )
+    content = {"digest": code.digest, "files": len(code.files), "bytes": code.bytes, "left_out": dict(code.left_out)}
+    about = {"name": "code", "source": f"folder {folder.absolute()}", "licences": licences or {}}
+    return DataUse.model_validate({**about, "revision": git_revision(folder), **content})
 
 
 def free_gpu_memory() -> None:

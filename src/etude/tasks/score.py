@@ -34,13 +34,13 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Literal
 
 from etude.files import digest_of
-from etude.parallel import cores
 from etude.sandbox.box import Entry, SandboxError
 from etude.syntax import parse_python
 from etude.tasks.generators.parsed import is_test_path
 from etude.tasks.seal import hide
 from etude.tasks.suite import FORMS, entries_of, file_entry, layers_of, longest_run, run_tests, spoilt
 from etude.tasks.task import Codebase, Task
+from etude.work import cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

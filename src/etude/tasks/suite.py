@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from etude.parallel import cores
 from etude.sandbox import cgroups
 from etude.sandbox.box import WORKSPACE, Entry, Limits, Place, SandboxError
 from etude.sandbox.layers import write_layer
@@ -30,6 +29,7 @@ from etude.sandbox.local import open_sandbox
 from etude.tasks.codebase import RUNNER
 from etude.tasks.generators.parsed import Cut, Function, Parsed, overlap
 from etude.tasks.task import function_of
+from etude.work import cores
 
 if TYPE_CHECKING:
     import random

@@ -10,17 +10,13 @@ from pydantic import BaseModel
 from etude.files import link_or_copy, read_json
 from etude.lineage.record import load_record
 from etude.models.bases import resolve
-from etude.models.fetch import fetch, model_files
+from etude.models.fetch import Fetched, fetch, model_files
 from etude.models.load import weight_files
 from etude.run.folder import MODEL
-from etude.run.stage import Job, Model, Outcome, Stage, lineage_in, print_lines
+from etude.run.stage import Job, Model, Outcome, Stage, lineage_in
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from rich.console import Console
-
-    from etude.models.fetch import Fetched
 
 
 class BaseSettings(BaseModel, extra="forbid"):
@@ -56,13 +52,13 @@ class BaseStage(Stage):
             summary={"base": fetched.origin.name},
         )
 
-    def show(self, folder: Path, console: Console) -> None:
+    def show(self, folder: Path) -> list[str]:
         record = load_record(folder)
         family = read_json(folder / MODEL / "config.json").get("model_type")
         licences = sorted({licence.licence or "unknown text" for licence in record.licences}) or ["no licence file"]
         size = sum(file.bytes for file in record.weights.values()) / 1e6
         about = f"{family}, {size:,.0f} MB, {', '.join(licences)}"
-        print_lines(console, [f"base: {record.summary['base']} ({about}) in {folder / MODEL}"])
+        return [f"base: {record.summary['base']} ({about}) in {folder / MODEL}"]
 
 
 def _place(source: Path, target: Path, fetched: Fetched) -> None:

@@ -10,8 +10,8 @@ from pydantic import Field
 
 from etude.agent.policies import in_folder
 from etude.agent.trace import read_traces
-from etude.bench.agents import BUILT_IN, TRACES, BenchSettings, model_agent, run_benchmark, weights_mark
-from etude.bench.trials import read_results
+from etude.bench.agents import BUILT_IN, TRACES, Agent, BenchSettings, model_agent, run_benchmark, weights_mark
+from etude.bench.trials import Trial, read_results
 from etude.errors import UserError
 from etude.files import read_json, sha256_file, write_json
 from etude.lineage import environment
@@ -21,18 +21,14 @@ from etude.models.load import choose_device
 from etude.models.shape import model_shape
 from etude.report.benchmark import Scored, write_report
 from etude.rl.metrics import sampling_flops
-from etude.run.stage import Job, Outcome, Stage, file_used, free_gpu_memory, print_lines
+from etude.run.stage import Job, Outcome, Stage, file_used, free_gpu_memory
 from etude.tasks.manifest import find_manifest, load_set, picked, read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from rich.console import Console
-
-    from etude.bench.agents import Agent
     from etude.bench.statistics import Estimate
-    from etude.bench.trials import Trial
 
     Numbers = dict[str, float | int | str | None]
 
@@ -92,8 +88,8 @@ class BenchStage(Stage):
             summary=_summary(Scored(read_results(folder)), own),
         )
 
-    def show(self, folder: Path, console: Console) -> None:
-        print_lines(console, [*read_json(folder / RESULTS)["lines"], f"report: {folder / 'report.html'}"])
+    def show(self, folder: Path) -> list[str]:
+        return [*read_json(folder / RESULTS)["lines"], f"report: {folder / 'report.html'}"]
 
 
 def _identity(word: str) -> Any:

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import TypeAdapter
+from rich.text import Text
 
 from etude.bench.base_comparison import Candidate, CandidateResult, CompareConfig, check_fits, make_chains, measure
-from etude.data.codebase import Codebase, read_codebase
+from etude.data.codebase import Codebase, EditChain, read_codebase
 from etude.errors import UserError
 from etude.files import digest_of, read_json, write_json, write_text
 from etude.lineage import environment
 from etude.models.bases import known_bases, resolve
 from etude.models.load import choose_device
 from etude.report.bases import draw, markdown, ranked, table, verdict
-from etude.run.stage import Job, Outcome, Stage, code_used, fetch_source, print_lines
+from etude.run.stage import Job, Outcome, Stage, code_used, fetch_source
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import RenderableType
 
-    from etude.data.codebase import EditChain
     from etude.lineage.record import Parent
 
 RESULTS = "results.json"  # the same on every run
@@ -75,14 +75,12 @@ class CompareStage(Stage):
             summary={"best": best.name, "bits_per_byte": best.bits.bits_per_byte, "candidates": len(results)},
         )
 
-    def show(self, folder: Path, console: Console) -> None:
+    def show(self, folder: Path) -> list[RenderableType]:
         results = load_results(folder)
-        console.print(table(results))
-        for line in (folder / "report.md").read_text(encoding="utf-8").splitlines():
-            if line.startswith("- "):
-                console.print(line, style="dim", highlight=False, markup=False)
-        console.print(verdict(results), style="bold", highlight=False, markup=False)
-        print_lines(console, [f"report: {folder / 'report.md'}, picture: {folder / 'comparison.png'}"])
+        lines = (folder / "report.md").read_text(encoding="utf-8").splitlines()
+        legend = [Text(line, "dim") for line in lines if line.startswith("- ")]
+        where = f"report: {folder / 'report.md'}, picture: {folder / 'comparison.png'}"
+        return [table(results), *legend, Text(verdict(results), "bold"), where]
 
 
 def _code_folder(settings: CompareConfig) -> Path:

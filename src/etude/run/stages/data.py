@@ -14,11 +14,11 @@ from etude.files import digest_of_files, files_below, sha256_file
 from etude.lineage import environment
 from etude.lineage.record import DataUse
 from etude.models.load import choose_device
-from etude.report.corpus import show_report, write_report
+from etude.report.corpus import shown, write_report
 from etude.run.stage import Job, Outcome, Stage
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import RenderableType
 
     from etude.data.manifest import Manifest
 
@@ -68,8 +68,8 @@ class DataStage(Stage):
             },
         )
 
-    def show(self, folder: Path, console: Console) -> None:
-        show_report(folder, console, folder)
+    def show(self, folder: Path) -> list[RenderableType]:
+        return shown(folder, folder)
 
 
 def _tasks(settings: DataSettings) -> list[Path]:
@@ -93,17 +93,9 @@ def _digest(path: Path) -> str:
 
 
 def _data_uses(manifest: Manifest) -> list[DataUse]:
-    return [
-        DataUse(
-            name=source.name,
-            source=source.location,
-            revision=source.revision,
-            digest=source.digest,
-            files=source.kept,
-            bytes=source.kept_bytes,
-            left_out=source.drops,
-            licences=source.licences,
-            tokens=source.tokens["train"],
-        )
-        for source in manifest.sources
-    ]
+    uses = []
+    for source in manifest.sources:
+        about = {"source": source.location, "files": source.kept, "bytes": source.kept_bytes, "left_out": source.drops}
+        same = source.model_dump(include={"name", "revision", "digest", "licences"})
+        uses.append(DataUse.model_validate({**same, **about, "tokens": source.tokens["train"]}))
+    return uses

@@ -12,12 +12,12 @@ from etude.errors import UserError
 from etude.files import read_json, write_json
 from etude.models.context import RopeSettings, stretch
 from etude.models.load import choose_device, load_model, load_tokeniser
-from etude.progress import Reporter
+from etude.progress import Reporter, Task
 from etude.run.stage import free_gpu_memory
 from etude.run.stages.training import Training, TrainingStage, joint_objective, open_corpus, train_on_corpus
 from etude.training.attention import isolate
 from etude.training.batch import rows_of
-from etude.training.long_context import bucket_bounds, by_position, make_retrieval, score_retrieval
+from etude.training.long_context import Retrieval, bucket_bounds, by_position, make_retrieval, score_retrieval
 from etude.training.measure import bytes_per_token, heldout_domains
 from etude.training.objectives.next_token import NextToken
 from etude.training.session import refuse_damaged
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from etude.data.loader import Corpus
-    from etude.progress import Task
     from etude.training.distributed import World
-    from etude.training.long_context import Retrieval
     from etude.work import Work
 
 BASE = "base.json"  # what was measured of the parent
@@ -45,9 +43,7 @@ class ExtendSettings(TrainSettings):
     mtp: JointMtpSettings | None = Field(default=None, description="train the parent's MTP heads jointly")
     retrieval_items: int = Field(default=50, ge=0, description="retrieval items at each length (0 = none)")
     retrieval_keys: int = Field(default=4, ge=1, le=512, description="constants planted in each retrieval item")
-    retrieval_lengths: list[int] = Field(
-        default=[], description="context lengths of the retrieval test; default half the context, all, twice"
-    )
+    retrieval_lengths: list[int] = Field(default=[], description="context lengths of it; default: half, all, twice")
     position_rows: int = Field(default=16, ge=0, description="held-out rows of a domain, for bits per byte by position")
 
 
@@ -80,13 +76,10 @@ class ExtendStage(TrainingStage):
         train_on_corpus(training, world, work, model, joint_objective(training, model), more=more)
 
 
-def measured(
-    model_folder: Path, corpus: Corpus, settings: ExtendSettings, seed: int, reporter: Reporter
-) -> dict[str, Any]:
+def measured(saved: Path, corpus: Corpus, settings: ExtendSettings, seed: int, reporter: Reporter) -> dict[str, Any]:
     """Ask a saved model: loss by position in rows as long as the corpus has them, and retrieval at several lengths."""
     device = choose_device(settings.device)
-    model = load_model(model_folder, device)
-    tokeniser = load_tokeniser(model_folder)
+    model, tokeniser = load_model(saved, device), load_tokeniser(saved)
     retrieval, positions = {}, dict(_positions(model, corpus, settings, device))
     model.set_attn_implementation("sdpa")
     lengths = settings.retrieval_lengths or [settings.length // 2, settings.length, 2 * settings.length]
@@ -147,7 +140,6 @@ def long_lines(long: dict[str, Any]) -> list[str]:
     for length, one in long["parent"]["retrieval"].items():
         two = long["child"]["retrieval"][length]
         spans = [f"{each['exact']:.0%} [{each['interval'][0]:.0%}, {each['interval'][1]:.0%}]" for each in (one, two)]
-        lines.append(
-            f"retrieval at {int(length):,} tokens: {spans[0]} → {spans[1]} exact, {one['nats']:.2f} → {two['nats']:.2f} nats"
-        )
+        change = f"{spans[0]} → {spans[1]} exact, {one['nats']:.2f} → {two['nats']:.2f} nats"
+        lines.append(f"retrieval at {int(length):,} tokens: {change}")
     return lines

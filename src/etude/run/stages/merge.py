@@ -11,19 +11,15 @@ from etude.lineage import environment
 from etude.lineage.record import LINEAGE_FILE, load_record
 from etude.lineage.tree import find_model
 from etude.lineage.weight_files import INDEX
-from etude.models.bases import is_run, resolve
+from etude.models.bases import Base, is_run, resolve
 from etude.models.merge import MergeSettings, Tensors, merging, refuse_unlike, write_merged
 from etude.run.folder import MODEL
-from etude.run.stage import Job, Outcome, Source, Stage, fetch_source, lineage_in, print_lines
+from etude.run.stage import Job, Outcome, Source, Stage, fetch_source, lineage_in
 from etude.run.stages.training import complete_model
 from etude.work import Unit
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from rich.console import Console
-
-    from etude.models.bases import Base
 
 
 class MergeStage(Stage):
@@ -64,9 +60,9 @@ class MergeStage(Stage):
             summary={"method": settings.method, "models": ", ".join(source.edge.name for source in sources)},
         )
 
-    def show(self, folder: Path, console: Console) -> None:
+    def show(self, folder: Path) -> list[str]:
         summary = load_record(folder).summary
-        print_lines(console, [f"{summary['method']} of {summary['models']} in {folder / MODEL}"])
+        return [f"{summary['method']} of {summary['models']} in {folder / MODEL}"]
 
 
 def _resolve(word: str) -> Base:

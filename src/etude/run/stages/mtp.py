@@ -75,9 +75,7 @@ def _worth(training: Training, saved: Path) -> dict[str, Any]:
     most = min(corpus.length // 2, model_shape(saved).context - settings.speed_tokens)
     if most < 1:
         return {}
-    rows = [
-        row for domain in domains for batch in corpus.heldout(domain, rows=settings.speed_texts) for row in batch.tokens
-    ]
-    prompts = [row[:most].tolist() for row in rows][: settings.speed_texts]
+    batches = (batch for domain in domains for batch in corpus.heldout(domain, rows=settings.speed_texts))
+    prompts = [row[:most].tolist() for batch in batches for row in batch.tokens][: settings.speed_texts]
     speed = measure_speculation(model, load_heads(saved, model), prompts, settings.speed_tokens)
     return {"speed": asdict(speed), "lines": speed.lines}

@@ -17,11 +17,9 @@ from etude.lineage.audit.sketch import FOLDER, known_sketches
 from etude.lineage.duties import evaluate, licence_uses, load_product, released
 from etude.lineage.facts import base_names
 from etude.models.bases import ancestors
-from etude.run.stage import Job, Outcome, Stage, print_lines
+from etude.run.stage import Job, Outcome, Stage
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from etude.lineage.verify import Verification
 
 RELEASE = "release"
@@ -35,9 +33,7 @@ class ReleaseSettings(BaseModel, extra="forbid", strict=True):
     product: str = Field(default="", description="product.toml to check licences against; becomes part of the release")
     licence: str = Field(default="", description="your own licence file for what you added; released as LICENSE")
     bases: list[str] = Field(default=[], description="folders of claimed bases that are not in the run")
-    acknowledge: list[Literal["unknown-data"]] = Field(
-        default=[], description="unknown-data: you know that data of unknown licence was used"
-    )
+    acknowledge: list[Literal["unknown-data"]] = Field(default=[], description="unknown-data: data of unknown licence")
     key: str = Field(default="", description="private key (PEM, P-256); default: your own, created if needed")
 
 
@@ -86,17 +82,16 @@ class ReleaseStage(Stage):
         write_json(job.work.folder / RESULTS, {"summary": summary, "duties": dict(counts)})
         return Outcome(parents=[job.model.as_parent()], summary=summary)
 
-    def show(self, folder: Path, console: Console) -> None:
+    def show(self, folder: Path) -> list[str]:
         results = read_json(folder / RESULTS)
         summary, duties, out = results["summary"], results["duties"], folder / RELEASE
         asked = f"; {duties['asks']} depend on facts that product.toml does not state" if duties.get("asks") else ""
-        lines = [
+        return [
             f"release: {summary['name']} in {out}, {summary['bytes'] / 1e6:,.1f} MB in {summary['files']} files, signed",
             f"derived from: {summary['base']}, measured from the weights; verified: {summary['verified']}",
             f"licences: {summary['licences']}; {duties.get('fires', 0)} duties are met{asked}: etude licences {out}",
             f"to check it: etude verify {out}",
         ]
-        print_lines(console, lines)
 
 
 def _path(word: str) -> Path | None:

@@ -18,19 +18,16 @@ from etude.rl.metrics import ends
 from etude.rl.orchestrator import orchestrate
 from etude.rl.settings import RlSettings
 from etude.run.folder import MODEL
-from etude.run.stage import Job, Outcome, Stage, file_used, print_lines
+from etude.run.stage import Job, Outcome, Stage, file_used
 from etude.run.stages.training import UNTRAINED_HEADS, complete_model, is_trained
 from etude.tasks.demos import refuse_benchmarks
-from etude.tasks.manifest import find_manifest, load_set, picked, read_rows
+from etude.tasks.manifest import TaskSet, find_manifest, load_set, picked, read_rows
 from etude.tasks.score import check
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rich.console import Console
-
     from etude.lineage.record import DataUse
-    from etude.tasks.manifest import TaskSet
 
 RESULTS = "results.json"
 WITHOUT_EFFECT = {
@@ -79,17 +76,15 @@ class RlStage(Stage):
             summary=results["summary"],
         )
 
-    def show(self, folder: Path, console: Console) -> None:
-        lines = [*verdict(steps_of(folder)), *read_json(folder / RESULTS)["notes"], f"report: {folder / PAGE}"]
-        print_lines(console, lines)
+    def show(self, folder: Path) -> list[str]:
+        return [*verdict(steps_of(folder)), *read_json(folder / RESULTS)["notes"], f"report: {folder / PAGE}"]
 
 
 def _trained(tasks: TaskSet, settings: RlSettings, job: Job) -> None:
     parent, work = job.model.folder, job.work
     environment = CodingEnvironment(tasks, settings, work.cache)
-    asyncio.run(
-        orchestrate(environment, parent.absolute(), settings, work, job.seed, before=lambda: _tasks_work(tasks))
-    )
+    start = parent.absolute()
+    asyncio.run(orchestrate(environment, start, settings, work, job.seed, before=lambda: _tasks_work(tasks)))
     carried = complete_model(parent, work.folder / MODEL)
     write_report(work.folder, work.folder)
     results = {

@@ -10,30 +10,26 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from pydantic import Field, model_validator
 
-from etude.data.chat import choose_template, conversations_from_code, pack_chat, read_conversations, split
+from etude.data.chat import ChatTemplate, choose_template, conversations_from_code, pack_chat, read_conversations, split
 from etude.data.codebase import read_codebase
 from etude.data.filters.licence import canonical
 from etude.data.heldout import choose_heldout
-from etude.data.loader import Loader
+from etude.data.loader import Batch, Corpus, Loader
 from etude.errors import UserError
 from etude.files import sha256_file
 from etude.models.load import load_tokeniser, tell_apart
 from etude.models.shape import model_shape
 from etude.run.folder import MODEL
-from etude.run.stage import code_used, file_used
+from etude.run.stage import Job, Outcome, code_used, file_used
 from etude.run.stages.training import Training, TrainingStage, joint_objective, open_corpus, train_and_report
 from etude.tasks.demos import DemoSettings, licences_of, make_demos, read_samples, refuse_benchmarks
 from etude.tasks.manifest import find_manifest, picked, read_rows
-from etude.training.measure import acceptance, bits, bits_by_domain
+from etude.training.measure import Bits, acceptance, bits, bits_by_domain
 from etude.training.settings import JointMtpSettings, LoraSettings, OptimiserSettings, TrainSettings
 
 if TYPE_CHECKING:
-    from etude.data.chat import ChatTemplate
-    from etude.data.loader import Batch, Corpus
     from etude.lineage.record import DataUse
-    from etude.run.stage import Job, Outcome
     from etude.training.distributed import World
-    from etude.training.measure import Bits
     from etude.training.run import Evaluate
     from etude.training.session import Session
     from etude.work import Work
@@ -65,9 +61,7 @@ class SftSettings(TrainSettings):
     @model_validator(mode="after")
     def _has_data(self) -> SftSettings:
         if self.mtp and self.lora:
-            raise ValueError(
-                "`mtp` trains MTP heads jointly with all weights, `lora` adapters only; leave one of the two out"
-            )
+            raise ValueError("`mtp` trains MTP heads with all weights, `lora` adapters only; leave one of the two out")
         if not (self.conversations or self.traces or self.demos or self.code):
             ways = "name `conversations` or `traces` (JSONL files), `demos`, or a folder of `code`"
             raise ValueError(f"nothing to train on; {ways}")
@@ -156,9 +150,8 @@ class SftStage(TrainingStage):
         def accepted(session: Session) -> dict[str, Any]:
             if not (settings.mtp and heldout):
                 return {}
-            return {
-                "acceptance": {"chat answers": acceptance(session.accepted, heldout, session.micro, session.device)}
-            }
+            rates = acceptance(session.accepted, heldout, session.micro, session.device)
+            return {"acceptance": {"chat answers": rates}}
 
         if world.leads:
             tokeniser.save_pretrained(training.folder / MODEL)

@@ -13,22 +13,23 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tokenizers import Tokenizer
 
 from etude.data.loader import Corpus, Loader
 from etude.data.manifest import check_shards
 from etude.errors import Interrupted, UserError, nearest
 from etude.files import fsync_tree, link_or_copy, read_json
 from etude.lineage import environment
-from etude.lineage.record import load_record
+from etude.lineage.record import DataUse, Parent, load_record
 from etude.lineage.weight_files import INDEX
 from etude.models.load import load_model, saved_dtype, weight_files
 from etude.models.mtp_heads import FILE, keep_apart, load_heads
 from etude.models.shape import shape_of
-from etude.report.training import RESULTS, show_report, write_report
+from etude.report.training import RESULTS, shown, write_report
 from etude.run.folder import MODEL
 from etude.run.stage import Job, Outcome, Stage
-from etude.training.distributed import join
-from etude.training.measure import acceptance_by_domain, bits_by_domain, table
+from etude.training.distributed import World, join
+from etude.training.measure import Bits, acceptance_by_domain, bits_by_domain, table
 from etude.training.objectives.mtp import MultiToken
 from etude.training.objectives.next_token import NextToken
 from etude.training.run import CHECKPOINTS, TrainingRun, corpus_session
@@ -37,11 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from rich.console import Console
+    from rich.console import RenderableType
 
-    from etude.lineage.record import DataUse, Parent
-    from etude.training.distributed import World
-    from etude.training.measure import Bits
     from etude.training.objectives import Objective
     from etude.training.run import Evaluate
     from etude.training.session import Session
@@ -115,12 +113,11 @@ class TrainingStage(Stage):
         assert job.corpus is not None
         total = sum(row["tokens"] for row in job.work.metrics.rows("train/"))
         uses = {use.name: use for use in load_record(job.corpus).data}
-        return [
-            uses[name].model_copy(update={"tokens": round(share * total)}) for name, share in seen.items() if share > 0
-        ]
+        tokens = {name: round(share * total) for name, share in seen.items() if share > 0}
+        return [uses[name].model_copy(update={"tokens": count}) for name, count in tokens.items()]
 
-    def show(self, folder: Path, console: Console) -> None:
-        show_report(folder, console)
+    def show(self, folder: Path) -> list[RenderableType]:
+        return shown(folder)
 
 
 def is_trained(folder: Path) -> bool:
@@ -174,18 +171,10 @@ def open_corpus(training: Training, model: Path) -> Corpus:
 
 def same_tokens(corpus: Path, model: Path) -> bool:
     """Return whether every token of a corpus's tokeniser has the same number in a model's, which may know more."""
-    mine, theirs = corpus / "tokenizer.json", model / "tokenizer.json"
-    if not theirs.is_file() or mine.read_bytes() == theirs.read_bytes():
-        return theirs.is_file()
-    known = _vocabulary(theirs)
-    return all(known.get(token) == number for token, number in _vocabulary(mine).items())
-
-
-def _vocabulary(path: Path) -> dict[str, int]:
-    content = read_json(path)
-    listed = content["model"]["vocab"]
-    words = listed if isinstance(listed, dict) else {entry[0]: number for number, entry in enumerate(listed)}
-    return words | {entry["content"]: entry["id"] for entry in content["added_tokens"]}
+    if not (model / "tokenizer.json").is_file():
+        return False
+    mine, theirs = (Tokenizer.from_file(str(each / "tokenizer.json")).get_vocab() for each in (corpus, model))
+    return mine.items() <= theirs.items()
 
 
 def shares_by_source(corpus: Corpus, wanted: dict[str, float]) -> dict[str, float] | None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from etude import parallel
 from etude.errors import Interrupted, UserError
+from etude.work import in_processes
 
 
 def square(number: int) -> int:
@@ -42,18 +42,18 @@ def going() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_every_item_once(workers: int) -> None:
-    found = dict(parallel.each(square, list(range(9)), workers, going))
+    found = dict(in_processes(square, list(range(9)), workers, going))
     assert found == {number: number * number for number in range(9)}
 
 
 def test_nothing_to_do() -> None:
-    assert list(parallel.each(square, [], 2, going)) == []
+    assert list(in_processes(square, [], 2, going)) == []
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_error_comes_through(workers: int) -> None:
     with pytest.raises(ValueError, match="two"):
-        list(parallel.each(fail, [1, 2, 3], workers, going))
+        list(in_processes(fail, [1, 2, 3], workers, going))
 
 
 def end(number: int) -> int:
@@ -64,9 +64,9 @@ def end(number: int) -> int:
 
 def test_a_killed_worker_is_said_and_memory_only_where_it_may_be_the_cause() -> None:
     with pytest.raises(UserError, match=r"a worker process was killed, perhaps for lack of memory; lower `workers`"):
-        list(parallel.each(die, [1, 2, 3, 4], 2, going))
+        list(in_processes(die, [1, 2, 3, 4], 2, going))
     with pytest.raises(UserError, match=r"^a worker process was ended from outside; run the same command again$"):
-        list(parallel.each(end, [1, 2, 3, 4], 2, going))
+        list(in_processes(end, [1, 2, 3, 4], 2, going))
 
 
 def test_the_user_can_stop() -> None:
@@ -74,15 +74,15 @@ def test_the_user_can_stop() -> None:
         raise Interrupted(signal.SIGINT)
 
     with pytest.raises(Interrupted):
-        list(parallel.each(square, list(range(50)), 2, stop))
+        list(in_processes(square, list(range(50)), 2, stop))
 
 
 PARENT = """
 import sys
-from etude import parallel
-from tests.test_parallel import mark, going
+from etude.work import in_processes
+from tests.test_work import mark, going
 if __name__ == "__main__":
-    list(parallel.each(mark, sys.argv[1:], 2, going))
+    list(in_processes(mark, sys.argv[1:], 2, going))
 """
 
 
