@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 
 from etude.errors import UserError
 from etude.files import read_json
-from etude.inference.weight_sync import BrokenStore, Receiver, Swap, WeightStore
-from etude.rl.processes import as_child, load_job
+from etude.inference.weight_sync import BrokenStore, Held, Receiver, Swap, WeightStore
+from etude.rl.processes import RlJob, as_child, load_job
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from etude.inference.client import RemotePolicy
     from etude.inference.local import LocalPolicy
     from etude.inference.policy import PolicyInfo
-    from etude.inference.weight_sync import Held
-    from etude.rl.processes import RlJob
 
     Say = Callable[[str], None]
 

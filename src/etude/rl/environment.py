@@ -23,34 +23,28 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
-from etude.agent.calls import Answer
-from etude.agent.harness import Harness
+from etude.agent.calls import Answer, Call, ToolSpec
+from etude.agent.harness import Harness, Tools
 from etude.agent.trace import Trace
 from etude.errors import UserError, one_line, storage_error
 from etude.files import digest_of
-from etude.inference.policy import Completion, Token
+from etude.inference.policy import Completion, Policy, PolicyInfo, Sampling, Token
 from etude.jsonl import append_line, read_lines
 from etude.rewards.quality import measure
 from etude.rewards.reward import Facts, behaviour, parts
-from etude.sandbox.box import SandboxError
-from etude.tasks.attempt import judge, searcher_for, work_on
+from etude.sandbox.box import Entry, SandboxError
+from etude.tasks.attempt import Left, judge, searcher_for, work_on
 from etude.tasks.prompts import asked
-from etude.tasks.score import Scores, longest_scoring, one_a_core, score
+from etude.tasks.score import Score, Scorer, Scores, longest_scoring, one_a_core, score
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
-    from etude.agent.calls import Call, ToolSpec
     from etude.agent.formats import ChatFormat
-    from etude.agent.harness import Tools
     from etude.agent.tools import Toolset
-    from etude.inference.policy import Policy, PolicyInfo, Sampling
     from etude.rl.settings import RlSettings
-    from etude.sandbox.box import Entry
-    from etude.tasks.attempt import Left
     from etude.tasks.manifest import TaskSet
-    from etude.tasks.score import Score, Scorer
     from etude.tasks.task import Codebase, Task
 
 

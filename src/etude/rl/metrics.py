@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from etude.lineage.compute import forward_flops
+from etude.lineage.compute import ComputeShape, forward_flops
 from etude.rewards.reward import total
 from etude.rl.ledger import Closed, Event, Failed, Finished, Stale, Trained, Weighted
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from etude.agent.trace import Trace
-    from etude.lineage.compute import ComputeShape
     from etude.rl.exchange import Report
 
     Row = Mapping[str, Any]

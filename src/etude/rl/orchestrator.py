@@ -28,12 +28,12 @@ from etude.agent.trace import from_json, to_json
 from etude.errors import UserError
 from etude.files import digest_of, whole_file
 from etude.inference.client import OUTLIVING, ClientSettings, RemotePolicy, ServerFailed
-from etude.inference.weight_sync import Receiver, WeightStore
+from etude.inference.weight_sync import Receiver, Swap, WeightStore
 from etude.models.load import load_tokeniser
 from etude.models.shape import model_shape
 from etude.rewards.reward import reweighted, weights
 from etude.rl.engine import Follower, VllmWeights, open_policy
-from etude.rl.environment import InfrastructureError
+from etude.rl.environment import Environment, Episode, InfrastructureError
 from etude.rl.exchange import Batch, Exchange, TrainedEpisode, TrainedGroup, episode_file
 from etude.rl.ledger import Event, Failed, Finished, Ledger, Trained, Weighted
 from etude.rl.metrics import StepMetrics, starting
@@ -44,10 +44,8 @@ from etude.rl.view import View
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-    from typing import Any
 
     from etude.inference.policy import Completion, Policy, PolicyInfo, Sampling, Token
-    from etude.inference.weight_sync import Swap
     from etude.rl.settings import RlSettings
     from etude.rl.trainer import Trainer
 
@@ -57,7 +55,6 @@ if TYPE_CHECKING:
 
     from etude.agent.formats import ChatFormat
     from etude.lineage.compute import ComputeShape
-    from etude.rl.environment import Environment, Episode
     from etude.work import Work
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from etude.agent.trace import samples
+from etude.agent.trace import Trace, samples
 from etude.errors import UserError
 from etude.training.batch import Rows, piece_bounds
 from etude.training.objectives.policy_gradient import SampledRows
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
-
-    from etude.agent.trace import Trace
 
     Array = npt.NDArray[Any]
 

@@ -40,12 +40,12 @@ from etude.lineage.compute import forward_flops
 from etude.models.load import load_model, saved_dtype
 from etude.models.shape import model_shape
 from etude.rl.algorithm import ALGORITHMS, divergence
-from etude.rl.exchange import Exchange, Report
-from etude.rl.packing import branches, pack, row_length
-from etude.rl.processes import BIND, as_child, load_job
+from etude.rl.exchange import Batch, Exchange, Report
+from etude.rl.packing import Branch, Part, branches, pack, row_length
+from etude.rl.processes import BIND, RlJob, as_child, load_job
 from etude.training.batch import StepRows
 from etude.training.distributed import World, join, like
-from etude.training.loop import Guard
+from etude.training.loop import Guard, Root, Step
 from etude.training.objectives.policy_gradient import PolicyGradient
 from etude.training.session import Session
 from etude.training.settings import GuardSettings
@@ -55,11 +55,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from etude.rl.exchange import Batch
-    from etude.rl.packing import Branch, Part
-    from etude.rl.processes import RlJob
     from etude.rl.settings import KlSettings, RlSettings
-    from etude.training.loop import Root, Step
 
     Array = npt.NDArray[Any]
 

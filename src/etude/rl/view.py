@@ -10,20 +10,17 @@ import time
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.columns import Columns
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from etude.progress import STATE_EVERY, Task, duration
+from etude.progress import STATE_EVERY, Reporter, Task, duration
 from etude.rl.metrics import added, mean, starting, weighted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from rich.console import RenderableType
-
-    from etude.progress import Reporter
     from etude.rl.metrics import Row
 
 

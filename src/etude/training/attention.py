@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from etude.errors import UserError
@@ -41,34 +42,30 @@ GROUPED = {"enable_gqa": True} if varlen_attn and "enable_gqa" in inspect.signat
 
 def documents_attention(  # noqa: PLR0913 - transformers' signature
     module: torch.nn.Module,  # noqa: ARG001
-    query_BHTD: torch.Tensor,
-    key_BKTD: torch.Tensor,
-    value_BKTD: torch.Tensor,
+    query_BHTD: Tensor,
+    key_BKTD: Tensor,
+    value_BKTD: Tensor,
     attention_mask: None,
     *,
     scaling: float,
-    cu_seq_lens_q: torch.Tensor,
+    cu_seq_lens_q: Tensor,
     whole_rows: int,
     sliding_window: int | None = None,
     **_: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Return the attention of every position to those of its own piece up to itself: [B, T, H, D]."""
     assert attention_mask is None, "packed rows are told apart by bounds, not by a mask"
     if not query_BHTD.is_cuda:
         return _on_cpu(query_BHTD, key_BKTD, value_BKTD, cu_seq_lens_q, scaling, sliding_window), None
-    done = []
+    done, given = [], (query_BHTD, key_BKTD, value_BKTD)
     if whole_rows:
-        query, key, value = (each[:whole_rows] for each in (query_BHTD, key_BKTD, value_BKTD))
-        done.append(_whole_rows(query, key, value, scaling, sliding_window))
+        done.append(_whole_rows(*(each[:whole_rows] for each in given), scaling, sliding_window))
     if whole_rows < len(query_BHTD):
-        query, key, value = (each[whole_rows:] for each in (query_BHTD, key_BKTD, value_BKTD))
-        done.append(_pieces(query, key, value, cu_seq_lens_q, scaling, sliding_window))
+        done.append(_pieces(*(each[whole_rows:] for each in given), cu_seq_lens_q, scaling, sliding_window))
     return (torch.cat(done) if len(done) > 1 else done[0]), None
 
 
-def _whole_rows(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
-) -> torch.Tensor:
+def _whole_rows(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
     if _has_fast_cudnn(query.device, query.dtype) and (window is None or window >= query.shape[2]):
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -86,9 +83,8 @@ def _has_fast_cudnn(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _pieces(
-    query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor,
-    bounds: torch.Tensor, scaling: float, window: int | None,
-) -> torch.Tensor:  # fmt: skip
+    query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, bounds: Tensor, scaling: float, window: int | None
+) -> Tensor:
     flat = [each.transpose(1, 2).flatten(0, 1) for each in (query_BHTD, key_BKTD, value_BKTD)]
     longest, left = query_BHTD.shape[2], -1 if window is None else window - 1
     out = varlen_attn(*flat, bounds, bounds, longest, longest, scale=scaling, window_size=(left, 0), **GROUPED)
@@ -96,9 +92,8 @@ def _pieces(
 
 
 def _on_cpu(
-    query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor,
-    bounds: torch.Tensor, scaling: float, window: int | None,
-) -> torch.Tensor:  # fmt: skip
+    query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, bounds: Tensor, scaling: float, window: int | None
+) -> Tensor:
     sizes: list[list[int]] = [[] for _ in range(len(query_BHTD))]  # of the pieces of each row
     for begin, end in itertools.pairwise(bounds.tolist()):
         if end > begin:
@@ -110,9 +105,7 @@ def _on_cpu(
     return torch.cat(done).transpose(1, 2)
 
 
-def _causal(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
-) -> torch.Tensor:
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
     length = query.shape[2]
     if window is None or length <= window:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
@@ -120,12 +113,8 @@ def _causal(
     return F.scaled_dot_product_attention(query, key, value, attn_mask=near, scale=scaling, enable_gqa=True)
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
-
-
 AttentionInterface.register(NAME, documents_attention)
-AttentionMaskInterface.register(NAME, _no_mask)
+AttentionMaskInterface.register(NAME, lambda *_, **__: None)
 
 
 def isolate(model: Any, wish: AttentionWish) -> str:
@@ -186,11 +175,7 @@ def _not_plain(config: Any) -> str | None:
 
 def packed(rows: Rows) -> dict[str, Any]:
     """Return the arguments that tell a model's forward pass where pieces begin, for both ways."""
-    return {
-        "input_ids": rows.tokens_BT,
-        "position_ids": rows.positions_BT,
-        "attention_mask": None,  # with a mask of ones, or with a cache, transformers' own way leaks
-        "use_cache": False,
-        "cu_seq_lens_q": rows.bounds,
-        "whole_rows": rows.whole,
-    }
+    ours = {"cu_seq_lens_q": rows.bounds, "whole_rows": rows.whole}
+    # With a mask of ones, or with a cache, transformers' own way leaks.
+    plain = {"input_ids": rows.tokens_BT, "position_ids": rows.positions_BT, "attention_mask": None, "use_cache": False}
+    return plain | ours

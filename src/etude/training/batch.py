@@ -91,26 +91,22 @@ class CorpusRows:
 
 def cut(batch: Batch, length: int) -> Batch:
     """Return a batch with rows of `length`: each row becomes several, and a piece that a cut goes through becomes two."""
-    rows, long = batch.tokens.shape
+    long = batch.tokens.shape[1]
     if length == long:
         return batch
     if long % length:
         raise UserError(f"rows of {long} tokens cannot be cut into rows of {length}; `length` must divide data.length")
-    parts = long // length
-
-    def reshaped(values: Any) -> Any:
-        return values.reshape(rows * parts, length)
-
     columns = np.arange(length, dtype=np.int32)
-    since = columns - np.maximum.accumulate(np.where(reshaped(batch.positions) == 0, columns, 0), axis=1)
-    return replace(
-        batch,
-        tokens=reshaped(batch.tokens),
-        documents=reshaped(batch.documents),
-        positions=since,
-        sources=[source for source in batch.sources for _ in range(parts)],
-        learnt=None if batch.learnt is None else reshaped(batch.learnt),
-    )
+    reshaped = _changed(batch, lambda values, _: values.reshape(-1, length))
+    since = columns - np.maximum.accumulate(np.where(reshaped.positions == 0, columns, 0), axis=1)
+    return replace(reshaped, positions=since)
+
+
+def _changed(batch: Batch, change: Callable[[Integers, Any], Any]) -> Batch:
+    """Return a batch whose arrays are changed alike, given what fills each up; its sources, which nobody asks for, are left out."""
+    learnt = None if batch.learnt is None else change(batch.learnt, False)  # noqa: FBT003
+    positions = change(batch.positions, np.arange(batch.positions.shape[1]))
+    return Batch(change(batch.tokens, 0), change(batch.documents, -1), positions, [], learnt)
 
 
 def target_weights(batch: Batch) -> npt.NDArray[np.float32]:
@@ -129,14 +125,8 @@ def piece_bounds(positions: Integers) -> npt.NDArray[np.int32]:
 def rows_of(batch: Batch, whole: int = 0) -> Rows:
     """Return a batch as tensors, on the CPU; its first `whole` rows are one piece each."""
     tokens = torch.from_numpy(batch.tokens)
-    return Rows(
-        tokens,
-        tokens.roll(-1, 1),
-        torch.from_numpy(target_weights(batch)),
-        torch.from_numpy(batch.positions.astype(np.int64)),
-        torch.from_numpy(piece_bounds(batch.positions[whole:])),
-        whole,
-    )
+    others = target_weights(batch), batch.positions.astype(np.int64), piece_bounds(batch.positions[whole:])
+    return Rows(tokens, tokens.roll(-1, 1), *map(torch.from_numpy, others), whole)
 
 
 def micro_batches(batch: Batch, rows: int, *, whole_first: bool = False) -> Iterator[Rows]:
@@ -145,29 +135,21 @@ def micro_batches(batch: Batch, rows: int, *, whole_first: bool = False) -> Iter
     With `whole_first`, rows that are one piece each come first in their part, and are counted in quarters of it: for these a
     faster attention may be used, and a compiled model meets five cases only.
     """
-    for begin in range(0, len(batch.tokens), rows):
-        part, whole = _part(batch, begin, rows), 0
-        if whole_first:
-            pieces, quarter = (part.positions == 0).sum(1), max(1, rows // 4)
-            part = _reordered(part, np.argsort(pieces > 1, kind="stable"))
-            whole = int((pieces == 1).sum()) // quarter * quarter
-        yield rows_of(part, whole)
+    lacking = -len(batch.tokens) % rows
 
-
-def _reordered(batch: Batch, order: npt.NDArray[np.intp]) -> Batch:
-    learnt = None if batch.learnt is None else batch.learnt[order]
-    sources = [batch.sources[index] for index in order if index < len(batch.sources)]
-    return Batch(batch.tokens[order], batch.documents[order], batch.positions[order], sources, learnt)
-
-
-def _part(batch: Batch, begin: int, rows: int) -> Batch:
-    lacking = max(0, begin + rows - len(batch.tokens))
-
-    def taken(values: npt.NDArray[Any], padding: Any) -> Any:
+    def padded(values: Any, padding: Any) -> Any:
         more = np.broadcast_to(np.asarray(padding, values.dtype), (lacking, values.shape[1]))
-        return np.concatenate([values[begin : begin + rows], more])
+        return np.concatenate([values, more])
 
-    positions = taken(batch.positions, np.arange(batch.positions.shape[1]))
-    learnt = None if batch.learnt is None else taken(batch.learnt, padding=False)
-    sources = batch.sources[begin : begin + rows]
-    return Batch(taken(batch.tokens, 0), taken(batch.documents, -1), positions, sources, learnt)
+    batch = _changed(batch, padded) if lacking else batch
+    for here in np.arange(len(batch.tokens)).reshape(-1, rows):
+        whole, order = 0, here
+        if whole_first:
+            pieces, quarter = (batch.positions[here] == 0).sum(1), max(1, rows // 4)
+            order = here[np.argsort(pieces > 1, kind="stable")]
+            whole = int((pieces == 1).sum()) // quarter * quarter
+        yield rows_of(_at(batch, order), whole)
+
+
+def _at(batch: Batch, places: Integers) -> Batch:
+    return _changed(batch, lambda values, _: values[places])

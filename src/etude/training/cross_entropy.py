@@ -17,14 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    Step = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
 CHUNK = 1 << 29  # logits at a time
 
 
-def _losses(hidden_ND: torch.Tensor, head_VD: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+def _losses(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor) -> Tensor:
     if hidden_ND.is_cuda and hidden_ND.dtype != torch.float32:  # a CPU's product cannot keep what it added up
         logits_NV = torch.mm(hidden_ND, head_VD.T, out_dtype=torch.float32)
     else:
@@ -33,8 +36,8 @@ def _losses(hidden_ND: torch.Tensor, head_VD: torch.Tensor, targets_N: torch.Ten
 
 
 def _losses_and_slopes(
-    hidden_ND: torch.Tensor, head_VD: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, weights_N: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of the losses and its gradient by the logits, in the dtype of the head."""
     logits_NV = (hidden_ND @ head_VD.T).float()
     log_sum_N = logits_NV.logsumexp(-1)
@@ -45,8 +48,8 @@ def _losses_and_slopes(
 
 
 def _losses_and_slopes_in_place(
-    hidden_ND: torch.Tensor, head_VD: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, weights_N: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the same without a compiler: each operation is a pass over the logits, so as few of them as possible."""
     logits_NV = (hidden_ND @ head_VD.T).float()
     log_sum_N = logits_NV.logsumexp(-1)
@@ -62,30 +65,33 @@ def _compiled(function: Callable[..., Any]) -> Any:
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-class _WeightedSum(torch.autograd.Function):
+class _Sum(torch.autograd.Function):
+    """Σ over chunks and depths of what `step` says of (hidden, head, target of the chunk, weights): a loss and its slopes."""
+
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: torch.Tensor, head_VD: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor
-    ) -> torch.Tensor:
-        step = _compiled(_losses_and_slopes) if hidden_ND.is_cuda else _losses_and_slopes_in_place
-        total = torch.zeros((), device=hidden_ND.device)
-        by_hidden = torch.empty_like(hidden_ND)
+        ctx: Any, hidden_KND: Tensor, head_VD: Tensor, weights_KN: Tensor, step: Step, target: Callable[[slice], Tensor]
+    ) -> Tensor:
+        total = torch.zeros((), device=hidden_KND.device)
+        by_hidden = torch.empty_like(hidden_KND)
         by_head = torch.zeros_like(head_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for here in _chunks(len(hidden_ND), len(head_VD)):
-            part, slopes_NV = step(hidden_ND[here], head_VD, targets_N[here], weights_N[here])
-            total += part
-            by_hidden[here] = slopes_NV @ head_VD
-            if by_head is not None:
-                by_head += slopes_NV.T @ hidden_ND[here]
+        for here in _chunks(hidden_KND.shape[1], len(head_VD)):
+            target_N = target(here)
+            for depth, hidden_ND in enumerate(hidden_KND[:, here]):
+                part, slopes_NV = step(hidden_ND, head_VD, target_N, weights_KN[depth, here])
+                total += part
+                by_hidden[depth, here] = slopes_NV @ head_VD
+                if by_head is not None:
+                    by_head += slopes_NV.T @ hidden_ND
         ctx.save_for_backward(by_hidden, by_head)
         ctx.dtype = head_VD.dtype
         return total
 
     @staticmethod
-    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         by_hidden, by_head = ctx.saved_tensors
         head = None if by_head is None else (by_head * scale).to(ctx.dtype)
-        return by_hidden * scale, head, None, None  # a scalar does not change the dtype, and keeps its precision
+        return by_hidden * scale, head, None, None, None  # a scalar does not change the dtype, and keeps its precision
 
 
 def _chunks(positions: int, vocabulary: int) -> list[slice]:
@@ -95,15 +101,14 @@ def _chunks(positions: int, vocabulary: int) -> list[slice]:
     return [slice(begin, begin + size) for begin in range(0, positions, size)]
 
 
-def weighted_sum(
-    hidden_ND: torch.Tensor, head_VD: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor
-) -> torch.Tensor:
+def weighted_sum(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, weights_N: Tensor) -> Tensor:
     """Return Σ weight · −log p(target), in nats, float32."""
-    return _WeightedSum.apply(hidden_ND, head_VD, targets_N, weights_N)
+    step = _compiled(_losses_and_slopes) if hidden_ND.is_cuda else _losses_and_slopes_in_place
+    return _Sum.apply(hidden_ND[None], head_VD, weights_N[None], step, lambda here: targets_N[here])
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def each(hidden_ND: torch.Tensor, head_VD: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+def each(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor) -> Tensor:
     """Return −log p(target) of every position, in nats, float32."""
     step = _compiled(_losses) if hidden_ND.is_cuda else _losses
     parts = _chunks(len(hidden_ND), len(head_VD))
@@ -111,8 +116,8 @@ def each(hidden_ND: torch.Tensor, head_VD: torch.Tensor, targets_N: torch.Tensor
 
 
 def _divergences_and_slopes(
-    draft_ND: torch.Tensor, head_VD: torch.Tensor, log_target_NV: torch.Tensor, weights_N: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    draft_ND: Tensor, head_VD: Tensor, log_target_NV: Tensor, weights_N: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return Σ weight · KL(target ‖ draft) and its gradient by the draft's logits, in the dtype of the head."""
     log_draft_NV = (draft_ND @ head_VD.T).float().log_softmax(-1)
     target_NV = log_target_NV.exp()
@@ -120,42 +125,15 @@ def _divergences_and_slopes(
     return total, ((log_draft_NV.exp() - target_NV) * weights_N[:, None]).to(head_VD.dtype)
 
 
-class _DistilledSum(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, drafts_KND: torch.Tensor, target_ND: torch.Tensor, head_VD: torch.Tensor, weights_KN: torch.Tensor
-    ) -> torch.Tensor:
-        step = _compiled(_divergences_and_slopes) if drafts_KND.is_cuda else _divergences_and_slopes
-        total = torch.zeros((), device=drafts_KND.device)
-        by_drafts = torch.empty_like(drafts_KND)
-        by_head = torch.zeros_like(head_VD, dtype=torch.float32) if ctx.needs_input_grad[2] else None
-        for here in _chunks(len(target_ND), len(head_VD)):
-            log_target_NV = (target_ND[here] @ head_VD.T).float().log_softmax(-1)
-            for depth, draft_ND in enumerate(drafts_KND[:, here]):
-                part, slopes_NV = step(draft_ND, head_VD, log_target_NV, weights_KN[depth, here])
-                total += part
-                by_drafts[depth, here] = slopes_NV @ head_VD
-                if by_head is not None:
-                    by_head += slopes_NV.T @ draft_ND
-        ctx.save_for_backward(by_drafts, by_head)
-        ctx.dtype = head_VD.dtype
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor | None, None]:
-        by_drafts, by_head = ctx.saved_tensors
-        return by_drafts * scale, None, None if by_head is None else (by_head * scale).to(ctx.dtype), None
-
-
-def distilled_sum(
-    drafts_KND: torch.Tensor, target_ND: torch.Tensor, head_VD: torch.Tensor, weights_KN: torch.Tensor
-) -> torch.Tensor:
+def distilled_sum(drafts_KND: Tensor, target_ND: Tensor, head_VD: Tensor, weights_KN: Tensor) -> Tensor:
     """Return Σ weight · KL(p ‖ q), in nats, float32: p is what the head makes of the target, which learns nothing, q of the draft."""
-    return _DistilledSum.apply(drafts_KND, target_ND, head_VD, weights_KN)
+    step = _compiled(_divergences_and_slopes) if drafts_KND.is_cuda else _divergences_and_slopes
+    target = lambda here: (target_ND[here] @ head_VD.T).float().log_softmax(-1)  # noqa: E731
+    return _Sum.apply(drafts_KND, head_VD, weights_KN, step, target)
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def accepted(drafts_KND: torch.Tensor, target_ND: torch.Tensor, head_VD: torch.Tensor) -> torch.Tensor:
+def accepted(drafts_KND: Tensor, target_ND: Tensor, head_VD: Tensor) -> Tensor:
     """Return Σ min(p, q) of every depth and position, [K, N]: the chance that a token drafted by q stands where p decides."""
     accepted_KN = drafts_KND.new_empty(drafts_KND.shape[:2], dtype=torch.float32)
     for here in _chunks(len(target_ND), len(head_VD)):

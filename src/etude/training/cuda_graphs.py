@@ -10,7 +10,6 @@ which stay, and the number of pieces is filled up with empty ones to a power of 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from etude.training.batch import Rows
 
@@ -52,8 +51,12 @@ class Graph:
             graph = torch.cuda.CUDAGraph()
             # A collected tensor or graph would give memory back meanwhile, and a thread that saves a checkpoint copies: both
             # end a recording that minds everything in the process.
-            with _no_collection(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                self._result = self._function()
+            gc.disable()
+            try:
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    self._result = self._function()
+            finally:
+                gc.enable()
             self._graph = graph
         self._graph.replay()
         return self._result
@@ -90,17 +93,6 @@ class Replay:
     def step(self) -> None:
         """Do what `update` does."""
         self._update(self._stream, self._pool)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
 
 
 def with_empty_pieces(rows: Rows) -> Rows:

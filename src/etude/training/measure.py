@@ -17,7 +17,7 @@ from scipy.special import stdtrit
 from etude.data.manifest import load_manifest
 from etude.errors import UserError
 from etude.files import whole_file
-from etude.training.batch import cut, micro_batches
+from etude.training.batch import Rows, cut, micro_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     import torch
 
     from etude.data.loader import Batch, Corpus
-    from etude.training.batch import Rows
 
     Nats = Callable[[Rows], torch.Tensor]  # −log p of the targets, [B, T]
     Accepted = Callable[[Rows], torch.Tensor]  # acceptance summed by depth, and the weights, [2, K]

@@ -12,6 +12,7 @@ the same.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from dataclasses import dataclass
@@ -87,10 +88,9 @@ TRIM_THRESHOLD, MMAP_MAX = -1, -4  # of mallopt(3)
 
 
 @cache
-def keep_freed_memory() -> bool:
-    """Tell the C library; return whether it is one that can be told. It holds for the whole process."""
-    try:
+def keep_freed_memory() -> None:
+    """Tell the C library, if it is one that can be told. It holds for the whole process."""
+    with contextlib.suppress(AttributeError, OSError):  # not glibc
         mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
-        return False  # not glibc
-    return bool(mallopt(MMAP_MAX, 0) and mallopt(TRIM_THRESHOLD, 2**31 - 1))
+        mallopt(MMAP_MAX, 0)
+        mallopt(TRIM_THRESHOLD, 2**31 - 1)

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from etude.errors import Interrupted, UserError
-from etude.progress import Reporter
-from etude.training.batch import CorpusRows
-from etude.training.loop import Guard
-from etude.training.measure import load_bits, save_bits
+from etude.progress import Reporter, Task
+from etude.training.batch import Batches, CorpusRows
+from etude.training.loop import Guard, Step
+from etude.training.measure import Bits, load_bits, save_bits
 from etude.training.optimiser import factor
 from etude.training.session import Session
 
@@ -26,11 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from etude.progress import Task
-    from etude.training.batch import Batches
     from etude.training.distributed import World
-    from etude.training.loop import Step
-    from etude.training.measure import Bits
     from etude.training.settings import TrainSettings
     from etude.work import Work
 

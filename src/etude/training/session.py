@@ -25,8 +25,8 @@ from etude.training import lora, memory
 from etude.training.attention import isolate
 from etude.training.checkpoint import Checkpoints, export
 from etude.training.cuda_graphs import SMALL, Replay
-from etude.training.distributed import like, shard, whole
-from etude.training.loop import Guard, Loop, Root
+from etude.training.distributed import World, like, shard, whole
+from etude.training.loop import Guard, Loop, Root, Source, Step
 from etude.training.objectives.next_token import NextToken
 from etude.training.optimiser import MixedWeights, Optimiser, Weights
 
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from etude.training.batch import Rows
-    from etude.training.distributed import World
-    from etude.training.loop import Source, Step
     from etude.training.objectives import Objective
     from etude.training.objectives.mtp import MultiToken
     from etude.training.settings import LoraSettings, TrainerSettings

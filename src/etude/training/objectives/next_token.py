@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from etude.lineage.compute import training_flops
+from etude.lineage.compute import ComputeShape, training_flops
 from etude.training import cross_entropy
 from etude.training.attention import packed
 from etude.training.batch import Rows
 from etude.training.objectives import Loss
-
-if TYPE_CHECKING:
-    from etude.lineage.compute import ComputeShape
 
 
 class NextToken:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from etude.lineage.compute import forward_flops, training_flops
+from etude.lineage.compute import ComputeShape, forward_flops, training_flops
 from etude.training import cross_entropy
 from etude.training.objectives import Loss
 from etude.training.objectives.next_token import NextToken, last_hidden
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from etude.lineage.compute import ComputeShape
     from etude.training.batch import Rows
 
     # log π now − log π when sampled, advantage, learnt, number of the branch it belongs to: each [N]
