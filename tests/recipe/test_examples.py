@@ -24,7 +24,7 @@ from etude.models.mtp_heads import MtpHeads
 from etude.models.shape import model_shape
 from etude.recipe.recipe import as_toml, load_recipe
 from etude.run.runner import stage_settings
-from etude.training import lora
+from etude.training.session import add_lora
 from etude.training.settings import TrainSettings
 from tests import tiny
 
@@ -170,7 +170,7 @@ def test_lora_of_the_mixture_leaves_routers_and_experts_alone() -> None:
         settings = next(entry.settings for entry in recipe.stages if entry.name == name)
         model = AutoModelForCausalLM.from_config(tiny.config_of("deepseek_v3"))
         assert isinstance(settings, BaseModel)
-        held = lora.add(model, settings.lora, 0)  # type: ignore[attr-defined]
+        held = add_lora(model, settings.lora, 0)  # type: ignore[attr-defined]
         trained = {part for part, weight in held.named_parameters() if weight.requires_grad}
         assert {part.partition(".lora_")[0].rpartition(".")[2] for part in trained} == {
             "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}  # fmt: skip

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from etude.agent.trace import Node, Trace
 from etude.errors import UserError
-from etude.rl.packing import branches, pack, row_length
+from etude.rl.trainer import branches, pack, row_length
 from tests.rl import made
 
 

@@ -11,8 +11,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from etude.errors import UserError
-from etude.training import lora, memory
+from etude.training import memory
 from etude.training.memory import Estimate, choose_micro, estimate
+from etude.training.session import add_lora
 from etude.training.settings import LoraSettings
 from tests.training import sessions
 
@@ -72,7 +73,7 @@ def test_the_fixed_part_is_counted() -> None:
     assert on_cpu.fixed <= weights * 20 + logits * 16
     assert on_cpu.row * 8 == estimate(model, 256, CPU, recompute=False).row
     assert estimate(model, 32, CPU, recompute=True).row < on_cpu.row / 3
-    lora.add(model, LoraSettings(rank=2), seed=0)
+    add_lora(model, LoraSettings(rank=2), seed=0)
     assert estimate(model, 32, CPU, recompute=False).fixed < on_cpu.fixed - weights * 12
 
 

@@ -105,15 +105,16 @@ class StepMetrics:
         return {name: round(self._spent[name], 3) for name in SAMPLING}
 
     @contextmanager
-    def busy(self, part: str) -> Iterator[None]:
-        """Count a part as at work while the body runs; bodies may overlap."""
+    def busy(self, part: str, *waiting: str) -> Iterator[None]:
+        """Count a part as at work while the body runs, and one less of those that wait for it; bodies may overlap."""
+        change = {part: 1, **dict.fromkeys(waiting, -1)}
         self._settle()
-        self._depth[part] += 1
+        self._depth.update(change)
         try:
             yield
         finally:
             self._settle()
-            self._depth[part] -= 1
+            self._depth.subtract(change)
 
     def _settle(self) -> None:
         """Add the time since the last change to every part that was at work in it."""

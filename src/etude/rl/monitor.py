@@ -12,6 +12,7 @@ Of the episodes of a step the best, the worst, and the one that is least like th
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field
 from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING, NamedTuple
@@ -78,13 +79,13 @@ class _Habit:
     failure: _Alarm = field(default_factory=_Alarm)
 
 
+@dataclass
 class Monitor:
-    """Watches the means of behaviours, step by step. `window`: steps that say what is usual; `threshold`: in deviations."""
+    """Watches the means of behaviours, step by step."""
 
-    def __init__(self, window: int = 10, threshold: float = 4.0) -> None:
-        assert window >= 2, "one step has no deviation"
-        self.window, self.threshold = window, threshold
-        self.habits: dict[str, _Habit] = {}
+    window: int = 10  # steps that say what is usual; at least 2, as one has no deviation
+    threshold: float = 4.0  # in deviations
+    habits: defaultdict[str, _Habit] = field(default_factory=lambda: defaultdict(_Habit))
 
     def add(self, step: int, means: Mapping[str, float]) -> list[Flag]:
         """Take the means of a step; return what is new to be flagged. A behaviour that a step says nothing of stays as it was."""
@@ -93,8 +94,7 @@ class Monitor:
 
     def _look(self, step: int, name: str, value: float) -> Flag | None:
         """Return at most one flag: a failure mode is a drift too."""
-        habit = self.habits.setdefault(name, _Habit())
-        flag = None
+        habit, flag = self.habits[name], None
         if habit.usual is None:
             habit.first.append(value)
             habit.usual = self._usual(name, habit.first) if len(habit.first) == self.window else None

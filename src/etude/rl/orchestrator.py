@@ -21,7 +21,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from etude.agent.formats import choose_format
 from etude.agent.trace import from_json, to_json
@@ -45,7 +45,7 @@ from etude.rl.view import View
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 
-    from etude.inference.policy import Completion, Policy, PolicyInfo, Sampling, Token
+    from etude.inference.policy import Completion, OnTokens, Policy, PolicyInfo, Sampling
     from etude.rl.settings import RlSettings
     from etude.rl.trainer import Trainer
 
@@ -78,36 +78,22 @@ class Parts:
     trained: Callable[[], None] = lambda: None
 
 
+@dataclass(frozen=True)
 class TimedPolicy:
-    """The policy as one episode has it: the metrics count when it waits for tokens, and when for tools and tests."""
+    """The policy as episodes have it: the metrics count when they wait for tokens, and not for tools and tests."""
 
-    def __init__(self, policy: Policy, step_metrics: StepMetrics) -> None:
-        self.policy, self.step_metrics = policy, step_metrics
-        self.elsewhere = contextlib.ExitStack()
-
-    def __enter__(self) -> Self:
-        self.elsewhere.enter_context(self.step_metrics.busy("scoring"))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.elsewhere.close()
+    policy: Policy
+    step_metrics: StepMetrics
 
     @property
     def info(self) -> PolicyInfo:
-        """Return what a caller may want to know beforehand."""
         return self.policy.info
 
     async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None,
-        on_tokens: Callable[[list[Token]], None] | None = None,
-    ) -> Completion:  # fmt: skip
-        """Return a completion; see Policy."""
-        self.elsewhere.close()
-        try:
-            with self.step_metrics.busy("sampling"):
-                return await self.policy.generate(prompt, sampling, session=session, on_tokens=on_tokens)
-        finally:
-            self.elsewhere.enter_context(self.step_metrics.busy("scoring"))
+        self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None, on_tokens: OnTokens = None
+    ) -> Completion:
+        with self.step_metrics.busy("sampling", "scoring"):
+            return await self.policy.generate(prompt, sampling, session=session, on_tokens=on_tokens)
 
     async def close(self) -> None:
         """Leave the policy open: others play on."""
@@ -266,7 +252,7 @@ class Orchestrator:
         self.folder = self.work.folder
         self.state = State(self.environment.items, self.settings, self.seed)
         self.exchange, self.ledger = Exchange(self.folder / "exchange"), Ledger(self.folder / LEDGER)
-        self.news = asyncio.Event()
+        self.policy, self.news = TimedPolicy(self.parts.policy, self.step_metrics), asyncio.Event()
         self.wish = ""
         self._recall()
         for step in range(self.state.trained + 1, self.state.batched + 1):
@@ -427,10 +413,10 @@ class Orchestrator:
         journal.parent.mkdir(parents=True, exist_ok=True)
         seed, began = int(digest_of([self.seed, number, episode, tries])[:12], 16), time.monotonic()
         try:
-            with TimedPolicy(self.parts.policy, self.step_metrics) as policy:
-                played = await self.environment.run_episode(
-                    self.state.group(number).task, policy, self.talk, name=f"{number:06d}-{episode:03d}", seed=seed, journal=journal
-                )  # fmt: skip
+            with self.step_metrics.busy("scoring"):
+                name, task = f"{number:06d}-{episode:03d}", self.state.group(number).task
+                play = self.environment.run_episode
+                played = await play(task, self.policy, self.talk, name=name, seed=seed, journal=journal)
             await asyncio.to_thread(_write, path, to_json(played.trace))
             event = finished(number, episode, played, time.monotonic() - began, self.state.version)
             self._record(event)

@@ -14,12 +14,14 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - pydantic reads it
 from typing import TYPE_CHECKING
 
+from pydantic import TypeAdapter
+
 from etude.errors import UserError, storage_error
-from etude.files import read_json, write_json
-from etude.rl.settings import RlSettings
+from etude.files import write_json
+from etude.rl.settings import RlSettings  # noqa: TC001 - pydantic reads it
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -120,22 +122,16 @@ def as_child(main: Callable[[], None]) -> None:
     """Run what a child is for. What a user can put right becomes the last line of the log, and a status that says so."""
     try:
         main()
-    except OSError as error:
-        if not (explained := storage_error(error)):
+    except (UserError, OSError) as error:
+        explained = storage_error(error) if isinstance(error, OSError) else error
+        if not explained:
             raise
-        _leave(explained)
-    except UserError as error:
-        _leave(error)
-
-
-def _leave(error: UserError) -> None:
-    sys.stderr.write(f"{error}\n")
-    sys.exit(NOT_OURS)
+        sys.stderr.write(f"{explained}\n")
+        sys.exit(NOT_OURS)
 
 
 JOB = "job.json"
 LEDGER, WISH = "ledger.jsonl", "reward_weights.json"
-PLACES = ("model", "folder", "socket")
 
 
 @dataclass(frozen=True)
@@ -170,13 +166,10 @@ class RlJob:
 
     def save(self) -> Path:
         """Write it into the run's folder, and return where."""
-        places = {name: str(getattr(self, name)) for name in PLACES}
-        write_json(self.folder / JOB, {**places, "settings": self.settings.model_dump(mode="json"), "seed": self.seed})
+        write_json(self.folder / JOB, TypeAdapter(RlJob).dump_python(self, mode="json"))
         return self.folder / JOB
 
 
 def load_job(path: Path) -> RlJob:
     """Read what `save` wrote."""
-    spec = read_json(path)
-    places = {name: Path(spec[name]) for name in PLACES}
-    return RlJob(**places, settings=RlSettings(**spec["settings"]), seed=spec["seed"])
+    return TypeAdapter(RlJob).validate_json(path.read_bytes())

@@ -46,18 +46,8 @@ class CurriculumSettings(Settings):
     """Which tasks come earlier: at first all alike, later the harder ones."""
 
     hard: float = Field(default=1.0, ge=0, description="preference for long tasks (turns, thinking); 0: none")
-    solved: float = Field(
-        default=0.8,
-        ge=0,
-        lt=1,
-        description="how much less often tasks are drawn whose family is always or never solved",
-    )
-    begin: float = Field(
-        default=0.25,
-        ge=0,
-        le=1,
-        description="share of the steps after which the curriculum begins; in full at twice that",
-    )
+    solved: float = Field(default=0.8, ge=0, lt=1, description="how much rarer families always or never solved become")
+    begin: float = Field(default=0.25, ge=0, le=1, description="share of the steps before it; in full at twice that")
 
 
 class RlSettings(TrainerSettings):
@@ -73,8 +63,7 @@ class RlSettings(TrainerSettings):
     mode: Literal["async", "sync"] = Field(default="async", description="sync: training waits for rollouts")
     staleness: int = Field(default=4, ge=0, description="weight versions that a group's oldest token may be behind")
     late: Literal["drop", "wait"] = Field(
-        default="drop",
-        description="stale groups: drop: discarded, and the task requeued; wait: no group starts that could become stale",
+        default="drop", description="stale groups: drop and requeue the task; wait: start none that could become stale"
     )
     concurrency: int = Field(default=0, ge=0, description="concurrent rollouts (0 = those of one step)")
     seconds: float = Field(default=900.0, gt=0, description="time limit of a rollout with its scoring, in seconds")
@@ -82,9 +71,7 @@ class RlSettings(TrainerSettings):
     rewards: RewardSettings = RewardSettings()
     algorithm: str = Field(default="composer2", description=f"algorithm: {', '.join(ALGORITHMS)}")
     window: tuple[Bound, Bound] | None = Field(
-        default=None,
-        strict=False,
-        description="grpo, gspo, icepop, kimi: clip window of the ratio; default the algorithm's",
+        default=None, strict=False, description="grpo, gspo, icepop, kimi: clip window of the ratio; default: its own"
     )
     tau: float = Field(default=0.001, ge=0, description="kimi: coefficient of the penalty on (log ratio)²")
     train_summaries: bool = Field(default=True, description="train on the tokens of summaries")
@@ -102,10 +89,7 @@ class RlSettings(TrainerSettings):
     lora: LoraSettings | None = Field(default=None, description="LoRA: train low-rank adapters only")
     ranks: int = Field(default=1, ge=1, description="ranks of the trainer, each on a GPU of its own")
     processes: bool = Field(default=True, description="engine and trainer in separate processes; false: all in one")
-    engine: str = Field(
-        default="",
-        description="address of a running vLLM server that samples, such as http://127.0.0.1:8000; empty: our own engine",
-    )
+    engine: str = Field(default="", description="address of a running vLLM server that samples; empty: our own engine")
     engine_memory: float = Field(default=0.0, ge=0, description="KV cache in GB; 0: a share of the free memory")
     anchor_every: int = Field(default=20, ge=1, description="weight versions between full copies, not deltas")
     checkpoint_every: int = Field(default=10, ge=1, description="steps between checkpoints of the trainer")

@@ -6,6 +6,11 @@ It is a source of rows for the one training session (`training/session.py`): sha
 and the guard come from there. What is here is what only reinforcement learning has: reading episodes and packing their branches,
 the reference that the divergence is taken from, the metrics of a step.
 
+A branch is a path of a trace's tree. Several share a row, kept apart by their positions, the tokens exactly those that were sampled.
+What comes after its last sampled token is cut off, since nothing is learnt there; a branch without any of its own is left out. Rows
+have one length, so that a compiled model meets one shape. Values of a branch of n tokens are [n − 1]: those of its second to its last
+token, each at the position that predicts it.
+
 Nothing is random. Killed anywhere, it goes on from its last checkpoint and does the steps since then again from the same batches: on
 a CPU with the same result, bit for bit. The version of weights is the number of steps they have had; a step that was published
 before is done again but not published again.
@@ -25,14 +30,14 @@ import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from etude.agent.trace import from_json
+from etude.agent.trace import Trace, from_json, samples
 from etude.errors import UserError
 from etude.files import publish_folder
 from etude.inference.weight_sync import WeightStore
@@ -41,12 +46,11 @@ from etude.models.load import load_model, saved_dtype
 from etude.models.shape import model_shape
 from etude.rl.algorithm import ALGORITHMS, divergence
 from etude.rl.exchange import Batch, Exchange, Report
-from etude.rl.packing import Branch, Part, branches, pack, row_length
 from etude.rl.processes import BIND, RlJob, as_child, load_job
-from etude.training.batch import StepRows
+from etude.training.batch import Rows, StepRows, piece_bounds
 from etude.training.distributed import World, join, like
 from etude.training.loop import Guard, Root, Step
-from etude.training.objectives.policy_gradient import PolicyGradient
+from etude.training.objectives.policy_gradient import PolicyGradient, SampledRows
 from etude.training.session import Session
 from etude.training.settings import GuardSettings
 
@@ -62,6 +66,7 @@ if TYPE_CHECKING:
 AT_ONCE = {"cpu": 8192, "cuda": 32_768}  # tokens; more would not be faster, and a GPU's last rows are padding
 KEPT = 2  # versions that readers may still be on their way to
 POLL = 0.05  # seconds between looks for a batch
+STEP = 64  # lengths that may change from batch to batch are multiples of this
 
 
 class Trainer:
@@ -274,6 +279,130 @@ class Reference:
         for name, kept in self.average.items():
             kept.copy_(like(average[name], kept))
             self.root.model.get_parameter(name).copy_(kept)
+
+
+@dataclass(frozen=True, eq=False)
+class Branch:
+    """One path of an episode's trace."""
+
+    episode: int  # in the batch
+    tokens: Array
+    logprobs: Array  # at temperature 1, when it was sampled; 0 where not sampled
+    versions: Array  # −1 where not sampled
+    fresh: Array  # sampled, and in no branch before this one
+    learnt: Array  # fresh, and not of a summary if those are masked
+
+    def begun_by(self, version: int) -> Array:
+        """Return which fresh tokens are of a completion that a version began: those after a swap read a cache of older weights."""
+        begins = np.where(np.diff(self.fresh, prepend=False) & self.fresh, np.arange(len(self.fresh)), 0)
+        same: Array = self.versions[np.maximum.accumulate(begins)] == version
+        return same[self.fresh]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Some rows, and where each branch of them lies."""
+
+    tokens: Array
+    positions: Array
+    places: tuple[tuple[Branch, int, int], ...]  # branch, row, column
+
+    def rows(self, weights: Sequence[float]) -> SampledRows:
+        """Return the rows as tensors, each learnt token with the weight of its episode."""
+        shape = self.tokens.shape
+        learnt_weights, logprobs, learnt = (np.zeros(shape, kind) for kind in (np.float32, np.float32, np.bool_))
+        for branch, row, column in self.places:
+            here = slice(column, column + len(branch.learnt))
+            logprobs[row, here], learnt[row, here] = branch.logprobs, branch.learnt
+            learnt_weights[row, here] = branch.learnt * weights[branch.episode]
+        return SampledRows(self._plain(learnt_weights), torch.from_numpy(logprobs), torch.from_numpy(learnt))
+
+    def plain_rows(self) -> Rows:
+        """Return the rows as tensors to be scored only."""
+        return self._plain(np.zeros(self.tokens.shape, np.float32))
+
+    def _plain(self, weights: Array) -> Rows:
+        tokens, bounds = torch.from_numpy(self.tokens), torch.from_numpy(piece_bounds(self.positions))
+        return Rows(tokens, tokens.roll(-1, 1), torch.from_numpy(weights), torch.from_numpy(self.positions), bounds)
+
+    def by_branch(self, values: torch.Tensor) -> list[tuple[Branch, Array]]:
+        array = values.cpu().numpy()
+        return [(branch, array[row, column : column + len(branch.fresh)]) for branch, row, column in self.places]
+
+
+def branches(trace: Trace, episode: int, *, train_summaries: bool) -> list[Branch]:
+    """Return the branches of an episode that hold sampled tokens of their own."""
+    if not all(node.trainable for node in trace.nodes if node.sampled):
+        raise UserError(
+            f"trace {trace.id!r} lacks log-probs, without which it cannot be trained on; use a policy that returns them"
+        )
+    paths = samples(trace)
+    masked = paths if train_summaries else samples(_without_summaries(trace))
+    made = []
+    for sample, other in zip(paths, masked, strict=True):
+        if any(sample.trained):
+            assert not sample.trained[0], f"trace {trace.id!r} begins with a sampled token, which nothing predicts"
+            until = slice(1, len(sample.trained) - sample.trained[::-1].index(True))
+            columns = ((sample.raw_logprobs, np.float32), (sample.versions, np.int64), (sample.trained, np.bool_))
+            values = [np.array(column[until], kind) for column, kind in (*columns, (other.trained, np.bool_))]
+            made.append(Branch(episode, np.array(sample.tokens[: until.stop], np.int64), *values))
+    return made
+
+
+def _without_summaries(trace: Trace) -> Trace:
+    """Return a trace whose summaries were given, not sampled."""
+    nodes = [replace(node, sampled=False) if node.kind == "summary" else node for node in trace.nodes]
+    return replace(trace, nodes=nodes)
+
+
+def row_length(branches: Sequence[Branch], limit: int, *, fixed: bool) -> int:
+    """Return the length of rows: the limit, or if it need not be fixed what the longest branch takes."""
+    longest = max(len(branch.tokens) for branch in branches)
+    if longest > limit:
+        what = f"a branch of {longest} tokens does not fit a training row of {limit}"
+        raise UserError(f"{what}; raise `length`, or lower harness.summary.trigger")
+    return limit if fixed else min(limit, -(-longest // STEP) * STEP)
+
+
+def pack(
+    branches: Sequence[Branch], length: int, at_once: int, *, fixed: bool, rank: int = 0, ranks: int = 1
+) -> Iterator[Part]:
+    """Yield a rank's rows in parts of `at_once`, as many on every rank; if shapes must be fixed, padding fills the last up."""
+    rows = _first_fit([len(branch.tokens) for branch in branches], length)
+    rows += [[] for _ in range(-len(rows) % ranks)]
+    own = rows[rank::ranks]
+    for begin in range(0, len(own), at_once):
+        some = own[begin : begin + at_once]
+        yield _part([[branches[place] for place in row] for row in some], length, at_once if fixed else len(some))
+
+
+def _part(rows: list[list[Branch]], length: int, count: int) -> Part:
+    tokens = np.zeros((count, length), np.int64)
+    positions = np.tile(np.arange(length), (count, 1))
+    places = []
+    for row, inside in enumerate(rows):
+        column = 0
+        for branch in inside:
+            end = column + len(branch.tokens)
+            tokens[row, column:end] = branch.tokens
+            positions[row, end:] = np.arange(length - end)  # the next branch begins here, or the padding
+            places.append((branch, row, column))
+            column = end
+    return Part(tokens, positions, tuple(places))
+
+
+def _first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Return rows of places: the longest first, each into the first row that has room."""
+    rows: list[list[int]] = []
+    left: list[int] = []
+    for place in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
+        row = next((row for row, free in enumerate(left) if free >= lengths[place]), len(rows))
+        if row == len(rows):
+            rows.append([])
+            left.append(room)
+        rows[row].append(place)
+        left[row] -= lengths[place]
+    return rows
 
 
 def run_trainer(job: RlJob, trainer: Trainer, exchange: Exchange, store: WeightStore, leave: threading.Event) -> bool:

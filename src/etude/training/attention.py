@@ -59,9 +59,11 @@ def documents_attention(  # noqa: PLR0913 - transformers' signature
         return _on_cpu(query_BHTD, key_BKTD, value_BKTD, cu_seq_lens_q, scaling, sliding_window), None
     done, given = [], (query_BHTD, key_BKTD, value_BKTD)
     if whole_rows:
-        done.append(_whole_rows(*(each[:whole_rows] for each in given), scaling, sliding_window))
+        query, key, value = (each[:whole_rows] for each in given)
+        done.append(_whole_rows(query, key, value, scaling, sliding_window))
     if whole_rows < len(query_BHTD):
-        done.append(_pieces(*(each[whole_rows:] for each in given), cu_seq_lens_q, scaling, sliding_window))
+        query, key, value = (each[whole_rows:] for each in given)
+        done.append(_pieces(query, key, value, cu_seq_lens_q, scaling, sliding_window))
     return (torch.cat(done) if len(done) > 1 else done[0]), None
 
 

@@ -102,7 +102,7 @@ def cut(batch: Batch, length: int) -> Batch:
     return replace(reshaped, positions=since)
 
 
-def _changed(batch: Batch, change: Callable[[Integers, Any], Any]) -> Batch:
+def _changed(batch: Batch, change: Callable[[Any, Any], Any]) -> Batch:
     """Return a batch whose arrays are changed alike, given what fills each up; its sources, which nobody asks for, are left out."""
     learnt = None if batch.learnt is None else change(batch.learnt, False)  # noqa: FBT003
     positions = change(batch.positions, np.arange(batch.positions.shape[1]))
@@ -125,8 +125,9 @@ def piece_bounds(positions: Integers) -> npt.NDArray[np.int32]:
 def rows_of(batch: Batch, whole: int = 0) -> Rows:
     """Return a batch as tensors, on the CPU; its first `whole` rows are one piece each."""
     tokens = torch.from_numpy(batch.tokens)
-    others = target_weights(batch), batch.positions.astype(np.int64), piece_bounds(batch.positions[whole:])
-    return Rows(tokens, tokens.roll(-1, 1), *map(torch.from_numpy, others), whole)
+    positions, bounds = batch.positions.astype(np.int64), piece_bounds(batch.positions[whole:])
+    weights, positions, bounds = map(torch.from_numpy, (target_weights(batch), positions, bounds))
+    return Rows(tokens, tokens.roll(-1, 1), weights, positions, bounds, whole)
 
 
 def micro_batches(batch: Batch, rows: int, *, whole_first: bool = False) -> Iterator[Rows]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from scipy.stats import binomtest
 from torch.nn.functional import cross_entropy
 
 from etude.errors import UserError
@@ -155,16 +156,9 @@ def answer_nats(model: Any, item: Retrieval) -> tuple[list[float], bool]:
 
 
 def score_retrieval(model: Any, items: Iterable[Retrieval]) -> dict[str, Any]:
-    """Return the share of items answered exactly with its 95% interval, and the mean nats of the answers' tokens."""
+    """Return the share of items answered exactly with Wilson's 95% interval, and the mean nats of the answers' tokens."""
     scored = [answer_nats(model, item) for item in items]
     nats = [each for answer, _ in scored for each in answer]
     right = sum(exact for _, exact in scored)
-    return {"exact": right / len(scored), "interval": wilson(right, len(scored)), "nats": sum(nats) / len(nats)}
-
-
-def wilson(hits: int, trials: int) -> tuple[float, float]:
-    """Return Wilson's 95% interval of a share; unlike the normal one it is sound at 0 and 1."""
-    square = 1.959964**2
-    centre = (hits + square / 2) / (trials + square)
-    spread = math.sqrt(square * (hits * (trials - hits) / trials + square / 4)) / (trials + square)
-    return max(0.0, centre - spread), min(1.0, centre + spread)
+    low, high = binomtest(right, len(scored)).proportion_ci(method="wilson")
+    return {"exact": right / len(scored), "interval": (float(low), float(high)), "nats": sum(nats) / len(nats)}

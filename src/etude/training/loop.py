@@ -17,7 +17,7 @@ import math
 import statistics
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from etude.training.objectives import Objective
     from etude.training.optimiser import Optimiser, Weights
     from etude.training.settings import GuardSettings
+
+    Fetched = tuple[StepRows, float, dict[str, Any]]
 
 
 class Source(Protocol):
@@ -70,16 +72,6 @@ class Step:
         return sum(size * count for size, count in self.pieces.items())
 
 
-@dataclass(frozen=True)
-class Fetched:
-    """The rows of a step, on the device."""
-
-    parts: list[Any]
-    weight: float  # of this rank's rows
-    rows: StepRows
-    position: dict[str, Any]  # of the source, after these
-
-
 class Root(torch.nn.Module):
     """A model as FSDP needs it: whatever is asked of a sharded model must go through its outermost module."""
 
@@ -110,28 +102,30 @@ class Loop:
     graphs: Replay | None = None  # how a small model on a GPU does not wait for its host
     done: int = 0  # steps
     position: dict[str, Any] = field(default_factory=dict)  # of the source after the last step: it may be one ahead
-    _ahead: Fetched | None = None
+    _ahead: Fetched | None = (
+        None  # the next step's rows on the device, this rank's weight of them, the source after them
+    )
 
     def steps(self, until: float = math.inf) -> Iterator[Step]:
         """Train until so many steps are done or the source ends, and yield after every step."""
         while self.done < until:
             began = time.perf_counter()
-            if (batch := self._ahead or self._fetch()) is None:
+            if (fetched := self._ahead or self._fetch()) is None:
                 return
-            yield self._step(batch, began + batch.rows.waited, last=self.done + 1 >= until)
+            yield self._step(*fetched, began + fetched[0].waited, last=self.done + 1 >= until)
 
     def _fetch(self) -> Fetched | None:
         rows = self.source.take(self.micro, self.device)
         if rows is None:
             return None
         weight = 0.0 if rows.divisor else sum(self.objective.weight(part) for part in rows.parts)
-        return Fetched([part.to(self.device) for part in rows.parts], weight, rows, self.source.state())
+        return replace(rows, parts=[part.to(self.device) for part in rows.parts]), weight, self.source.state()
 
-    def _step(self, batch: Fetched, began: float, *, last: bool) -> Step:
-        weight = batch.rows.divisor or self.world.sum(batch.weight)
+    def _step(self, rows: StepRows, own: float, position: dict[str, Any], began: float, *, last: bool) -> Step:
+        weight = rows.divisor or self.world.sum(own)
         if weight <= 0:
             raise UserError(f"step {self.done + 1}: the batch has no token to train on; its mask hides every one")
-        loss, metrics = self.backward(batch.parts, weight)
+        loss, metrics = self.backward(rows.parts, weight)
         # A GPU is still at work on that: time to get the next batch ready.
         self._ahead = self._fetch() if self.source.ahead and not last else None
         mean = self.world.sum(float(loss)) / weight
@@ -143,10 +137,10 @@ class Loop:
             self.optimiser.set_rate(factor)
             (self.graphs.step if self.graphs else self.optimiser.update)()
         self.weights.publish()
-        self.done, self.position = self.done + 1, batch.position
+        self.done, self.position = self.done + 1, position
         means = {name: self.world.sum(float(value)) / weight for name, value in metrics.items()}
         seconds = time.perf_counter() - began
-        return Step(self.done, mean, norm, factor, weight, batch.rows.pieces, skipped, seconds, means)
+        return Step(self.done, mean, norm, factor, weight, rows.pieces, skipped, seconds, means)
 
     def backward(self, parts: list[Any], weight: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Add the gradient of this rank's rows, divided by `weight`, to that of the masters; return loss and metrics, as sums."""

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from etude.errors import UserError
+from etude.errors import UserError, one_line
 from etude.models.mtp_heads import HEADS
 from etude.models.shape import shape_of
-from etude.training import lora, memory
+from etude.training import memory
 from etude.training.attention import isolate
 from etude.training.checkpoint import Checkpoints, export
 from etude.training.cuda_graphs import SMALL, Replay
@@ -65,19 +65,14 @@ class Session:
 
     def __post_init__(self) -> None:
         self.device = self.world.device(self.settings.device)
+        self._gpu, self._sharded = self.device.type == "cuda", self.world.size > 1
+        self._computing_dtype = torch.bfloat16 if self._gpu else torch.float32
+        wish = self.settings.dtype
+        self.saved_dtype: torch.dtype = self.parent_dtype if wish == "auto" else getattr(torch, wish)
         self._checkpoints = Checkpoints(self.folder, self.settings.keep, self.say)
         objective = self._prepare_model()
         self._plan_memory()
-        root = self._compile_and_shard()
-        self._build_loop(root, objective)
-
-    @property
-    def _gpu(self) -> bool:
-        return bool(self.device.type == "cuda")
-
-    @property
-    def _sharded(self) -> bool:
-        return self.world.size > 1
+        self._build_loop(self._compile_and_shard(), objective)
 
     def _prepare_model(self) -> Objective:
         """Check the model, try it out and bring it to its device. A GPU's attention takes no float32, so it is tried on the CPU."""
@@ -88,7 +83,7 @@ class Session:
         self.shape = shape_of(model.config).compute
         if self.lora and self._sharded:
             raise UserError("lora cannot be used on several ranks yet; train on one, or without it")
-        self._adapters: Any = lora.add(model, self.lora, self.seed) if self.lora else None
+        self._adapters: Any = add_lora(model, self.lora, self.seed) if self.lora else None
         model.eval()  # dropout stays off
         self.attention = isolate(model, self.settings.attention)
         objective = self.objective(model)
@@ -187,9 +182,8 @@ class Session:
             for name, weight in self.weights.masters.items():
                 weight.copy_(like(tensors[f"weights/{name}"], weight))
         self.weights.publish()
-        self.optimiser.load(
-            {name.removeprefix("optimiser/"): value for name, value in tensors.items() if name.startswith("optimiser/")}
-        )
+        kept = {name: value for name, value in tensors.items() if name.startswith("optimiser/")}
+        self.optimiser.load({name.removeprefix("optimiser/"): value for name, value in kept.items()})
         torch.set_rng_state(tensors["rng/cpu"])
         if "rng/cuda" in tensors and self._gpu:
             torch.cuda.set_rng_state(tensors["rng/cuda"], self.device)
@@ -214,14 +208,6 @@ class Session:
         return self.loop.root(cast("MultiToken", self.loop.objective).accepted, rows)
 
     @property
-    def _computing_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self._gpu else torch.float32
-
-    @property
-    def saved_dtype(self) -> torch.dtype:
-        return getattr(torch, self.settings.dtype) if self.settings.dtype != "auto" else self.parent_dtype
-
-    @property
     def heads_only(self) -> bool:
         """Whether nothing is trained but MTP heads."""
         return all(name.startswith(HEADS) for name in self.weights.masters)
@@ -229,7 +215,7 @@ class Session:
     def computed_state(self) -> Tensors:
         """Return the state as the model computes with it, LoRA added in: what an engine should hold. Every rank must take part."""
         if self._adapters is not None:
-            return lora.merged_state(self._adapters, self.model)
+            return merged_state(self._adapters, self.model)
         weights = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         state = {name: whole(value) for name, value in self.model.state_dict().items()}
         return {name: value.to(self._computing_dtype) if name in weights else value for name, value in state.items()}
@@ -278,3 +264,30 @@ def layers_of(model: Any) -> list[torch.nn.Module]:
     """Return the layers of the decoder, and of MTP heads: what is compiled, and sharded, one by one."""
     own = next(part for part in model.get_decoder().children() if isinstance(part, torch.nn.ModuleList))
     return [*own, *(layer.mtp_block for layer in (model.mtp.layers if hasattr(model, "mtp") else []))]
+
+
+def add_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
+    """Give a model its small matrices, and return peft's wrapper; only they are trained from now on."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)  # one of each pair starts at random
+    own = {"r": settings.rank, "lora_alpha": settings.alpha, "target_modules": settings.targets}
+    config = LoraConfig(**own, lora_dropout=0.0, task_type="CAUSAL_LM")
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(f"lora.targets {settings.targets!r} does not fit this model: {one_line(error)}") from None
+
+
+def merged_state(adapters: Any, model: Any) -> dict[str, torch.Tensor]:
+    """Return the state that a model would have with its small matrices added in, by the names it had without them.
+
+    peft's way back subtracts, and rounds: so the large matrices are put back as they were.
+    """
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    adapters.merge_adapter()
+    large = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
+    merged = {name.replace(".base_layer.", "."): value.clone() for name, value in large.items()}
+    adapters.unmerge_adapter()
+    model.load_state_dict(before)
+    return merged
