@@ -247,3 +247,100 @@ def test_health_and_metrics(server: Running, policy: Scripted) -> None:
     assert metric(server, "etude_request_seconds_count") == 2
     assert metric(server, "etude_first_token_seconds_count") == 1
     assert ask(server, "GET", "/metrics")[1]["content-type"].startswith("text/plain; version=")
+
+
+HALF = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "
+
+
+def until_closed(client: socket.socket) -> bytes:
+    """Return all that comes until the server closes the connection."""
+    with client:
+        return b"".join(iter(lambda: client.recv(4096), b""))
+
+
+def first_line(client: socket.socket) -> bytes:
+    return client.recv(4096).partition(b"\r\n")[0]
+
+
+@pytest.mark.parametrize("sent", [HALF, b"", b"G", b"POST /v1/models HTTP/1.1\r\n" + b"A: b\r\n" * 50])
+def test_headers_that_do_not_end_end_the_connection(policy: Scripted, sent: bytes) -> None:
+    with serving(policy, Limits(drain=0, header_timeout=0.05)) as server:
+        client = server.connect()
+        client.sendall(sent)
+        assert until_closed(client).partition(b"\r\n")[0] == (b"HTTP/1.1 408 Request Timeout" if sent else b"")
+        assert still_answers(server)
+
+
+def test_headers_that_trickle_in_win_no_time(policy: Scripted) -> None:
+    """Each byte begins nothing anew: the deadline stands from the connection's beginning, and from the last reply."""
+    for earlier in (b"", b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"):
+        with serving(policy, Limits(drain=0, header_timeout=0.3)) as server, server.connect() as client:
+            if earlier:
+                client.sendall(earlier)
+                assert first_line(client) == b"HTTP/1.1 200 OK"
+            client.sendall(HALF)
+            client.settimeout(0.01)
+            while True:  # for ever, if a byte won time
+                try:
+                    assert first_line(client) in {b"HTTP/1.1 408 Request Timeout", b""}
+                    break
+                except TimeoutError:
+                    client.sendall(b"x")
+                except ConnectionError:
+                    break
+
+
+def test_a_request_in_progress_is_not_timed_by_its_headers(policy: Scripted) -> None:
+    policy.hold_at = 1
+    with serving(policy, Limits(drain=0, header_timeout=0.05)) as server:
+        client, late = server.connect(), server.connect()
+        client.sendall(request_bytes(CHAT % b"false"))
+        policy.wait_until(lambda: policy.running == 1)
+        assert until_closed(late) == b""  # came later, and its time is over
+        policy.release()
+        assert first_line(client) == b"HTTP/1.1 200 OK"
+        client.close()
+
+
+@pytest.mark.parametrize("bound", ["max_connections", "max_client_connections"])
+def test_idle_connections_make_room_for_who_asks(policy: Scripted, bound: str) -> None:
+    """Half-sent, silent and kept-alive ones go, the oldest first; those in a request stay, and if all are, the newest goes."""
+    policy.hold_at = 1
+    with serving(policy, Limits(drain=0, **{bound: 4})) as server:  # type: ignore[arg-type]
+        busy = server.connect()
+        busy.sendall(request_bytes(CHAT % b"false"))
+        policy.wait_until(lambda: policy.running == 1)
+        idle = [server.connect() for _ in range(3)]
+        idle[0].sendall(HALF)
+        idle[1].sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert first_line(idle[1]) == b"HTTP/1.1 200 OK"
+        more = []
+        for waiting in (idle[0], idle[2], idle[1]):  # the reply began the second one's time anew
+            more.append(server.connect())
+            assert b"HTTP/1.1" not in until_closed(waiting)
+            more[-1].sendall(request_bytes(CHAT % b"false"))
+            policy.wait_until(lambda: policy.running == 1 + len(more))
+        refused = server.connect()
+        assert first_line(refused) == b"HTTP/1.1 503 Service Unavailable"
+        refused.close()
+        policy.release()
+        for client in (busy, *more):
+            assert first_line(client) == b"HTTP/1.1 200 OK"
+            client.close()
+
+
+def test_two_thousand_half_sent_headers_keep_nobody_out(policy: Scripted) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 16_384), hard))
+    clients = []
+    try:
+        with serving(policy) as server:
+            for _ in range(2_100):
+                clients.append(server.connect())
+                clients[-1].sendall(HALF)
+            assert still_answers(server)
+            assert len(server.server.server_state.connections) <= Limits().max_client_connections + 1
+    finally:
+        for client in clients:
+            client.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -18,6 +18,7 @@ import os
 import socket
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import uvicorn
@@ -30,6 +31,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from etude.errors import UserError, nearest, one_line
 from etude.inference.policy import Busy, EngineStopped
@@ -61,7 +63,11 @@ class Limits(BaseModel, extra="forbid", strict=True, frozen=True):
     max_choices: int = Field(default=64, ge=1, description="limit of completions in one request: prompts times n")
     max_unread: int = Field(default=8192, ge=1, description="tokens buffered for a slow client; beyond, it is cut off")
     context: int | None = Field(default=None, ge=2, description="tokens of prompt and completion; none: the model's")
-    max_connections: int = Field(default=2048, ge=1, description="limit of open connections; more get a 503")
+    header_timeout: float = Field(
+        default=10.0, gt=0, description="seconds to the headers of a connection's next request"
+    )
+    max_connections: int = Field(default=2048, ge=1, description="limit of connections; beyond, idle ones are closed")
+    max_client_connections: int = Field(default=512, ge=1, description="the same of one client's address")
     drain: int = Field(default=30, ge=0, description="seconds for running requests to finish after SIGTERM")
 
 
@@ -508,11 +514,75 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
+class Connection(H11Protocol):
+    """A connection, which must come to a request in time. Of too many, those that are in none are closed, the oldest first.
+
+    So half-sent headers, however slowly they trickle in, keep nobody out. A Unix socket has no strangers and no such bounds.
+    """
+
+    def __init__(self, limits: Limits, **given: Any) -> None:
+        super().__init__(**given)
+        self.limits = limits
+        self.idle_since = 0.0
+        self._late: asyncio.TimerHandle | None = None  # set while it is in no request
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if self.client is None:
+            return
+        self._watch()
+        others: set[Any] = self.connections - {self}
+        bounds = ((others, self.limits.max_connections),
+                  ({each for each in others if each.client[0] == self.client[0]}, self.limits.max_client_connections))  # fmt: skip
+        for open_now, most in bounds:
+            if len(open_now) < most or transport.is_closing():
+                continue
+            idle = min((each for each in open_now if each.is_idle), key=lambda each: each.idle_since, default=self)
+            idle.end(b"503 Service Unavailable" if idle is self else b"")
+
+    @property
+    def is_idle(self) -> bool:
+        return self._late is not None and not self.transport.is_closing()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._rest()
+
+    def _watch(self) -> None:
+        """Time it while it is in no request: from its beginning, or from the last reply."""
+        if self.client is None or (self.cycle and not self.cycle.response_complete):
+            self._rest()
+        elif self._late is None:
+            self.idle_since = self.loop.time()
+            self._late = self.loop.call_later(self.limits.header_timeout, self._end_late)
+
+    def _rest(self) -> None:
+        if self._late:
+            self._late.cancel()
+            self._late = None
+
+    def _end_late(self) -> None:
+        self.end(b"408 Request Timeout" if self.conn.trailing_data[0] else b"")  # else it asked for nothing
+
+    def end(self, status: bytes) -> None:
+        if status and not self.transport.is_closing():
+            self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+        self.transport.close()
+
+
 def server_of(app: Any, limits: Limits) -> Server:
     """Return the server of an app; `run(sockets=[…])` blocks until a signal. Its own log would name every client."""
     return Server(
         uvicorn.Config(
-            app, http="h11", ws="none", lifespan="on", log_level="critical", access_log=False, server_header=False,
-            limit_concurrency=limits.max_connections, timeout_graceful_shutdown=limits.drain,
+            app, http=partial(Connection, limits), ws="none", lifespan="on", log_level="critical", access_log=False,  # type: ignore[arg-type]
+            server_header=False, timeout_graceful_shutdown=limits.drain,
         )
     )  # fmt: skip
