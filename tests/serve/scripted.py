@@ -120,8 +120,10 @@ class Running:
     def client(self, token: str = "no token", **options: Any) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=token, max_retries=0, timeout=PATIENCE, **options)
 
-    def connect(self, receive_buffer: int | None = None) -> socket.socket:
+    def connect(self, receive_buffer: int | None = None, source: str | None = None) -> socket.socket:
         made = socket.socket()
+        if source:
+            made.bind((source, 0))
         if receive_buffer:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         made.settimeout(PATIENCE)

@@ -8,13 +8,13 @@ import json
 import resource
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from etude.inference.http import OWN_NAMES, Gate, Limits
+from etude.inference.http import OWN_NAMES, Connection, Gate, Limits
 from tests.serve.scripted import CHAT, PATIENCE, Running, Scripted, request_bytes, serving
 
 ASK: Any = [{"role": "user", "content": "hi"}]
@@ -262,51 +262,70 @@ def first_line(client: socket.socket) -> bytes:
     return client.recv(4096).partition(b"\r\n")[0]
 
 
+def connection_of(server: Running, client: socket.socket) -> Connection:
+    """Return the server's end of a connection."""
+    while True:
+        for each in list(server.server.server_state.connections):
+            if isinstance(each, Connection) and each.client == client.getsockname():
+                return each
+
+
+def deadline_of(connection: Connection) -> Any:
+    while connection._late is None:
+        pass
+    return connection._late
+
+
+def received(connection: Connection, data: bytes) -> None:
+    while connection.conn.trailing_data[0] != data:
+        pass
+
+
+def test_a_connection_that_comes_to_no_request_is_closed(policy: Scripted) -> None:
+    with serving(policy, Limits(drain=0, header_timeout=0.05)) as server:
+        for sent in (HALF, b""):
+            client = server.connect()
+            client.sendall(sent)
+            until_closed(client)
+
+
 @pytest.mark.parametrize("sent", [HALF, b"", b"G", b"POST /v1/models HTTP/1.1\r\n" + b"A: b\r\n" * 50])
-def test_headers_that_do_not_end_end_the_connection(policy: Scripted, sent: bytes) -> None:
-    with serving(policy, Limits(drain=0, header_timeout=0.05)) as server:
-        client = server.connect()
-        client.sendall(sent)
-        assert until_closed(client).partition(b"\r\n")[0] == (b"HTTP/1.1 408 Request Timeout" if sent else b"")
-        assert still_answers(server)
-
-
-def test_headers_that_trickle_in_win_no_time(policy: Scripted) -> None:
-    """Each byte begins nothing anew: the deadline stands from the connection's beginning, and from the last reply."""
+def test_the_deadline_of_headers_stands_however_they_trickle_in(server: Running, sent: bytes) -> None:
     for earlier in (b"", b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"):
-        with serving(policy, Limits(drain=0, header_timeout=0.3)) as server, server.connect() as client:
-            if earlier:
-                client.sendall(earlier)
-                assert first_line(client) == b"HTTP/1.1 200 OK"
-            client.sendall(HALF)
-            client.settimeout(0.01)
-            while True:  # for ever, if a byte won time
-                try:
-                    assert first_line(client) in {b"HTTP/1.1 408 Request Timeout", b""}
-                    break
-                except TimeoutError:
-                    client.sendall(b"x")
-                except ConnectionError:
-                    break
+        client = server.connect()
+        connection = connection_of(server, client)
+        first = deadline_of(connection)
+        if earlier:
+            client.sendall(earlier)
+            while b"in_flight" not in client.recv(4096):
+                pass
+        deadline = deadline_of(connection)
+        assert (deadline is first) == (not earlier)  # a reply begins it anew
+        for place in range(len(sent)):
+            client.sendall(sent[place : place + 1])
+        received(connection, sent)
+        assert connection._late is deadline
+        connection.loop.call_soon_threadsafe(connection._end_late)  # the clock has come to it
+        assert until_closed(client).partition(b"\r\n")[0] == (b"HTTP/1.1 408 Request Timeout" if sent else b"")
+    assert still_answers(server)
 
 
-def test_a_request_in_progress_is_not_timed_by_its_headers(policy: Scripted) -> None:
+def test_a_request_in_progress_is_not_timed_by_its_headers(server: Running, policy: Scripted) -> None:
     policy.hold_at = 1
-    with serving(policy, Limits(drain=0, header_timeout=0.05)) as server:
-        client, late = server.connect(), server.connect()
-        client.sendall(request_bytes(CHAT % b"false"))
-        policy.wait_until(lambda: policy.running == 1)
-        assert until_closed(late) == b""  # came later, and its time is over
-        policy.release()
-        assert first_line(client) == b"HTTP/1.1 200 OK"
-        client.close()
+    client = server.connect()
+    client.sendall(request_bytes(CHAT % b"false"))
+    policy.wait_until(lambda: policy.running == 1)
+    assert connection_of(server, client)._late is None
+    policy.release()
+    assert first_line(client) == b"HTTP/1.1 200 OK"
+    client.close()
 
 
 @pytest.mark.parametrize("bound", ["max_connections", "max_client_connections"])
 def test_idle_connections_make_room_for_who_asks(policy: Scripted, bound: str) -> None:
     """Half-sent, silent and kept-alive ones go, the oldest first; those in a request stay, and if all are, the newest goes."""
     policy.hold_at = 1
-    with serving(policy, Limits(drain=0, **{bound: 4})) as server:  # type: ignore[arg-type]
+    with serving(policy, Limits(drain=0, **{bound: 4})) as server:
         busy = server.connect()
         busy.sendall(request_bytes(CHAT % b"false"))
         policy.wait_until(lambda: policy.running == 1)
@@ -344,3 +363,92 @@ def test_two_thousand_half_sent_headers_keep_nobody_out(policy: Scripted) -> Non
         for client in clients:
             client.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class Watched:
+    """A tokeniser that says what it reads, and holds texts that contain a word until they are released."""
+
+    def __init__(self, tokeniser: Any, hold: str = "never") -> None:
+        self.tokeniser, self.hold, self.released = tokeniser, hold, threading.Event()
+        self.read: list[str] = []
+        self.changed = threading.Condition()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokeniser, name)
+
+    def __deepcopy__(self, memo: Any) -> Watched:
+        return self
+
+    def encode(self, text: str, **how: Any) -> list[int]:
+        with self.changed:
+            self.read.append(text)
+            self.changed.notify_all()
+        if self.hold in text:
+            assert self.released.wait(PATIENCE)
+        return list(self.tokeniser.encode(text, **how))
+
+    def wait_until(self, true: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(true, PATIENCE), self.read
+
+
+@pytest.fixture
+def watched(tokeniser: Any, policy: Scripted) -> Watched:
+    policy.tokeniser = own = Watched(tokeniser, hold="held")
+    policy.ids = lambda text: list(tokeniser.encode(text, add_special_tokens=False))  # type: ignore[method-assign]
+    return own
+
+
+def long_request(prompt: str) -> bytes:
+    return request_bytes(
+        json.dumps({"prompt": prompt, "max_tokens": 1, "user": "x" * 70_000}).encode(), "/v1/completions"
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["a" * 3_000_000, "x y" * 300_000, "\u00e9\U0001f600" * 90_000, "word " * 100_000, " " * 3_000_000]
+)
+def test_a_text_that_is_surely_too_long_is_not_read_to_its_end(policy: Scripted, watched: Watched, text: str) -> None:
+    with serving(policy) as server:
+        status, _, body = ask(server, "POST", "/v1/completions", json.dumps({"prompt": text}).encode(), content_type="application/json")  # fmt: skip
+        assert (status, json.loads(body)["error"]["code"]) == (400, "context_length_exceeded")
+        assert sum(map(len, watched.read)) < 70_000
+
+
+@pytest.mark.parametrize(("text", "fits"), [("word " * 1_500, True), ("word " * 4_000, False), (" " * 40_000, True)])
+def test_a_text_that_may_fit_is_read(policy: Scripted, watched: Watched, text: str, fits: bool) -> None:
+    expected = len(policy.ids(text)) < policy.info.context
+    assert expected == fits
+    with serving(policy) as server:
+        body = json.dumps({"prompt": text, "max_tokens": 1}).encode()
+        status, _, _ = ask(server, "POST", "/v1/completions", body, content_type="application/json")
+        assert (status == 200) == fits
+
+
+def test_more_prompts_than_are_answered_are_not_read(policy: Scripted, watched: Watched) -> None:
+    with serving(policy) as server:
+        body = json.dumps({"prompt": ["a"] * 200_000}).encode()
+        status, _, answer = ask(server, "POST", "/v1/completions", body, content_type="application/json")
+        assert status == 400
+        assert "200000 completions in one request; at most 64" in answer.decode()
+        assert "a" not in watched.read
+
+
+def test_a_short_request_does_not_wait_for_long_ones_and_clients_take_turns(policy: Scripted, watched: Watched) -> None:
+    """One client sends three long texts, then another one: the second client's is next, and a short one waits for nobody."""
+    long = ["held a1", "held a2", "held a3", "held b1"]
+    with serving(policy, Limits(drain=0)) as server:
+        clients = [server.connect(), server.connect(), server.connect(), server.connect(source="127.0.0.2")]
+        clients[0].sendall(long_request(long[0]))
+        watched.wait_until(lambda: any("held a1" in text for text in watched.read))
+        for client, text in zip(clients[1:], long[1:], strict=True):
+            client.sendall(long_request(text))
+        while metric(server, "etude_requests_in_flight") < 4:
+            pass
+        assert still_answers(server)
+        watched.released.set()
+        for client in clients:
+            assert first_line(client) == b"HTTP/1.1 200 OK"
+            client.close()
+        order = [text.split()[1] for text in watched.read if text.startswith("held")]
+        assert order == ["a1", "b1", "a2", "a3"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 from pydantic_core import from_json
@@ -101,6 +101,7 @@ class Request(Wire):
 class ChatRequest(Request):
     """A request for the next message."""
 
+    prompts: ClassVar = 1
     messages: list[Message] = Field(min_length=1)
     tools: list[Tool] = Field(default=[])
     tool_choice: Literal["auto", "none"] = "auto"  # a call cannot be forced here
@@ -126,6 +127,11 @@ class CompletionRequest(Request):
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
     logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    @property
+    def prompts(self) -> int:
+        """How many there are."""
+        return len(self.prompt)
 
     @property
     def alternatives(self) -> int | None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from etude.inference.policy import PolicyInfo
 
 COMPLETION = 16  # tokens after a plain prompt if nobody says how many, as OpenAI has it; a chat may take all that fits
+LIKELY = 8  # characters that the tokens of a text have on average at most; if it has more, it is longer than is likely to fit
+PIECE = 1 << 14  # characters
 AnyRequest = ChatRequest | CompletionRequest
 
 
@@ -52,6 +54,7 @@ class Preparer:
     def __init__(self, tokeniser: Any, info: PolicyInfo, stop_tokens: frozenset[int], limits: Limits) -> None:
         self.tokeniser, self.info, self.limits, self.stop_tokens = tokeniser, info, limits, stop_tokens
         self.context = min(info.context, limits.context or info.context)
+        self.longest_token = max(len(word.encode()) for word in tokeniser.get_vocab())  # bytes, or more
         self.turn_ends = frozenset[int]()
         self._style: Style | str = "this model has no chat template"
         with contextlib.suppress(UserError):  # a template without a token for it: the model's own end has to do
@@ -64,6 +67,9 @@ class Preparer:
 
     def job(self, request: AnyRequest) -> Job:
         """Return what to ask of the policy."""
+        most, wanted = self.limits.max_choices, request.prompts * request.n
+        if wanted > most:  # before the work
+            raise ApiError(400, f"{wanted} completions in one request; at most {most} here", param="n")
         asked, usual, stops = request.max_tokens, COMPLETION, self.stop_tokens
         style, in_thinking = None, False
         if isinstance(request, ChatRequest):
@@ -73,9 +79,6 @@ class Preparer:
             stops |= self.turn_ends
         else:
             prompts = [self._encode(each) if isinstance(each, str) else each for each in request.prompt]
-        most, wanted = self.limits.max_choices, len(prompts) * request.n
-        if wanted > most:
-            raise ApiError(400, f"{wanted} completions in one request; at most {most} here", param="n")
         sampling = Sampling(
             max_tokens=1, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k,
             stop_tokens=stops, stop=tuple(request.stop), alternatives=request.alternatives or 0,
@@ -127,4 +130,21 @@ class Preparer:
             raise ApiError(400, message, param="messages") from None
 
     def _encode(self, text: str) -> list[int]:
+        """Return the tokens of a text. One that is surely too long is refused after about a context of it, not read to its end."""
+        if len(text.encode()) > self.context * self.longest_token:
+            raise self._too_long(len(text) // self.longest_token)
+        least = 0
+        for begin in range(0, len(text) if len(text) > LIKELY * self.context else 0, PIECE):
+            least += (
+                len(self._tokens(text[begin : begin + PIECE])) // 2
+            )  # a text has fewer tokens than its pieces, not half as many
+            if least > self.context:
+                raise self._too_long(least)
+        return self._tokens(text)
+
+    def _tokens(self, text: str) -> list[int]:
         return list(self.tokeniser.encode(text, add_special_tokens=False, verbose=False))
+
+    def _too_long(self, tokens: int) -> ApiError:
+        message = f"the context is {self.context} tokens; the prompt has more than {tokens}; shorten it"
+        return ApiError(400, message, code="context_length_exceeded")
