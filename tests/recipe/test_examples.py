@@ -47,6 +47,12 @@ LACKING = {
 CHAT = {"messages": [{"role": "user", "content": "May I?"}, {"role": "assistant", "content": "You may."}]}
 
 
+def with_context(model: Path, tokens: int) -> Path:
+    config = model / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": tokens}))
+    return model
+
+
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory and a home with all that the recipes name; nothing of it is large."""
@@ -70,7 +76,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("recipes", "src", "tests", "docs", "LICENSE"):
         (desk / name).symlink_to(ROOT / name)
     shutil.copyfile(ROOT / "recipes/tasks/quick.jsonl", desk / "ours.jsonl")
-    tiny.save_model(desk / "models/moonlight-16b-a3b", "deepseek_v3")
+    with_context(tiny.save_model(desk / "models/moonlight-16b-a3b", "deepseek_v3"), 8192)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(desk)
     return desk
@@ -158,7 +164,7 @@ def test_qwen_is_stretched_by_yarn_and_can_have_the_heads(desk: Path, etude: Etu
         harness["summary"]["trigger"] + harness["turn_tokens"] + harness["summary"]["tokens"]
         <= settings["rl"]["length"]
     )
-    here = tiny.save_model(desk / "mine", "qwen3")
+    here = with_context(tiny.save_model(desk / "mine", "qwen3"), 32_768)
     said = etude("run", QWEN, "--dry-run", "--set", f"base={here}", "--cache", desk / "cache")
     assert (said.code, f'base = "{here}"' in said.out) == (0, True)
 

@@ -12,7 +12,7 @@ import datetime
 import os
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,16 +31,16 @@ from etude.lineage.record import (
     Record,
     load_lineage,
 )
-from etude.models.load import digest_files
+from etude.models.load import choose_device, digest_files
 from etude.recipe.recipe import DATA, Recipe, StageEntry, as_toml
 from etude.run import folder as layout
 from etude.run.folder import METRICS, MODEL, PROGRESS, finished, readable_record
-from etude.run.stage import Job, Model, Outcome, Stage
+from etude.run.stage import Ahead, Job, Model, Outcome, Stage
 from etude.run.stages import BASE, STAGES, base_entry
 from etude.work import Work
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from etude.progress import Reporter
 
@@ -78,9 +78,11 @@ class Runner:
         model: Record | None = None
         corpus: Record | None = None
         model_known = corpus_known = True
-        for entry in _wanted(recipe, until):
+        wanted = _wanted(recipe, until)
+        self._refuse_foreign_folder()
+        for entry, lacks in zip(wanted, self._lacks(recipe, wanted), strict=True):
             stage = self.stages[entry.kind]
-            step = Step(entry, lacks=self._lacks(entry))
+            step = Step(entry, lacks=lacks)
             if step.lacks is None and model_known and (corpus_known or not stage.reads_corpus):
                 step = self._step(entry, recipe.seed, model, corpus)
             steps.append(step)
@@ -93,8 +95,9 @@ class Runner:
     def execute(self, recipe: Recipe, until: str | None = None) -> list[Step]:
         """Run the recipe and return what was done with each stage."""
         wanted = _wanted(recipe, until)
-        for entry in wanted:  # all of them before the first runs
-            self.stages[entry.kind].check(entry.settings)
+        for lacks in self._lacks(recipe, wanted):  # all of them before the first runs
+            if lacks:
+                raise UserError(lacks)
         self._refuse_foreign_folder()
         with layout.lock_run(self.folder, self.reporter.say):
             remove_parts(self.folder)
@@ -111,13 +114,28 @@ class Runner:
                     corpus = readable_record(self.folder / entry.name)
             return steps
 
-    def _lacks(self, entry: StageEntry) -> str | None:
-        """Return what the stage's check has against it: a plan lists it for every stage, so that all is fixed at once."""
-        try:
-            self.stages[entry.kind].check(entry.settings)
-        except UserError as error:
-            return str(error)
-        return None
+    def _lacks(self, recipe: Recipe, wanted: list[StageEntry]) -> Iterator[str | None]:
+        """Yield what is wrong with each stage, as far as it can be known: a plan lists it all, so that all is fixed at once."""
+        ahead = Ahead(recipe.data.settings if recipe.data else None)
+        for number, entry in enumerate(wanted, 1):
+            stage = self.stages[entry.kind]
+            later = tuple(each.name for each in wanted[number:] if self.stages[each.kind].makes_model)
+            ahead = replace(ahead, changed_by=later)
+            try:
+                stage.check(entry.settings)
+                choose_device(getattr(entry.settings, "device", "auto"))
+                if stage.needs_model and not ahead.made_by:
+                    advice = "set `base` in the recipe, or put a stage before it that makes one"
+                    raise UserError(f"{entry.name} needs a model to start from; {advice}")
+                stage.check_order(entry.settings, ahead)
+                ahead = stage.leaves(entry.settings, ahead)
+            except UserError as error:
+                yield str(error)
+                ahead = replace(ahead, context=None, heads=None)
+            else:
+                yield None
+            if stage.makes_model:
+                ahead = replace(ahead, made_by=(*ahead.made_by, entry.name))
 
     def _refuse_foreign_folder(self) -> None:
         """Refuse a folder with somebody's files in it."""
@@ -141,9 +159,6 @@ class Runner:
         """Return what is to be done about a stage whose parent and corpus are known."""
         stage = self.stages[entry.kind]
         parent = model.content_digest if model else None
-        if stage.needs_model and parent is None:
-            advice = "set `base` in the recipe, or put a stage before it that makes one"
-            raise UserError(f"{entry.name} needs a model to start from; {advice}")
         inputs = stage.inputs(entry.settings, parent, seed)
         if stage.reads_corpus and corpus:
             inputs = {**inputs, "corpus": corpus.outputs["manifest.json"].sha256}

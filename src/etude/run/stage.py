@@ -64,6 +64,17 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """What is known before anything runs of what a stage will get; None: it is not known yet."""
+
+    corpus: Any = None  # settings of the run's own, if it has one
+    made_by: tuple[str, ...] = ()  # the stages that make the model it starts from
+    changed_by: tuple[str, ...] = ()  # the stages after it that make another
+    context: int | None = None  # of that model
+    heads: bool | None = None  # whether that model has MTP heads
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What a stage reports for its record. Its artefacts are in the work folder."""
 
@@ -87,6 +98,13 @@ class Stage:
 
     def check(self, settings: Any) -> None:
         """Raise UserError for what can be seen to be wrong before any stage runs, such as a missing folder."""
+
+    def check_order(self, settings: Any, ahead: Ahead) -> None:
+        """Raise UserError for what is seen to be wrong by the stages before it: `check` sees its own settings only."""
+
+    def leaves(self, settings: Any, ahead: Ahead) -> Ahead:  # noqa: ARG002 - for those that change more
+        """Return what is known of the model after it, if it makes one."""
+        return ahead
 
     def inputs(self, settings: Any, parent_digest: str | None, seed: int) -> dict[str, Any]:
         """Return everything that decides the result besides the parent's model, as JSON-like values."""

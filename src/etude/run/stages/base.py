@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -12,11 +14,10 @@ from etude.lineage.record import load_record
 from etude.models.bases import resolve
 from etude.models.fetch import Fetched, fetch, model_files
 from etude.models.load import weight_files
+from etude.models.mtp_heads import heads_shape
+from etude.models.shape import model_shape
 from etude.run.folder import MODEL
-from etude.run.stage import Job, Model, Outcome, Stage, lineage_in
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from etude.run.stage import Ahead, Job, Model, Outcome, Stage, lineage_in
 
 
 class BaseSettings(BaseModel, extra="forbid"):
@@ -32,7 +33,16 @@ class BaseStage(Stage):
     makes_model = True
 
     def check(self, settings: BaseSettings) -> None:
-        resolve(settings.base)
+        if (base := resolve(settings.base)).place == "folder":
+            weight_files(base.folder)
+
+    def leaves(self, settings: BaseSettings, ahead: Ahead) -> Ahead:
+        """Return what the base's config or its known facts say, without fetching it."""
+        base = resolve(settings.base)
+        if base.place in {"folder", "shipped"}:
+            folder = Path(base.where)
+            return replace(ahead, context=model_shape(folder).context, heads=heads_shape(folder) is not None)
+        return replace(ahead, context=base.known.context if base.known else None)
 
     def inputs(self, settings: BaseSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:  # noqa: ARG002
         return resolve(settings.base).identity()

@@ -21,7 +21,7 @@ from etude.models.load import choose_device
 from etude.models.shape import model_shape
 from etude.report.benchmark import Scored, write_report
 from etude.rl.metrics import sampling_flops
-from etude.run.stage import Job, Outcome, Stage, file_used, free_gpu_memory
+from etude.run.stage import Ahead, Job, Outcome, Stage, file_used, free_gpu_memory
 from etude.tasks.manifest import find_manifest, load_set, picked, read_rows
 
 if TYPE_CHECKING:
@@ -61,6 +61,10 @@ class BenchStage(Stage):
             raise UserError("the oracle needs the tools edit and write; add them to bench.tools, or leave it out")
         for word in settings.against:
             _identity(word)
+
+    def check_order(self, settings: BenchStageSettings, ahead: Ahead) -> None:
+        if (own := ahead.made_by[-1]) in settings.against:
+            raise UserError(f"bench.against: {own!r} is also the stage that is measured; name the other by its path")
 
     def inputs(self, settings: BenchStageSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:  # noqa: ARG002
         """Return settings, tasks by content and the other models by identity; seeds are made of model, task and attempt."""
@@ -103,8 +107,6 @@ def _identity(word: str) -> Any:
 def _folders(settings: BenchStageSettings, job: Job) -> dict[str, Path]:
     """Return the weights of all models by what the report calls them: the stage that made one, or the recipe's word."""
     own = job.model.record.stage
-    if own in settings.against:
-        raise UserError(f"bench.against: {own!r} is also the stage that is measured; name the other by its path")
     words = [word for word in settings.against if word not in BUILT_IN]
     return {own: job.model.folder} | {word: locate(word, job.work.cache, job.work.reporter)[1] for word in words}
 

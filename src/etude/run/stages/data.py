@@ -15,7 +15,7 @@ from etude.lineage import environment
 from etude.lineage.record import DataUse
 from etude.models.load import choose_device
 from etude.report.corpus import shown, write_report
-from etude.run.stage import Job, Outcome, Stage
+from etude.run.stage import Ahead, Job, Outcome, Stage
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,12 +38,18 @@ class DataStage(Stage):
                 named = settings.tokeniser.source
                 raise UserError(f'data.tokeniser.source {named!r} is neither "base" nor "train" nor a folder')
 
-    def inputs(self, settings: DataSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:
-        """Return the sources by identity, the tasks and the tokeniser by content, and the settings."""
-        if parent_digest is None and settings.tokeniser.source == "base":
+    def check_order(self, settings: DataSettings, ahead: Ahead) -> None:
+        if not ahead.made_by and settings.tokeniser.source == "base":
             raise UserError('data.tokeniser needs a base; set `base` in the recipe, or data.tokeniser.source = "train"')
-        if parent_digest is None and settings.replay and settings.replay.source == "self":
-            raise UserError("data.replay needs a base; set `base` in the recipe")
+        if settings.replay and settings.replay.source == "self":
+            if not ahead.made_by:
+                raise UserError("data.replay needs a base; set `base` in the recipe")
+            if ahead.context and (length := settings.replay.length) >= ahead.context:
+                fits = f"does not fit the base's context of {ahead.context}"
+                raise UserError(f"data.replay.length {length} {fits}; lower it")
+
+    def inputs(self, settings: DataSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:  # noqa: ARG002
+        """Return the sources by identity, the tasks and the tokeniser by content, and the settings."""
         return {
             "settings": settings.model_dump(mode="json", exclude={"workers", "seed"}),
             "sources": [identify_source(source) for source in settings.source],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from etude.data.loader import Corpus
+    from etude.run.stage import Ahead
     from etude.training.distributed import World
     from etude.work import Work
 
@@ -53,13 +55,22 @@ class ExtendStage(TrainingStage):
     kind = "extend"
     settings = ExtendSettings
 
+    def check_order(self, settings: ExtendSettings, ahead: Ahead) -> None:
+        super().check_order(settings, ahead)
+        if settings.length > ahead.corpus.length:
+            short = f"the corpus has rows of {ahead.corpus.length} tokens: too short for {settings.length}"
+            raise UserError(f"{short}; raise data.length")
+        if ahead.context and settings.length <= ahead.context:
+            already = f"the model already has a context of {ahead.context} tokens"
+            raise UserError(f"{already}; {settings.length} is no extension of it")
+
+    def leaves(self, settings: ExtendSettings, ahead: Ahead) -> Ahead:
+        return replace(ahead, context=settings.length)
+
     def train(self, training: Training, world: World, work: Work | None) -> None:
         """Train on this rank."""
         settings: ExtendSettings = training.settings
         corpus = open_corpus(training, training.parent)
-        if settings.length > corpus.length:
-            short = f"the corpus has rows of {corpus.length} tokens: too short for {settings.length}"
-            raise UserError(f"{short}; raise data.length")
         longer = stretch(AutoConfig.from_pretrained(training.parent), settings.length, settings.rope)
         model = training.parent_model(config=longer)
         refuse_damaged(model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from etude.training.settings import OptimiserSettings, TrainSettings
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from etude.run.stage import Ahead
     from etude.training.distributed import World
     from etude.work import Work
 
@@ -47,6 +48,9 @@ class MtpStage(TrainingStage):
 
     kind = "mtp"
     settings = MtpSettings
+
+    def leaves(self, settings: MtpSettings, ahead: Ahead) -> Ahead:  # noqa: ARG002 - as its parent's
+        return replace(ahead, heads=True)
 
     def train(self, training: Training, world: World, work: Work | None) -> None:
         """Train on this rank; all ranks draw the same fresh weights."""

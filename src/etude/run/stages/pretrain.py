@@ -7,6 +7,7 @@ domain mix and replays the rest against forgetting; both are measured.
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from etude.run.stages.training import Training, TrainingStage, open_corpus, trai
 from etude.training.settings import LoraSettings, OptimiserSettings, ScheduleSettings, Settings, TrainSettings
 
 if TYPE_CHECKING:
-    from etude.run.stage import Job, Outcome
+    from etude.run.stage import Ahead, Job, Outcome
     from etude.training.distributed import World
     from etude.work import Work
 
@@ -68,11 +69,18 @@ class PretrainStage(TrainingStage):
         if settings.licence and not Path(settings.licence).expanduser().is_file():
             raise UserError(f"pretrain.licence {settings.licence!r} is not a file (looked in {Path.cwd()})")
 
-    def inputs(self, settings: PretrainSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:
+    def check_order(self, settings: PretrainSettings, ahead: Ahead) -> None:
+        """Refuse a model before it: it would not be used."""
+        if ahead.made_by:
+            what = "this recipe has a base" if ahead.made_by == ("base",) else f"{ahead.made_by[-1]} comes before it"
+            raise UserError(f"pretrain starts from random weights, but {what}; leave that out, or use `cpt`")
+        super().check_order(settings, replace(ahead, context=settings.model.context))
+
+    def leaves(self, settings: PretrainSettings, ahead: Ahead) -> Ahead:
+        return replace(ahead, context=settings.model.context, heads=False)
+
+    def inputs(self, settings: PretrainSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:  # noqa: ARG002
         """Return the settings; a model from nothing has no parent."""
-        if parent_digest is not None:
-            advice = "leave `base` out, or use `cpt`"
-            raise UserError(f"pretrain starts from random weights, but this recipe has a base; {advice}")
         inputs = super().inputs(settings, None, seed)
         licence = sha256_file(Path(settings.licence).expanduser()) if settings.licence else None
         return {**inputs, "settings": {**inputs["settings"], "licence": licence}}

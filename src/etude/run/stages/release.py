@@ -17,7 +17,7 @@ from etude.lineage.audit.sketch import FOLDER, known_sketches
 from etude.lineage.duties import evaluate, licence_uses, load_product, released
 from etude.lineage.facts import base_names
 from etude.models.bases import ancestors
-from etude.run.stage import Job, Outcome, Stage
+from etude.run.stage import Ahead, Job, Outcome, Stage
 
 if TYPE_CHECKING:
     from etude.lineage.verify import Verification
@@ -55,6 +55,13 @@ class ReleaseStage(Stage):
         if product := _path(settings.product):
             load_product(product)
         _key_identity(settings)
+
+    def check_order(self, settings: ReleaseSettings, ahead: Ahead) -> None:  # noqa: ARG002 - as its parent's
+        if len(ahead.made_by) == 1 and ahead.changed_by:
+            advice = f"put it after {ahead.changed_by[-1]}"
+            raise UserError(
+                f"release comes before {ahead.changed_by[0]}: it would release the base unchanged; {advice}"
+            )
 
     def inputs(self, settings: ReleaseSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:  # noqa: ARG002
         """Return settings, and the files they name by content; a key by its public half."""

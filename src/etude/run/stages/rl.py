@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError
 from etude.files import read_json, sha256_file, write_json
+from etude.inference.client import RemotePolicy
 from etude.lineage.environment import device_name
 from etude.models.load import choose_device
 from etude.report.rl import PAGE, steps_of, verdict, write_report
@@ -18,8 +19,8 @@ from etude.rl.metrics import ends
 from etude.rl.orchestrator import orchestrate
 from etude.rl.settings import RlSettings
 from etude.run.folder import MODEL
-from etude.run.stage import Job, Outcome, Stage, file_used
-from etude.run.stages.training import UNTRAINED_HEADS, complete_model, is_trained
+from etude.run.stage import Ahead, Job, Outcome, Stage, file_used
+from etude.run.stages.training import UNTRAINED_HEADS, complete_model, is_trained, refuse_long
 from etude.tasks.demos import refuse_benchmarks
 from etude.tasks.manifest import TaskSet, find_manifest, load_set, picked, read_rows
 from etude.tasks.score import check
@@ -51,6 +52,12 @@ class RlStage(Stage):
         refuse_benchmarks(manifest)
         picked(f"rl.tasks: {settings.tasks}", read_rows(manifest)[2], settings.only)
 
+        if settings.engine:
+            asyncio.run(_answers(settings.engine))
+
+    def check_order(self, settings: RlSettings, ahead: Ahead) -> None:
+        refuse_long(settings.length, ahead.context)
+
     def inputs(self, settings: RlSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:  # noqa: ARG002
         """Return the settings that decide the result, and the tasks by content."""
         chosen = settings.model_dump(mode="json", exclude=WITHOUT_EFFECT)
@@ -78,6 +85,16 @@ class RlStage(Stage):
 
     def show(self, folder: Path) -> list[str]:
         return [*verdict(steps_of(folder)), *read_json(folder / RESULTS)["notes"], f"report: {folder / PAGE}"]
+
+
+async def _answers(address: str) -> None:
+    """Refuse an engine that cannot be reached, or does not speak tokens."""
+    policy = RemotePolicy(address, 0)
+    try:
+        if not await policy.speaks_tokens():
+            raise UserError(f"rl.engine: {address} returns no token ids; start vLLM with --enable-scale-out")
+    finally:
+        await policy.close()
 
 
 def _trained(tasks: TaskSet, settings: RlSettings, job: Job) -> None:

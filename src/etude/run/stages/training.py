@@ -27,7 +27,7 @@ from etude.models.mtp_heads import FILE, keep_apart, load_heads
 from etude.models.shape import shape_of
 from etude.report.training import RESULTS, shown, write_report
 from etude.run.folder import MODEL
-from etude.run.stage import Job, Outcome, Stage
+from etude.run.stage import Ahead, Job, Outcome, Stage
 from etude.training.distributed import World, join
 from etude.training.measure import Bits, acceptance_by_domain, bits_by_domain, table
 from etude.training.objectives.mtp import MultiToken
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from etude.training.settings import JointMtpSettings
     from etude.work import Work
 
+NO_CORPUS = "trains on a corpus, and this recipe has none; describe one in [data]"
+NO_HEADS = "the model to start from has no MTP heads; put an `mtp` stage before this one"
 UNTRAINED_HEADS = "the parent's MTP heads came along untrained: they know the parent; train them again"
 WITHOUT_EFFECT = {"micro", "checkpoint_every", "keep", "loader_workers"}  # on the result
 SIDE_FILES = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
@@ -76,6 +78,23 @@ class TrainingStage(Stage):
     reads_corpus = True
     learns_corpus = True  # not only measured on it
     kind: str
+
+    def check_order(self, settings: Any, ahead: Ahead) -> None:
+        """Refuse rows that will not fit the model or the corpus, and what needs a corpus or heads that will not be there."""
+        if self.learns_corpus:
+            if ahead.corpus is None:
+                raise UserError(f"{self.kind} {NO_CORPUS}")
+            rows_a_step(settings, ahead.corpus.length, 1)
+            domains = {source.domain for source in ahead.corpus.source} | {"replay"}
+            if unknown := sorted(set(settings.shares) - domains):
+                raise UserError(
+                    f"{self.kind}.shares: no source has the domain {unknown[0]!r}{nearest(unknown[0], domains)}"
+                )
+        length = settings.length or (ahead.corpus.length if self.learns_corpus else 0)
+        if self.kind != "extend":
+            refuse_long(length, ahead.context)
+        if getattr(settings, "mtp", None) and ahead.heads is False:
+            raise UserError(f"{self.kind}.mtp: {NO_HEADS}")
 
     def inputs(self, settings: Any, parent_digest: str | None, seed: int) -> dict[str, Any]:  # noqa: ARG002
         """Return the settings that decide the result; the runner adds the corpus."""
@@ -159,7 +178,7 @@ def dismiss_ranks() -> None:
 def open_corpus(training: Training, model: Path) -> Corpus:
     """Open the run's corpus for a model, or for the tokeniser of one."""
     if training.corpus is None:
-        raise UserError(f"{training.kind} trains on a corpus, and this recipe has none; describe one in [data]")
+        raise UserError(f"{training.kind} {NO_CORPUS}")
     corpus = Corpus.open(training.corpus)
     if not same_tokens(training.corpus / "tokeniser", model):
         made = f"was made with another vocabulary than the model's ({corpus.vocabulary} tokens)"
@@ -194,6 +213,21 @@ def shares_by_source(corpus: Corpus, wanted: dict[str, float]) -> dict[str, floa
     return shares
 
 
+def rows_a_step(settings: Any, corpus_length: int, ranks: int) -> int:
+    """Return the rows of the corpus that a step takes; each rank must get whole ones."""
+    tokens = settings.batch * (settings.length or corpus_length)
+    if tokens % (corpus_length * ranks):
+        rows = f"the corpus's rows of {corpus_length} tokens" + (f" times {ranks} ranks" if ranks > 1 else "")
+        raise UserError(f"batch × length must be a multiple of {rows}; it is {tokens}")
+    return int(tokens // corpus_length)
+
+
+def refuse_long(length: int, context: int | None) -> None:
+    if context and length > context:
+        advice = f"set length = {context}, or extend it first"
+        raise UserError(f"rows of {length} tokens are longer than the model's context of {context}; {advice}")
+
+
 def train_on_corpus(
     training: Training, world: World, work: Work | None, model: Any,
     objective: Callable[[Any], Objective] | None = None, **more: Any,
@@ -201,16 +235,12 @@ def train_on_corpus(
     """Train a model on the corpus, measured on what is held out of it; save it and the report."""
     settings = training.settings
     corpus = open_corpus(training, training.parent)
-    length = settings.length or corpus.length
-    if (settings.batch * length) % (corpus.length * world.size):
-        ranks = f" times {world.size} ranks" if world.size > 1 else ""
-        rows = f"the corpus's rows of {corpus.length} tokens{ranks}"
-        raise UserError(f"batch × length must be a multiple of {rows}; it is {settings.batch * length}")
+    length, rows = settings.length or corpus.length, rows_a_step(settings, corpus.length, world.size)
     if corpus.vocabulary > (known := model.get_input_embeddings().weight.shape[0]):
         advice = "take a base whose files belong together"
         raise UserError(f"the base knows {known} tokens, its tokeniser {corpus.vocabulary}; {advice}")
     loader = Loader(
-        corpus, seed=training.seed, batch=settings.batch * length // corpus.length, rank=world.rank, world=world.size,
+        corpus, seed=training.seed, batch=rows, rank=world.rank, world=world.size,
         shares=shares_by_source(corpus, settings.shares), workers=settings.loader_workers,
     )  # fmt: skip
 
@@ -238,9 +268,7 @@ def train_and_report(  # noqa: PLR0913 - what a training is made of
     `evaluate` measures bits per byte and `also` whatever else. `dtype`: of the parent's weights, if it has any.
     """
     settings, parent, saved = training.settings, training.parent, training.folder / MODEL
-    if length > (context := shape_of(model.config).context):
-        advice = f"set length = {context}, or extend it first"
-        raise UserError(f"rows of {length} tokens are longer than the model's context of {context}; {advice}")
+    refuse_long(length, shape_of(model.config).context)
     session = corpus_session(
         model, settings, loader, length, world, training.folder, work.reporter.say if work else lambda _: None,
         objective=objective or NextToken, parent_dtype=dtype or saved_dtype(parent), lora=getattr(settings, "lora", None),
@@ -279,8 +307,7 @@ def joint_objective(training: Training, model: Any) -> Callable[[Any], Objective
         return None
     model.mtp = load_heads(training.parent, model)
     if model.mtp is None:
-        advice = "put an `mtp` stage before this one"
-        raise UserError(f"{training.kind}.mtp: the model to start from has no MTP heads; {advice}")
+        raise UserError(f"{training.kind}.mtp: {NO_HEADS}")
     return partial(MultiToken, beta=joint.beta, joint=joint)
 
 
