@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -61,9 +62,39 @@ def shuffled(model: Tensors) -> Tensors:
     return made
 
 
-def turned(model: Tensors) -> Tensors:
+def flipped(model: Tensors, share: float = 0.5) -> Tensors:
+    """Some units of every feed-forward layer negated in up and down, same function."""
+    made, chance = dict(model), np.random.default_rng(5)
+    for layer in range(LAYERS):
+        signs, stem = np.where(chance.random(FFN) < share, -1, 1).astype(np.float32), f"model.layers.{layer}.mlp."
+        made[f"{stem}up_proj.weight"] = made[f"{stem}up_proj.weight"] * signs[:, None]
+        made[f"{stem}down_proj.weight"] = made[f"{stem}down_proj.weight"] * signs
+    return made
+
+
+def renamed(model: Tensors, names: str) -> Tensors:
+    """The same tensors under names that nobody knows."""
+    parts = {"self_attn.q_proj": "mix.a1", "self_attn.k_proj": "mix.a2", "self_attn.v_proj": "mix.a3", "self_attn.o_proj": "mix.z",
+             "mlp.gate_proj": "net.w1", "mlp.up_proj": "net.w3", "mlp.down_proj": "net.w2"}  # fmt: skip
+    made = {}
+    for number, (name, each) in enumerate(model.items()):
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
+        if names == "in order":
+            made[f"tensor_{number}"] = each
+        elif names == "by part":
+            made[f"{parts[match[2]]}/{match[1]}" if match else "lookup"] = each
+        else:
+            made[f"blocks.{match[1]}.{parts[match[2]]}" if match else "lookup"] = each
+    return made
+
+
+def turned(model: Tensors, how: str = "rotated") -> Tensors:
     """Another basis of the residual stream, same function."""
-    turn = ortho_group.rvs(HIDDEN, random_state=3).astype(np.float32)
+    chance, turn = np.random.default_rng(3), ortho_group.rvs(HIDDEN, random_state=3).astype(np.float32)
+    if how != "rotated":
+        turn = np.eye(HIDDEN, dtype=np.float32)
+        turn = turn[chance.permutation(HIDDEN)] if how == "permuted" else turn * chance.choice([-1, 1], HIDDEN)
+    turn = turn.astype(np.float32)
     return {name: turn.T @ each if any(out in name for out in OUT) else each @ turn for name, each in model.items()}
 
 

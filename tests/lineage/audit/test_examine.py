@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import tracemalloc
@@ -12,6 +13,7 @@ import pytest
 from gguf import GGMLQuantizationType
 from safetensors.numpy import load_file, save_file
 
+from etude.errors import UserError
 from etude.lineage.audit.descent_tests import EMBEDDING, MATCHING, NEURONS, ROUTER
 from etude.lineage.audit.examine import IDENTITY, Finding, Opened, examine, examine_library, open_model
 from etude.lineage.audit.sketch import Facts, Sketch, make_sketch
@@ -20,8 +22,10 @@ from tests.lineage.audit import zoo
 from tests.lineage.audit.relatives import (
     HIDDEN,
     drifted,
+    flipped,
     llama,
     narrower,
+    renamed,
     save,
     shallower,
     shuffled,
@@ -231,6 +235,61 @@ def test_without_common_words_what_cannot_be_compared_is_said(base: Opened, tmp_
         assert finding.notes[0] == "no tokeniser to compare"
         assert "only 0 words in common" in finding.notes[1]
         assert "widths differ" in finding.notes[2]
+
+
+@pytest.mark.parametrize("how", ["permuted", "negated", "rotated"])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("drift", [0.0, 0.3])
+def test_negated_units_in_another_basis_are_found(
+    base: Opened, tmp_path: Path, how: str, share: float, drift: float
+) -> None:
+    """Both change nothing that the model computes; the first hid from cosines, and so the second was never undone."""
+    disguised = turned(flipped(drifted(llama(0), drift), share), how)
+    for finding in both(base, save(tmp_path / "it", disguised)):
+        assert finding.verdict.word == "derived"
+        assert finding.verdict.log10_p < -30
+    for finding in both(base, save(tmp_path / "units too", shuffled(disguised))):
+        assert finding.verdict.word == "related"  # no exact test sees an order that is gone
+    for finding in both(base, save(tmp_path / "stranger", turned(flipped(llama(7), share), how))):
+        assert finding.verdict.word == "none"
+
+
+@pytest.mark.parametrize("names", ["by layer", "by part", "in order"])
+def test_tensors_with_unknown_names_are_known_by_their_shapes(base: Opened, tmp_path: Path, names: str) -> None:
+    for number, model in enumerate([drifted(llama(0), 0.3), turned(flipped(llama(0)))]):
+        for finding in both(base, save(tmp_path / str(number), renamed(model, names))):
+            assert finding.verdict.word == "derived"
+            assert finding.shapes.kind == "exact"
+            assert "known by their shapes" in finding.notes[-1]
+    (tmp_path / "0" / "config.json").write_text('{"depth": 6}', encoding="utf-8")  # nor is its config one that is known
+    assert examine(base, open_model(tmp_path / "0"), QUIET).verdict.word == "derived"
+    for finding in both(base, save(tmp_path / "stranger", renamed(llama(7), names))):
+        assert finding.verdict.word == "none"
+    renamed_base = open_model(save(tmp_path / "base", renamed(llama(0), names)))
+    assert (
+        examine(renamed_base, open_model(save(tmp_path / "child", drifted(llama(0), 0.3))), QUIET).verdict.word
+        == "derived"
+    )
+
+
+def test_a_renamed_mixture_is_known_by_its_shapes(base: Opened, tmp_path: Path) -> None:
+    names = {".mlp.experts.": "/e", ".mlp.gate.": "/route.", ".up_proj.": "/c.", ".gate_proj.": "/a.", ".down_proj.": "/b.",
+             "model.layers.": "deep", "self_attn": "look", "model.embed_tokens": "lookup"}  # fmt: skip
+    made = {}
+    for name, each in upcycled(llama(0), 4).items():
+        for known, other in names.items():
+            name = name.replace(known, other)  # noqa: PLW2901 - one after another
+        made[name] = each
+    suspect = save(tmp_path / "it", made, model_type="mixtral")
+    assert open_model(suspect).shape.experts == 4
+    for finding in both(base, suspect):
+        assert finding.verdict.word == "derived"
+
+
+def test_names_without_numbers_and_order_are_refused(tmp_path: Path) -> None:
+    hashed = {hashlib.sha256(name.encode()).hexdigest(): each for name, each in llama(0).items()}
+    with pytest.raises(UserError, match="no layers known"):
+        open_model(save(tmp_path / "it", dict(sorted(hashed.items()))))
 
 
 def test_effort_is_counted(base: Opened, tmp_path: Path) -> None:

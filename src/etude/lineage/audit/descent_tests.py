@@ -136,12 +136,15 @@ class RowMatch:
 
     rows: NDArray[np.intp]  # of A
     partners: NDArray[np.intp]  # of B
-    cosine: float  # mean over the pairs
+    cosine: float  # mean size over the pairs
     sampled: bool = False  # too many rows to assign: some rows of A chose their best of all rows of B
 
 
 def match_rows(a: NDArray[np.float32], b: NDArray[np.float32], *, seed: int = 0) -> RowMatch:
-    """Pair rows of A [h, d] with rows of B [k, d] so that the summed cosine is largest; h and k may differ (pruned)."""
+    """Pair rows of A [h, d] with rows of B [k, d] so that the summed size of their cosines is largest; h and k may differ (pruned).
+
+    Its sign says nothing: an up row and its column of down can both be negated, and the model computes the same.
+    """
     chance = np.random.default_rng(seed)
     # Rows of zeros (padding) resemble nothing, and equal ones each other: in the order of their indices if not shuffled.
     rows_a, rows_b = np.flatnonzero(a.any(axis=1)), chance.permutation(np.flatnonzero(b.any(axis=1)))
@@ -149,7 +152,7 @@ def match_rows(a: NDArray[np.float32], b: NDArray[np.float32], *, seed: int = 0)
     if sampled:
         rows_a = chance.choice(rows_a, min(SAMPLED_ROWS, len(rows_a)), replace=False)
     a, b = unit_rows(a[rows_a]), unit_rows(b[rows_b])
-    chosen, partners, cosines = _best(a, b) if sampled else assign(a @ b.T)
+    chosen, partners, cosines = _best(a, b) if sampled else assign(np.abs(a @ b.T))
     cosine = float(cosines.mean()) if len(cosines) else 0.0
     return RowMatch(rows_a[chosen], rows_b[partners], cosine, sampled)
 
@@ -164,8 +167,9 @@ def assign(similarity: NDArray[np.floating]) -> Pairing:
 
 def _best(a: NDArray[np.float32], b: NDArray[np.float32]) -> Pairing:
     """Let every row choose for itself. Exchangeable rows choose exchangeable partners: the permutation null holds."""
-    columns = np.concatenate([(a[start : start + BLOCK] @ b.T).argmax(axis=1) for start in range(0, len(a), BLOCK)])
-    return np.arange(len(a)), columns, np.einsum("ij,ij->i", a, b[columns])
+    blocks = (np.abs(a[start : start + BLOCK] @ b.T) for start in range(0, len(a), BLOCK))
+    columns = np.concatenate([block.argmax(axis=1) for block in blocks])
+    return np.arange(len(a)), columns, np.abs(np.einsum("ij,ij->i", a, b[columns]))
 
 
 def unit_rows(matrix: NDArray[np.float32]) -> NDArray[np.float32]:

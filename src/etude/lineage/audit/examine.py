@@ -13,6 +13,7 @@ reuse tokenisers and shapes, and a descendant can have had its tokeniser exchang
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from dataclasses import dataclass, fields, replace
@@ -235,6 +236,10 @@ def examine(a: Opened | Sketch, b: Opened, reporter: Reporter, compared: int = 1
     tests, notes = _tests(a, b, vocabularies, reporter)
     unread = [(side.name, start) for side in (a, b) if isinstance(side, Opened) for start in side.weights.unread]
     notes += [f"{start}… of {name}: taken for no part of its language model" for name, start in unread]
+    renamed = [side.name for side in (a, b) if isinstance(side, Opened) and side.weights.renamed]
+    notes += [
+        f"the names of {name}'s tensors, which are known by their shapes; up and gate both ways" for name in renamed
+    ]
     return Finding(
         a.name, b.name, "sketch" if isinstance(a, Sketch) else "weights", tuple(tests), tokens, shapes,
         judge(tests, tokens, shapes, compared), tuple(notes), time.monotonic() - started,
@@ -255,7 +260,7 @@ def _tests(
         carry = partial(_scatter, aligned, a.shape.hidden)
         return [descent_tests.order_test(aligned), *_compare(a, b, carry, reporter)], notes
     tests = [*([descent_tests.embedding_test(*words)] if words else []), *_compare(a, b, lambda rows: rows, reporter)]
-    if words and not any(test.log10_p is not None and test.log10_p < SECOND for test in tests):
+    if words and judge(tests, None, None, 1).word in {"none", "related"}:
         turn = descent_tests.rotation(*words)
         turned = _compare(a, b, lambda rows: descent_tests.rotate_back(rows, turn), reporter)
         tests += [replace(test, rotated=True) for test in turned if test.name != IDENTITY]
@@ -354,8 +359,13 @@ class _Matched:
         experts = match("router", "router")
         self.routers += [(at_a, experts)] if experts else []
         twin = dict(zip(experts.rows.tolist(), experts.partners.tolist(), strict=True)).get(0, 0) if experts else 0
-        for block_a, block_b in _blocks(a.shape, b.shape):
-            ups, gates = (match(f"{block_a}{part}", f"{block_b}{part}", twin) for part in ("up", "gate"))
+        both_ways = any(isinstance(side, Opened) and side.weights.renamed for side in (a, b))
+        ways = [("up", "gate"), ("gate", "up")][: 1 + both_ways]
+        for (block_a, block_b), (like_up, like_gate) in itertools.product(_blocks(a.shape, b.shape), ways):
+            ups, gates = (
+                match(f"{block_a}up", block_b + like_up, twin),
+                match(f"{block_a}gate", block_b + like_gate, twin),
+            )
             self.ups += [(at_a, ups)] if ups else []
             self.units += [(at_a, ups, gates)] if ups and gates else []
 

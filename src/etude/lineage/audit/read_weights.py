@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from etude.errors import UserError, one_line
 from etude.files import read_json
+from etude.lineage.audit.roles import by_role
 from etude.lineage.weight_files import DAMAGED, INDEX, indexed_files, read_header
 
 if TYPE_CHECKING:
@@ -426,16 +427,22 @@ class Layout:
 
 def _stacks_of(names: Mapping[str, tuple[int, ...]], where: Path) -> tuple[str, list[str]]:
     """Return the prefix of the language model's layers, that under which most layers have parts we know, and the other ones."""
+    layers = _known_stacks(names)
+    if not layers:
+        raise UserError(_unknown(names, where, "layers"))
+    first, *others = sorted(layers, key=lambda prefix: -len(layers[prefix]))
+    return first, others
+
+
+def _known_stacks(names: Iterable[str]) -> dict[str, set[int]]:
+    """Return which layers have parts whose names are known, by what their names begin with."""
     known = {re.sub(r"\.\{\}", ".0", name) for part in PARTS.values() for name in part}
     layers: dict[str, set[int]] = defaultdict(set)
     for name in names:
         match = STACK.fullmatch(name)
         if match and not NOT_LANGUAGE.search(match[1]) and re.sub(r"\.weight(_packed)?$", "", match[3]) in known:
             layers[match[1]].add(int(match[2]))
-    if not layers:
-        raise UserError(_unknown(names, where, "layers"))
-    first, *others = sorted(layers, key=lambda prefix: -len(layers[prefix]))
-    return first, others
+    return layers
 
 
 def _unknown(names: Mapping[str, tuple[int, ...]], where: Path, what: str) -> str:
@@ -449,8 +456,11 @@ class Weights:
     Every call reads anew and keeps nothing; `bytes_read` counts what was read from the files.
     """
 
-    def __init__(self, path: Path, files: list[Path], tensors: Mapping[str, Tensor], declared: Declared) -> None:
+    def __init__(
+        self, path: Path, files: list[Path], tensors: Mapping[str, Tensor], declared: Declared, *, renamed: bool = False
+    ) -> None:
         self.path, self.files = path, files
+        self.renamed = renamed  # known by shape, so that up and gate may be the other way round
         self.bytes_read = 0
         self.bytes_total = sum(file.stat().st_size for file in files)
         self._tensors, self._block = tensors, declared.block
@@ -508,11 +518,37 @@ def open_weights(path: Path) -> Weights:
     """Open a folder of safetensors, one .safetensors with its config beside it, or a .gguf; only headers are read."""
     files = weight_files(path)
     tensors, meta = read_headers(files)
-    declared = declared_by_gguf(meta, path) if meta else _declared_beside(files)
+    renamed = _by_role(tensors)
     try:
-        return Weights(path, files, tensors, declared)
+        declared = declared_by_gguf(meta, path) if meta else _declared_beside(files)
+    except UserError:
+        if not renamed:
+            raise
+        declared = _declared_by_nothing(renamed)
+    try:
+        return Weights(path, files, renamed or tensors, declared, renamed=bool(renamed))
     except (*UNREADABLE, ZeroDivisionError) as error:
         raise UserError(f"{path}: tensors and config do not fit ({one_line(error)}); fetch both again") from None
+
+
+def _by_role(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a model whose names are unknown by the names they might have, scales included; else none."""
+    language = {name: tensor.shape for name, tensor in tensors.items() if not NOT_LANGUAGE.search(name)}
+    if _known_stacks(language):
+        return {}
+    weights = {name: shape for name, shape in language.items() if not name.endswith(("_scale_inv", "_scale"))}
+    return {
+        usual + ending: tensors[name + ending]
+        for usual, name in by_role(weights).items()
+        for ending in ("", "_scale_inv", "_scale")
+        if name + ending in tensors
+    }
+
+
+def _declared_by_nothing(renamed: Mapping[str, Tensor]) -> Declared:
+    """Return what a renamed model is taken to be whose config cannot be read either: nothing but its depth matters here."""
+    layers = {match[2] for name in renamed if (match := STACK.fullmatch(name))}
+    return Declared("unknown", layers=len(layers), heads=1, head_dim=None, rope_theta=None)
 
 
 def _declared_beside(files: list[Path]) -> Declared:
