@@ -22,7 +22,7 @@ from etude.lineage.duties import (
     notice,
     unmet,
 )
-from etude.lineage.licences import identify, normalised_hash, obligations
+from etude.lineage.licences import identify, letters_hash, obligations, plain
 from etude.lineage.record import Lineage, Parent
 from tests.lineage.licence_texts import KIMI, MINIMAX, MIT
 from tests.lineage.records import child_of, full_record, three_generations
@@ -73,7 +73,7 @@ def test_the_mit_of_minimax_m2_is_not_mit() -> None:
 def registered(folder: Path, licence: str, text: str) -> list[dict[str, Any]]:
     """The known facts, from a file of their own, where `text` stands for a licence whose words we may not copy here."""
     facts = copy.deepcopy(obligations())
-    next(each for each in facts if each["id"] == licence)["text_sha256_norm"] = normalised_hash(text)
+    next(each for each in facts if each["id"] == licence)["text_sha256_letters"] = [letters_hash(plain(text))]
     (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
     return list(json.loads((folder / "facts.json").read_text(encoding="utf-8")))
 

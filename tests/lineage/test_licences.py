@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import hashlib
+import html
+import random
 import re
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +20,15 @@ from etude.lineage.licences import (
     headline_duties,
     held,
     identify,
+    letters_hash,
     licence_files,
-    normalised_hash,
     obligations,
+    plain,
     refuse_losses,
 )
 from etude.lineage.record import CarriedLicence, Lineage
 from etude.models.bases import known_bases
-from tests.lineage.licence_texts import MIT
+from tests.lineage.licence_texts import KIMI, MINIMAX, MIT
 from tests.lineage.records import full_record
 
 LICENSE = Path(__file__).resolve().parents[2] / "LICENSE"
@@ -48,8 +52,84 @@ def test_mit_is_known_whoever_owns_it(owner: str, year: int) -> None:
 def test_layout_does_not_matter_to_the_hash() -> None:
     text = MIT.format(owner="2026 Somebody")
     reflowed = "\r\n".join(f"  * {line}  " for line in re.sub(r"\s+", " ", text).upper().split(" "))
-    assert normalised_hash(reflowed) == normalised_hash(text)
-    assert normalised_hash(text.replace("free of charge", "for a charge")) != normalised_hash(text)
+    assert letters_hash(plain(reflowed)) == letters_hash(plain(text))
+    assert letters_hash(plain(text.replace("free of charge", "for a charge"))) != letters_hash(plain(text))
+
+
+def sprinkled(text: str, invisible: str) -> str:
+    chance = random.Random(0)
+    return "".join(one + invisible * (one.isalpha() and chance.random() < 0.2) for one in text)
+
+
+def wrapped(text: str) -> str:
+    return "\n".join(textwrap.fill(line, 40) for line in text.splitlines())
+
+
+def ligatures(text: str) -> str:
+    return text.replace("ffi", "ﬃ").replace("fi", "ﬁ").replace("fl", "ﬂ").replace("ff", "ﬀ")
+
+
+DISGUISES: dict[str, Callable[[str], str]] = {
+    "escaped": html.escape,
+    "all punctuation escaped": lambda text: re.sub(r"[^\w\s]", lambda found: f"&#{ord(found[0])};", text),
+    "named spaces": lambda text: html.escape(text).replace(" ", "&nbsp;").replace("“", "&ldquo;"),
+    "line breaks of HTML": lambda text: f"<p>{html.escape(text)}</p>".replace("\n", "<br/>\n"),
+    "40 columns": wrapped,
+    "ligatures": ligatures,
+    "soft hyphens": lambda text: sprinkled(text, "\u00ad"),
+    "zero-width spaces": lambda text: sprinkled(text, "\u200b"),
+    "word joiners": lambda text: "\ufeff" + sprinkled(text, "\u2060"),
+    "full width": lambda text: "".join(
+        chr(ord(one) + 0xFEE0) if one.isascii() and one.isalnum() else one for one in text
+    ),
+    "hyphenated": lambda text: re.sub(r"(?i)(condi)(tion)", r"\1-\n\2", text),
+    "quoted": lambda text: "\n".join(f"> {line}" for line in text.splitlines()),
+    "a comment, CRLF": lambda text: "\r\n".join(f" * {line}" for line in text.splitlines()),
+    "all at once": lambda text: html.escape(wrapped(ligatures(sprinkled(text, "\u200b")))),
+}
+APACHE = LICENSE.read_text(encoding="utf-8")
+KNOWN = {
+    "MIT": MIT.format(owner="2026 Somebody"),
+    "Kimi-K2.5-Modified-MIT": KIMI,
+    "MiniMax-M2": MINIMAX,
+    "Apache-2.0": APACHE,
+    "long words": "Section 1.1\n\nSee https://www.example.org/a-very-long-address/that-no-column-of-40-holds/licence for 2.5 % & more.",
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("disguise", DISGUISES)
+def test_a_text_is_known_as_it_is_read_however_it_is_written(name: str, disguise: str) -> None:
+    assert identify(DISGUISES[disguise](KNOWN[name]), facts_with(KNOWN)) == name
+
+
+@settings(deadline=None)
+@given(st.sampled_from(sorted(KNOWN)), st.sampled_from(sorted(DISGUISES)), st.data())
+def test_a_changed_number_makes_another_text_however_it_is_written(
+    name: str, disguise: str, data: st.DataObject
+) -> None:
+    text = re.sub(r"(?im)^[\W_]*copyright.*$", "", KNOWN[name])
+    facts = facts_with(KNOWN | {name: text})
+    assert identify(DISGUISES[disguise](text), facts) == name
+    number = data.draw(st.sampled_from([*re.finditer(r"\d+|third|one|two", text)] or [None]))
+    if number is None:
+        return
+    other = data.draw(
+        st.sampled_from([f"{number[0]}0", f"{number[0]}.5", f"{number[0]}²", f"9{number[0]}", "6 7", "٣"])
+    )
+    assert identify(DISGUISES[disguise](text[: number.start()] + other + text[number.end() :]), facts) is None
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_added_in_another_script_is_not_overlooked(name: str) -> None:
+    for clause in ("\nНе для продажи.", "\n不得用于商业用途。"):
+        assert identify(KNOWN[name] + clause, facts_with(KNOWN)) is None
+
+
+def facts_with(texts: dict[str, str]) -> list[dict[str, Any]]:
+    """The known facts, and those of texts that are none of them."""
+    others = [{"id": name, "text_sha256_letters": [letters_hash(plain(texts[name]))]} for name in texts]
+    return [*obligations(), *others]
 
 
 @pytest.mark.parametrize("clause", [OUR_CLAUSE, "\nThe Software shall be used for Good, not Evil.\n"])

@@ -7,9 +7,11 @@ somebody has to read it. Facts for engineering, not legal advice.
 from __future__ import annotations
 
 import hashlib
+import html
 import json
 import re
 import shutil
+import unicodedata
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,12 +31,33 @@ OWN = "this recipe"  # where a licence comes from that came with no ancestor
 LICENCE_NAME = re.compile(r"(LICEN[CS]E|NOTICE|COPYING|COPYRIGHT|USE_POLICY|USAGE_POLICY)([-_. ].*)?", re.IGNORECASE)
 
 # Not every line that starts with the word: "copyright notices shall be displayed" is a duty, not an owner.
-OWNER_LINE = re.compile(r"\s*copyright\s*(\(c\)|©|\[|\{|<|\d)", re.IGNORECASE)
+OWNER_LINE = re.compile(r"[\W_]*copyright\s*(\(c\)|©|\[|\{|<|\d)", re.IGNORECASE)
+HTML_TAG = re.compile(r"</?(?:p|br|b|i|em|strong|div|span|li|ul|ol|pre|code|h[1-6])\s*/?>", re.IGNORECASE)
 
 
-def normalised_hash(text: str) -> str:
-    """Return the hash that identifies a licence text whatever its layout: lower case, runs of other characters → one space."""
-    return hashlib.sha256(re.sub(r"[^a-z0-9]+", " ", text.lower()).strip().encode()).hexdigest()
+def plain(text: str) -> str:
+    """Return a text as it is read: entities and simple tags of HTML resolved, ligatures as letters, nothing invisible, lower case.
+
+    Letters and numbers of other kinds become the usual ones where they mean the same (“ﬁ”, “２”), or stay and make another text (“²”).
+    """
+    shown = html.unescape(HTML_TAG.sub(" ", text))
+    kinds = [(letter, unicodedata.category(letter)) for letter in shown]
+    kept = (unicodedata.normalize("NFKC", one) if kind[0] in "LN" else one for one, kind in kinds if kind != "Cf")
+    return "".join(kept).lower()
+
+
+def letters_hash(text: str) -> str:
+    """Return the hash that identifies a `plain` text whatever its layout: its letters and digits, wherever lines and words are broken.
+
+    Only between digits a gap counts, as one space: 2.0 is not 20.
+    """
+    gaps = re.sub(r"(?<=\d)[\W_]+(?=\d)", " ", text)
+    return hashlib.sha256(re.sub(r"[^\w ]|_|(?<!\d) | (?!\d)", "", gaps).encode()).hexdigest()
+
+
+def words_hash(text: str) -> str:
+    """Return the older hash, for texts of which only that is known: runs of what is no letter from a to z or digit → one space."""
+    return hashlib.sha256(re.sub(r"[^a-z0-9]+", " ", text).strip().encode()).hexdigest()
 
 
 @cache
@@ -49,11 +72,13 @@ def obligations() -> list[dict[str, Any]]:
 
 def identify(text: str, facts: Iterable[dict[str, Any]] | None = None) -> str | None:
     """Return the id of a licence text, or None if none of the licences we have facts of has exactly these words."""
-    whole = normalised_hash(text)
+    shown = plain(text)
     # Copies of MIT and BSD differ in the lines that name the owner.
-    unowned = normalised_hash("\n".join(line for line in text.splitlines() if not OWNER_LINE.match(line)))
+    unowned = "\n".join(line for line in shown.splitlines() if not OWNER_LINE.match(line))
+    letters, words = {letters_hash(shown), letters_hash(unowned)}, words_hash(shown)
     for licence in obligations() if facts is None else facts:
-        if whole == licence["text_sha256_norm"] or unowned in licence.get("texts_without_copyright_lines", []):
+        known = licence.get("text_sha256_letters")
+        if letters.intersection(known) if known else words == licence["text_sha256_norm"]:
             return str(licence["id"])
     return None
 
