@@ -97,7 +97,7 @@ def make_zoo(zoo: Path, size: Size) -> dict[str, float]:
     trained({times: f"cpt {times:g}×" for times in CPT}, bases, prose, LEARNING_RATE)
     trained({1.0: "same seed"}, audit_zoo.stack_of(drawn[: size.parents], device), prose, LEARNING_RATE)
     for index in range(size.parents):
-        if not (zoo / "prune depth" / f"{index:03d}" / "config.json").exists():
+        if not (zoo / "rename, flip, rotate" / f"{index:03d}" / "config.json").exists():
             disguise(zoo, index)
     return found
 
@@ -133,6 +133,13 @@ def disguise(zoo: Path, index: int) -> None:
         ("prune units", made.narrower(base, 96, 64), {"intermediate_size": 96}),
         ("prune width", made.narrower(base, 96, 48), {"intermediate_size": 96, "hidden_size": 48}),
         ("prune depth", made.shallower(base, [0, 3]), {"num_hidden_layers": 2}),
+        ("flip", made.flipped(sft, chance), {}),
+        *(
+            (f"flip, {how}", made.rotated(made.flipped(sft, chance), chance, how), apart)
+            for how in ("rotate", "reorder", "negate")
+        ),
+        ("rename", made.renamed(sft), {}),
+        ("rename, flip, rotate", made.renamed(made.rotated(made.flipped(sft, chance), chance)), apart),
     ):
         made.save(zoo / kind / name, {key: np.asarray(value, np.float32) for key, value in state.items()}, **config)
 

@@ -185,11 +185,12 @@ def words() -> list[str]:
 def save(folder: Path, state: State, **changes: Any) -> None:
     """Write a Hugging Face folder; the config last, which says that it is whole."""
     folder.mkdir(parents=True, exist_ok=True)
-    listed = words() + [f"<extra{index}>" for index in range(len(state[EMBEDDING]) - VOCABULARY)]
+    size = len(state.get(EMBEDDING, words()))
+    listed = words() + [f"<extra{index}>" for index in range(size - VOCABULARY)]
     model = {"type": "BPE", "vocab": {word: index for index, word in enumerate(listed)}, "merges": []}
     (folder / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": []}), encoding="utf-8")
     save_file(state, folder / "model.safetensors")
-    write_json(folder / "config.json", {**CONFIG, "vocab_size": len(state[EMBEDDING]), **changes})
+    write_json(folder / "config.json", {**CONFIG, "vocab_size": size, **changes})
 
 
 def load(folder: Path) -> State:
@@ -213,10 +214,34 @@ def shuffled(state: State, chance: np.random.Generator) -> State:
     return made
 
 
-def rotated(state: State, chance: np.random.Generator) -> State:
+def flipped(state: State, chance: np.random.Generator) -> State:
+    """Return the same model with half of the units of each feed-forward layer negated in up and down."""
+    made = dict(state)
+    for layer in range(blocks(state)):
+        signs = chance.choice([-1, 1], len(state[at(layer, "mlp.up_proj")])).astype(np.float32)
+        made[at(layer, "mlp.up_proj")] = state[at(layer, "mlp.up_proj")] * signs[:, None]
+        made[at(layer, "mlp.down_proj")] = state[at(layer, "mlp.down_proj")] * signs
+    return made
+
+
+def renamed(state: State) -> State:
+    """Return the tensors of a model under names that say nothing but their order."""
+    return {f"tensor_{number}": value for number, value in enumerate(state.values())}
+
+
+def turns(width: int, chance: np.random.Generator) -> dict[str, np.ndarray]:
+    """Return other bases of the residual stream: any, the same directions in another order, some of them negated."""
+    same = np.eye(width, dtype=np.float32)
+    return {
+        "rotate": np.linalg.qr(chance.standard_normal((width, width)))[0].astype(np.float32),
+        "reorder": same[chance.permutation(width)],
+        "negate": same * chance.choice([-1, 1], width).astype(np.float32),
+    }
+
+
+def rotated(state: State, chance: np.random.Generator, how: str = "rotate") -> State:
     """Return a model that computes the same in a rotated residual stream; norms go into the matrices that read them."""
-    width = state[EMBEDDING].shape[1]
-    turn = np.linalg.qr(chance.standard_normal((width, width)))[0].astype(np.float32)
+    turn = turns(state[EMBEDDING].shape[1], chance)[how]
     made = {name: np.ones_like(value) if value.ndim == 1 else value for name, value in state.items()}
     for layer in range(blocks(state)):
         for part, (_, norm) in READERS.items():
