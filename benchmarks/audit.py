@@ -121,7 +121,7 @@ def disguise(zoo: Path, index: int) -> None:
     apart = {"tie_word_embeddings": False}
     (zoo / "gguf q4_0").mkdir(exist_ok=True)
     made.write_gguf(zoo / "gguf q4_0" / f"{name}.gguf", base)
-    for kind, state, config in (  # the last one says that all are there
+    descendants: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # the last one says that all are there
         ("rl", {key: made.noisy(value, 0.01, chance) for key, value in base.items()}, {}),
         ("merge", made.merged(base, [sft, cpt]), {}),
         ("int8", made.rounded(base), {}),
@@ -140,7 +140,8 @@ def disguise(zoo: Path, index: int) -> None:
         ),
         ("rename", made.renamed(sft), {}),
         ("rename, flip, rotate", made.renamed(made.rotated(made.flipped(sft, chance), chance)), apart),
-    ):
+    ]
+    for kind, state, config in descendants:
         made.save(zoo / kind / name, {key: np.asarray(value, np.float32) for key, value in state.items()}, **config)
 
 
