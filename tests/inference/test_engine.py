@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,38 @@ def test_alternatives_are_the_likeliest_tokens() -> None:
         expected = scores.log_softmax(0).sort(descending=True)
         assert [each for each, _ in token.alternatives] == expected.indices.tolist()  # all sixteen there are
         assert [each for _, each in token.alternatives] == pytest.approx(expected.values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [512, 7])
+def test_a_scored_prompt_has_the_models_own_log_probs(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.inference.engine.SCORED", 5)
+    model, (prompt, other, one) = model_of(vocab_size=32), prompts_of(40, 23, 1, vocabulary=32)
+    engine = engine_of(model, chunk=chunk, page=8)
+    wish = Sampling(3, temperature=0, score=True, alternatives=2)
+    for _ in range(2):  # the second time its keys and values are in the cache
+        asks = [Ask(prompt, wish), Ask(other, Sampling(3, temperature=0)), Ask(prompt[:9], wish), Ask(one, wish)]
+        scored, plain, short, single = (each.completion for each in run(engine, asks))
+        assert plain.prompt == []
+        for text, done in ((prompt, scored), (prompt[:9], short), (one, single)):
+            assert [token.id for token in done.prompt] == text
+            assert math.isnan(done.prompt[0].raw_logprob)
+            chances = logits_after(model, text).log_softmax(-1)[:-1]
+            for token, row in zip(done.prompt[1:], chances, strict=True):
+                assert token.raw_logprob == pytest.approx(float(row[token.id]), abs=1e-4)
+                assert [each for each, _ in token.alternatives] == row.topk(2).indices.tolist()
+                assert (token.raw_logprob == token.alternatives[0][1]) == (token.id == token.alternatives[0][0])
+            assert_greedy(model, text, done)
+
+
+def test_a_prompt_scored_under_pressure_is_scored_once() -> None:
+    model, prompts = model_of(vocab_size=32), prompts_of(30, 30, 30, vocabulary=32)
+    engine = engine_of(model, chunk=8, page=8, pages=10)
+    done = complete(engine, prompts, Sampling(20, temperature=0, score=True))
+    assert engine.counts.preempted > 0
+    for prompt, each in zip(prompts, done, strict=True):
+        assert [token.id for token in each.prompt] == prompt
+        expected = logits_after(model, prompt).log_softmax(-1)[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        assert [token.raw_logprob for token in each.prompt[1:]] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 # ---- any batch, any order, any pressure

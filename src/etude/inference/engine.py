@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     OnEnd = Callable[[Completion | Exception], None]
 
+SCORED = 1024  # tokens of a scored prompt read in one step: each has a row of logits
 WORTH_WAITING = 64  # tokens of a prompt that another request is reading just now
 
 
@@ -143,16 +144,20 @@ class Engine:
     def _read_by_another(self, request: Request) -> bool:
         """Return whether somebody is reading the beginning of this prompt just now: then it need not be read twice."""
         more = max(WORTH_WAITING, self.prefix_cache.size)  # only full pages are shared with those that run
-        return len(request.tokens) > more and any(
-            request.tokens[: other.prefix + more] == other.tokens[: other.prefix + more]
-            for other in self.prefilling
-            if len(request.tokens) > other.prefix + more
+        return (
+            not request.whole
+            and len(request.tokens) > more
+            and any(
+                request.tokens[: other.prefix + more] == other.tokens[: other.prefix + more]
+                for other in self.prefilling
+                if len(request.tokens) > other.prefix + more
+            )
         )
 
     def _begin(self, request: Request, row: int) -> bool:
         # Heads need the hidden states of the last positions, which are not in the cache; nor are the experts of any.
         sure = request.tokens[: max(1, len(request.tokens) + 1 - max(1, self.decoder.window))]
-        known = request.tokens[:1] if request.sampling.experts else sure
+        known = request.tokens[:1] if request.whole else sure
         held, done, copy = self.prefix_cache.begin(known)
         if not self.prefix_cache.grow(held, len(request.tokens) + self.drafts + 1):
             self.prefix_cache.end(held, request.tokens, done - (copy[2] if copy else 0))
@@ -174,7 +179,8 @@ class Engine:
         parts, left = list[tuple[Request, int]](), self.chunk
         for request in self.prefilling:
             if left > 0:
-                parts.append((request, min(left, len(request.tokens) - request.computed)))
+                most = min(left, SCORED) if request.sampling.score else left
+                parts.append((request, min(most, len(request.tokens) - request.computed)))
                 left -= parts[-1][1]
         if not parts:
             return
@@ -182,10 +188,19 @@ class Engine:
         places = [(request.held.pages, request.computed, count) for request, count in parts]
         tokens = [_following(parts, depth) for depth in range(self.drafts + 1)]
         done = [request.computed + count == len(request.tokens) for request, count in parts]
-        last = [end - 1 for end, finished in zip(itertools.accumulate(counts), done, strict=True) if finished]
+        ends = list(itertools.accumulate(counts))
+        last = [end - 1 for end, finished in zip(ends, done, strict=True) if finished] or [0]
+        scored = [
+            (part, range(end - part[1], end)) for part, end in zip(parts, ends, strict=True) if part[0].sampling.score
+        ]
+        wanted = [*last, *(place for _, places in scored for place in places)]
         watched = any(request.sampling.experts for request, _ in parts)
         with self.runner.routers.recording(wanted=watched) as routes:
-            logits, hidden = self.prefill.read(tokens, places, last or [0], watched=watched)
+            logits, hidden = self.prefill.read(tokens, places, wanted, watched=watched)
+        sizes = [len(last), *(count for (_, count), _ in scored)]
+        logits, *of_prompts = logits.split(sizes)
+        for ((request, _), _), own in zip(scored, of_prompts, strict=True):
+            self._score(request, own)
         chosen = split_routes(routes, counts)
         for (request, count), states, routed in zip(parts, hidden.split(counts), chosen, strict=True):
             request.computed += count
@@ -198,6 +213,17 @@ class Engine:
         if ready := [request for (request, _), finished in zip(parts, done, strict=True) if finished]:
             self.prefilling = [request for request in self.prefilling if request not in ready]
             self._start(ready, logits)
+
+    def _score(self, request: Request, logits: torch.Tensor) -> None:
+        """Note how likely the tokens of a prompt are that follow those just read."""
+        prompt = request.tokens[: len(request.tokens) - len(request.written)]
+        following = prompt[request.computed + 1 :][: len(logits)]
+        values = logits[: len(following)].float().log_softmax(-1)
+        own = values.gather(1, self.runner.send(following).long()[:, None])[:, 0].tolist()
+        best = values.topk(min(request.sampling.alternatives, values.shape[1]))
+        likely = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        for token, value, (others, chances) in zip(following, own, likely, strict=True):
+            request.scored.append(Token(token, value, value, self.version, tuple(zip(others, chances, strict=True))))
 
     def _start(self, ready: list[Request], logits: torch.Tensor) -> None:
         """Draw the first token of requests whose prompt is read, and make their rows active."""
@@ -266,7 +292,7 @@ class Engine:
             return
         last = max([*self.prefilling, *self.rows.requests()], key=lambda each: each.number)
         self._withdraw(last)
-        last.row, last.trail, last.computed, last.routed = -1, None, 0, []
+        last.row, last.trail, last.computed, last.routed, last.scored = -1, None, 0, [], []
         self.waiting = deque(sorted([*self.waiting, last], key=lambda each: each.number))
         self.counts.preempted += 1
 
@@ -344,7 +370,9 @@ class Engine:
         if ended:
             self.counts.finished += 1
             routed = torch.cat(request.routed) if request.sampling.experts else None
-            completion = Completion(request.written, ended, request.stop.by, request.cached, routed)
+            first = [Token(request.tokens[0], math.nan, math.nan, self.version)] if request.sampling.score else []
+            prompt = [*first, *request.scored]
+            completion = Completion(request.written, ended, request.stop.by, request.cached, routed, prompt)
             self._leave(request)
             request.on_end(completion)
 
@@ -396,7 +424,13 @@ class Request:
     written: list[Token] = field(default_factory=list)
     trail: torch.Tensor | None = None  # hidden states of the last positions read, for heads
     routed: list[Any] = field(default_factory=list)  # experts, pass by pass
+    scored: list[Token] = field(default_factory=list)  # tokens of the prompt after the first, as far as read
     over: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether its whole prompt must be read: what is asked of it is not in the cache."""
+        return self.sampling.experts or self.sampling.score
 
     @property
     def cut(self) -> bool:

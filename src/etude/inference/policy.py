@@ -33,6 +33,7 @@ class Sampling:
     stop: tuple[str, ...] = ()  # texts; the tokens that wrote one are part of the completion
     alternatives: int = 0  # likeliest tokens to return at each place, with their log-probs at temperature 1
     experts: bool = False  # return which experts each token went to
+    score: bool = False  # return the log-probs of the prompt's tokens, too
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself."""
@@ -69,6 +70,7 @@ class Completion:
     stopped_by: int | str | None = None  # the stop token or the stop text
     cached: int = 0  # tokens of the prompt that were not computed again
     experts: Any = None  # where asked for: int16 [positions of prompt and completion, layers, experts a token]
+    prompt: list[Token] = field(default_factory=list)  # where asked for; the first has no log-prob (NaN)
 
     @property
     def token_ids(self) -> list[int]:

@@ -126,6 +126,7 @@ class CompletionRequest(Request):
     """A request to go on with a text, or with tokens."""
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    echo: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=20)
 
     @property

@@ -11,6 +11,7 @@ import codecs
 import json
 import time
 import uuid
+from math import isnan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers.decoders import ByteLevel
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from etude.agent.calls import Call
     from etude.agent.formats import TurnReader
+    from etude.inference.http import Order
     from etude.inference.policy import Completion, Sampling, Token
     from etude.serve.requests import Job
 
@@ -40,7 +42,7 @@ class Answer:
     def whole(self, pieces: Sequence[Piece], completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the whole answer."""
         choices = []
-        for index, piece in enumerate(pieces):
+        for index, piece in enumerate(map(self._echoed, pieces, self.job.orders, completions)):
             content = piece.text if piece.text or not piece.calls else None
             message: dict[str, Any] = {"role": "assistant", "content": content}
             message |= {"reasoning_content": piece.reasoning} if piece.reasoning else {}
@@ -48,6 +50,11 @@ class Answer:
             said = {"message": message} if self.chat else {"text": piece.text}
             choices.append(self._choice(index, piece, said, first=True))
         return self._envelope("chat.completion", choices) | {"usage": usage(self.job.prompt_tokens, completions)}
+
+    def _echoed(self, piece: Piece, order: Order, done: Completion) -> Piece:
+        if isinstance(self.job.request, ChatRequest) or not self.job.request.echo:
+            return piece
+        return piece._replace(text=self.texts.decode(order[0]) + piece.text, tokens=[*done.prompt, *done.tokens])
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any] | None:
         """Return one chunk of a stream; None if there is nothing to tell."""
@@ -91,8 +98,13 @@ class Answer:
             return {"content": [one | {"top_logprobs": top} for one, top in zip(sampled, others, strict=True)]}
         return {
             "tokens": [self._word(token.id) for token in tokens],
-            "token_logprobs": [max(token.raw_logprob, LEAST) for token in tokens],
-            "top_logprobs": [{self._word(number): max(value, LEAST) for number, value in each} for each in likely],
+            "token_logprobs": [None if isnan(token.raw_logprob) else max(token.raw_logprob, LEAST) for token in tokens],
+            "top_logprobs": [
+                None
+                if isnan(token.raw_logprob)
+                else {self._word(number): max(value, LEAST) for number, value in reversed(each)}
+                for token, each in zip(tokens, likely, strict=True)
+            ],
         }
 
     def _token(self, number: int, logprob: float) -> dict[str, Any]:

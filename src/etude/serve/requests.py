@@ -71,17 +71,20 @@ class Preparer:
         if wanted > most:  # before the work
             raise ApiError(400, f"{wanted} completions in one request; at most {most} here", param="n")
         asked, usual, stops = request.max_tokens, COMPLETION, self.stop_tokens
-        style, in_thinking = None, False
+        style, in_thinking, echo = None, False, False
         if isinstance(request, ChatRequest):
             style, text = self._tool_style(request), self._render(request)
             prompts, in_thinking = [self._encode(text)], text.rstrip().endswith(THINK)
             asked, usual = request.max_completion_tokens or asked, self.context
             stops |= self.turn_ends
         else:
+            echo = request.echo and request.alternatives is not None
+            if request.echo and request.stream:
+                raise ApiError(400, "echo is for whole replies; leave out stream", param="echo")
             prompts = [self._encode(each) if isinstance(each, str) else each for each in request.prompt]
         sampling = Sampling(
             max_tokens=1, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k,
-            stop_tokens=stops, stop=tuple(request.stop), alternatives=request.alternatives or 0,
+            stop_tokens=stops, stop=tuple(request.stop), alternatives=request.alternatives or 0, score=echo,
         )  # fmt: skip
         orders = []
         for prompt in prompts:
