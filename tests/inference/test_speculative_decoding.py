@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from functools import lru_cache
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from etude.errors import UserError
+from etude.inference.local import build
 from etude.inference.policy import Sampling
 from etude.models.mtp_heads import MtpHeads
 from tests.inference.engines import (
@@ -98,6 +101,25 @@ def test_heads_that_know_are_believed(page: int | None) -> None:
     assert len({tuple(each.token_ids) for each in drawn}) == 5
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_drafts_accepted_beyond_the_end_are_not_counted(late: int) -> None:
+    """One token when the prompt is read, four in the first round, and of the second one or two."""
+    model, heads, _ = forgetful()
+    for most, ends in ((6, None), (7, None), (20, 6)):
+        engine = engine_of(model, heads, speculate=True, late=late)
+        text = greedy(model, [5, 6, 7], most)
+        stop = frozenset([text[ends]] if ends and text[ends] not in text[:ends] else [])
+        done = complete(engine, [[5, 6, 7]], Sampling(most, temperature=0, stop_tokens=stop))[0]
+        rounds = engine.counts.drafts // DEPTH
+        assert len(done.tokens) == 1 + rounds + engine.counts.accepted
+
+
+def test_heads_of_another_copy_of_the_model_are_refused() -> None:
+    model, heads, _ = forgetful()
+    with pytest.raises(UserError, match="the MTP heads do not run on our cache"):
+        build(copy.deepcopy(model), copy.deepcopy(heads), str, context=64, rows=1)
+
+
 def test_heads_that_nearly_know_are_believed_in_part() -> None:
     model, _, heads = forgetful()
     prompts = prompts_of(1, 2, 5, 6, 40)
@@ -124,7 +146,8 @@ def kept_by_hand(model: Any, heads: Any, prompt: list[int], count: int) -> int:
             drafts.append(int(model.get_output_embeddings()(hidden[0, -1]).argmax()))
         best = logits_after(model, tokens + drafts).argmax(-1)[read:].tolist()
         true = next((index for index, token in enumerate(drafts) if token != best[index]), heads.depth)
-        tokens, kept = tokens + best[: true + 1], kept + true
+        handed_out = min(true + 1, len(prompt) + count - len(tokens))
+        tokens, kept = tokens + best[: true + 1], kept + handed_out - 1
     return kept
 
 

@@ -238,7 +238,6 @@ def test_what_is_not_understood_is_refused(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"echo": True}, "'echo' is not supported"),
         ({"best_of": 3}, "'best_of' is not supported"),
         ({"prompt": [5, VOCABULARY]}, f"token {VOCABULARY} is not in the vocabulary"),
         ({"prompt": [-1]}, "token -1 is not in the vocabulary"),

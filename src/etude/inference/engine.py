@@ -327,12 +327,15 @@ class Engine:
                 self._end_damaged(request)
                 continue
             new = [Token(int(token), one, raw, version) for token, one, raw in zip(*written, strict=True) if token >= 0]
-            if len(written[0]) > 1:
-                self._note_round(request, len(new) - 1)
+            if in_round := len(written[0]) > 1:
+                self._advance(request, len(new) - 1)
             if done.alternatives and (most := request.sampling.alternatives):
                 values, places = (each[index, :most].tolist() for each in done.alternatives)
                 new = [new[0]._replace(alternatives=tuple(zip(places, values, strict=True)))]
-            self._take(request, new)
+            handed_out = self._take(request, new)
+            if in_round:  # drafts accepted beyond the text's end are nobody's
+                self.counts.drafts += self.drafts
+                self.counts.accepted += handed_out - 1
 
     def _end_damaged(self, request: Request) -> None:
         """End a request whose output is no number. Keys and values it left go: nought times them is no number either."""
@@ -343,16 +346,15 @@ class Engine:
         self.runner.wipe([0, *(page for page in pages if page not in used)])
         request.on_end(RuntimeError("the model's output is not a number; its weights may be damaged"))
 
-    def _note_round(self, request: Request, accepted: int) -> None:
-        self.counts.drafts += self.drafts
-        self.counts.accepted += accepted
+    def _advance(self, request: Request, accepted: int) -> None:
         if self.rows.of[row := request.row] is not request:
             request.computed += accepted  # it was asked for all it may write before this was read
             return
         self.rows.computed[row] += accepted
         self.rows.left[row] -= accepted
 
-    def _take(self, request: Request, new: list[Token]) -> None:
+    def _take(self, request: Request, new: list[Token]) -> int:
+        """Hand out tokens up to the text's end; return how many."""
         ended: FinishReason | None = None
         for index, token in enumerate(new):
             request.written.append(token)
@@ -375,6 +377,7 @@ class Engine:
             completion = Completion(request.written, ended, request.stop.by, request.cached, routed, prompt)
             self._leave(request)
             request.on_end(completion)
+        return len(new)
 
     def _leave(self, request: Request) -> None:
         request.over = True
@@ -472,7 +475,7 @@ class Counts:
     written_tokens: int = 0
     steps: int = 0
     rounds: int = 0
-    drafts: int = 0  # draft tokens proposed; `accepted` of them were what the model samples
+    drafts: int = 0  # draft tokens proposed; `accepted`: tokens handed out beyond the one of each round
     accepted: int = 0
 
 

@@ -120,13 +120,14 @@ class Runner:
         ids = self._tried()
         with during(Probe()) as probe:
             self.model(ids, position_ids=torch.arange(TRIED, device=self.device)[None], use_cache=False)
-            hidden = self._hidden[0]
+            hidden, self._trunk = self._hidden[0], len(probe.layers)
             for depth in range(self.heads.depth if self.heads else 0):
                 hidden = self._draft_step(depth, hidden, ids, torch.arange(TRIED, device=self.device)[None])
         if odd := probe.windows - {layer.window for layer in probe.layers}:
             by = f"{min(odd)} positions by its mask only, which our engine does not make"
             raise UserError(f"{type(self.model).__name__} looks back {by}")
-        self._trunk = len(probe.layers) - (self.heads.depth if self.heads else 0)
+        if self.heads and len(probe.layers) != self._trunk + self.heads.depth:
+            raise UserError("the MTP heads do not run on our cache: they were made for another copy of the model")
         return probe.layers
 
     def _compare(self) -> None:
