@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.agent.repository import apply, unified
+from etude.agent.changes import apply, unified
 from etude.errors import UserError
 from etude.sandbox.box import Entry
 

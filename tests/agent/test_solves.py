@@ -11,10 +11,10 @@ import pytest
 
 from etude.agent.atif import from_atif, to_atif
 from etude.agent.calls import Call
+from etude.agent.changes import unified
 from etude.agent.formats import ChatFormat, choose_format
 from etude.agent.harness import SYSTEM, Harness, HarnessSettings
 from etude.agent.policies import ScriptedPolicy
-from etude.agent.repository import unified
 from etude.agent.search import Searcher
 from etude.agent.summary import SummarySettings
 from etude.agent.tools import Toolset, ToolSettings

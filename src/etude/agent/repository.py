@@ -2,21 +2,15 @@
 
 In order: the copy, which becomes a layer of a sandbox (in a git repository what git knows or would add, elsewhere all files but
 those of version control, environments and caches; so nothing that is secret by custom); the episode, by the harness that trains the
-model; the diff; its way back.
-
-Entries of a diff come out of a sandbox and are not trusted. A path never leads out of the folder, not through a link either, nor into
-its `.git`; a file that the user has changed meanwhile is not overwritten; all entries are checked before any is written.
+model; the diff and its way back (changes.py). A repository may come from anybody: git runs nothing that it names (git.py), and no
+link in it is followed (rooted.py).
 """
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import os
-import re
 import shutil
 import stat
-import subprocess
 import sys
 import tempfile
 import uuid
@@ -25,19 +19,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from etude.agent.changes import DEEPEST, unified, visible
 from etude.agent.harness import SYSTEM, Harness, HarnessSettings
 from etude.agent.search import Searcher, installed_embedder
 from etude.agent.summary import SummarySettings
 from etude.agent.toolbox import SKIPPED_FOLDERS
 from etude.agent.tools import Toolset
 from etude.agent.trace import Trace
-from etude.errors import UserError
+from etude.errors import UserError, one_line
+from etude.git import git, repository_of
+from etude.rooted import READ, WRITE, Rooted
 from etude.sandbox.box import Limits, Place
 from etude.sandbox.layers import prepare
 from etude.sandbox.local import open_sandbox
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+    from collections.abc import AsyncIterator, Callable
 
     from etude.agent.formats import ChatFormat
     from etude.agent.tools import ToolSettings
@@ -48,18 +45,57 @@ if TYPE_CHECKING:
 LARGEST = 2 << 30  # bytes of a repository that is copied
 
 
-def files_of(repository: Path) -> list[str]:
+def files_of(folder: Path) -> list[str]:
     """Return the files and links that belong to a folder, relative to it."""
-    if not repository.is_dir():
-        raise UserError(f"{repository} is no folder; name one with --repo")
-    command = ["git", "-C", str(repository), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, capture_output=True, check=False)
-    names = {os.fsdecode(name) for name in listed.stdout.split(b"\0") if name}
-    if listed.returncode:  # not a git repository
-        for folder, folders, files in os.walk(repository):
-            folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
-            names |= {os.path.relpath(Path(folder, name), repository) for name in [*files, *folders]}
-    return sorted(name for name in names if (repository / name).is_symlink() or (repository / name).is_file())
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder; name one with --repo")
+    repository = repository_of(folder)
+    with Rooted(folder) as rooted:
+        if repository is None:
+            names = {name for name, _ in rooted.walk(passed=SKIPPED_FOLDERS)}
+        else:
+            listed = git(repository, "ls-files", "-z", "--cached", "--others", "--exclude-standard", folder=folder)
+            if listed.returncode:  # what it ignores would be copied
+                raise UserError(
+                    f"git cannot list the files of {folder}: {one_line(Exception(listed.stderr.decode(errors='replace')))}"
+                )
+            names = {os.fsdecode(name) for name in listed.stdout.split(b"\0") if name}
+        # An index may name anything: what lies behind a link, outside or in .git is not there for us.
+        files = [(name, rooted.stat(name)) for name in names if ".git" not in name.casefold().split("/")]
+    kept = sorted(name for name, about in files if about and stat.S_IFMT(about.st_mode) in {stat.S_IFREG, stat.S_IFLNK})
+    if deep := next((name for name in kept if name.count("/") > DEEPEST), None):
+        raise UserError(
+            f"{folder} has folders more than {DEEPEST} deep: {visible(deep)[:80]}…; name a smaller folder with --repo"
+        )
+    return kept
+
+
+def copy_files(folder: Path, names: list[str], target: Path) -> None:
+    """Copy files and links to a new folder, as they are when they are read; no link is followed on either side."""
+    room = LARGEST
+    target.mkdir()
+    with Rooted(folder) as source, Rooted(target) as sink:
+        for name in names:
+            room -= _copy(source, sink, name, room)
+            if room < 0:
+                holds = f"{folder} holds more than {LARGEST >> 30} GiB in {len(names)} files"
+                raise UserError(f"{holds}; name a smaller folder with --repo, or add to .gitignore")
+
+
+def _copy(source: Rooted, sink: Rooted, name: str, room: int) -> int:
+    with source.holder(name) as (held, base), sink.holder(name, make=True) as (into, _):
+        if stat.S_ISLNK(os.stat(base, dir_fd=held, follow_symlinks=False).st_mode):
+            os.symlink(os.readlink(base, dir_fd=held), base, dir_fd=into)
+            return 0
+        with os.fdopen(os.open(base, READ, dir_fd=held), "rb") as file:
+            about = os.fstat(file.fileno())
+            if not stat.S_ISREG(about.st_mode) or about.st_size > room:
+                return about.st_size
+            with os.fdopen(os.open(base, WRITE, 0o600, dir_fd=into), "wb") as copy:
+                shutil.copyfileobj(file, copy)
+                os.fchmod(copy.fileno(), stat.S_IMODE(about.st_mode))
+            os.utime(base, ns=(about.st_atime_ns, about.st_mtime_ns), dir_fd=into, follow_symlinks=False)
+            return about.st_size
 
 
 @dataclass(frozen=True)
@@ -75,18 +111,10 @@ class SandboxedCopy:
 async def sandboxed_copy(repository: Path, backend: str) -> AsyncIterator[SandboxedCopy]:
     """Copy a repository into a sandbox, where the active virtual environment can be used; nothing is left of it afterwards."""
     names = files_of(repository)
-    size = sum((repository / name).lstat().st_size for name in names)
-    if size > LARGEST:
-        holds = f"{repository} holds {size / 2**30:.1f} GiB in {len(names)} files"
-        raise UserError(f"{holds}; name a smaller folder with --repo, or add to .gitignore")
     above = Path(tempfile.mkdtemp(prefix="etude-agent-"))
     try:
         above.chmod(0o711)  # whoever the sandbox runs as must reach the layer
-        (above / "copy").mkdir()
-        for name in names:
-            copy = above / "copy" / name
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(repository / name, copy, follow_symlinks=False)
+        copy_files(repository, names, above / "copy")
         prepare(above / "copy", above / "layer")
         shutil.rmtree(above / "copy")
         sandbox = await open_sandbox(_place(above / "layer"), backend)
@@ -130,136 +158,3 @@ async def run_agent(
     trace.counts["cache_entries_left_out"] = len(changed) - len(entries)
     trace.diff = unified(entries, [copy.layer])
     return trace, entries
-
-
-def under(layers: Sequence[Path], path: str) -> Path | None:
-    """Return where a path lies in the layers, the uppermost first, or none. Nothing is followed."""
-    for layer in layers:
-        try:
-            mode = os.lstat(layer / path).st_mode
-        except OSError:
-            continue
-        return None if stat.S_ISCHR(mode) else layer / path  # a whiteout
-    return None
-
-
-def content_of(path: Path | None) -> bytes:
-    """Return a file's bytes, or where a link leads; nothing for anything else."""
-    if path is None or _is_folder(path):
-        return b""
-    return os.fsencode(path.readlink()) if path.is_symlink() else path.read_bytes()
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
-
-
-def unified(entries: Iterable[Entry], layers: Sequence[Path]) -> str:
-    """Return the differences of all files as one text that `patch -p1` and `git apply` read; binary files are only named."""
-    return "".join(_entry_diff(entry, layers) for entry in entries if entry.kind in {"file", "link", "gone"})
-
-
-def _entry_diff(entry: Entry, layers: Sequence[Path]) -> str:
-    before = under(layers, entry.path)
-    if entry.kind == "gone" and before is not None and _is_folder(before):
-        files = sorted(each for each in before.rglob("*") if each.is_file())
-        return "".join(_diff(f"{entry.path}/{each.relative_to(before)}", each.read_bytes(), None) for each in files)
-    old = None if before is None else content_of(before)
-    new = None if entry.kind == "gone" else entry.content or b""
-    if before is not None and entry.kind == "file" and old == new and not before.is_symlink():
-        modes = [f"100{'755' if mode & 0o100 else '644'}" for mode in (before.stat().st_mode, entry.mode)]
-        return "" if modes[0] == modes[1] else f"{_head(entry.path)}old mode {modes[0]}\nnew mode {modes[1]}\n"
-    return _diff(entry.path, old, new)
-
-
-def _diff(path: str, old: bytes | None, new: bytes | None) -> str:
-    """Return the diff of one file; None: there is none on this side."""
-    if old == new:
-        return ""
-    names = "/dev/null" if old is None else f"a/{_shown(path)}", "/dev/null" if new is None else f"b/{_shown(path)}"
-    mode = "new file mode 100644\n" if old is None else "deleted file mode 100644\n" if new is None else ""
-    try:
-        before, after = (re.findall(r"[^\n]*\n|[^\n]+", (each or b"").decode()) for each in (old, new))
-    except UnicodeDecodeError:
-        return f"{_head(path)}{mode}Binary files {names[0]} and {names[1]} differ\n"
-    changes = difflib.unified_diff(before, after, *names)
-    ended = (line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in changes)
-    return f"{_head(path)}{mode}{''.join(ended)}"
-
-
-def _head(path: str) -> str:
-    return f"diff --git a/{_shown(path)} b/{_shown(path)}\n"
-
-
-def _shown(path: str) -> str:
-    """Return a path in one line of valid text."""
-    return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace").replace("\n", "\\n")
-
-
-def check(entries: Sequence[Entry], folder: Path, layer: Path) -> None:
-    """Raise a UserError if any entry cannot be written to the user's folder as it is now; nothing is written."""
-    for entry in entries:
-        parts = entry.path.split("/")
-        if entry.path.startswith("/") or {"", ".", ".."} & set(parts) or parts[0] == ".git":
-            raise UserError(f"the agent changed {entry.path!r}, which is not a path to apply; nothing was applied")
-        if entry.kind == "other":
-            raise UserError(f"the agent made {entry.path!r}, which is no file, link or folder; nothing was applied")
-        if entry.kind == "link" and not _stays_inside(entry):
-            raise UserError(f"the agent made {entry.path!r}, a link that leads outside; nothing was applied")
-        if any((folder / "/".join(parts[:depth])).is_symlink() for depth in range(1, len(parts))):
-            raise UserError(f"{entry.path!r} lies behind a link in {folder}; nothing was applied")
-        if entry.kind != "folder" and _has_changed(folder / entry.path, under([layer], entry.path)):
-            raise UserError(f"{folder / entry.path} has changed since the agent began; nothing was applied")
-
-
-def _stays_inside(link: Entry) -> bool:
-    target = os.fsdecode(link.content or b"")
-    return not target.startswith("/") and os.path.normpath(Path(link.path).parent / target).split("/")[0] != ".."
-
-
-def _has_changed(here: Path, before: Path | None) -> bool:
-    if before is None:
-        return os.path.lexists(here)
-    if _is_folder(before):
-        return not here.is_dir()
-    return not os.path.lexists(here) or content_of(here) != content_of(before)
-
-
-def apply(entries: Sequence[Entry], folder: Path, layer: Path) -> int:
-    """Write the changes to the user's folder; return how many files changed. All are checked before any is written."""
-    check(entries, folder, layer)
-    for entry in sorted(entries, key=lambda each: (each.kind != "gone", each.path)):
-        here = folder / entry.path
-        if entry.kind == "gone":
-            _remove(here, under([layer], entry.path))
-        elif entry.kind == "folder":
-            here.mkdir(parents=True, exist_ok=True)
-        else:
-            here.parent.mkdir(parents=True, exist_ok=True)
-            _write(here, entry)
-    return sum(entry.kind in {"file", "link", "gone"} for entry in entries)
-
-
-def _write(here: Path, entry: Entry) -> None:
-    beside = here.with_name(f".{here.name[:200]}.etude")
-    beside.unlink(missing_ok=True)
-    if entry.kind == "link":
-        beside.symlink_to(os.fsdecode(entry.content or b""))
-    else:
-        beside.write_bytes(entry.content or b"")
-        beside.chmod(entry.mode & 0o777 or 0o644)
-    beside.replace(here)
-
-
-def _remove(here: Path, before: Path | None) -> None:
-    """Remove what the agent removed: of a folder only what it had, since ignored files of the user's were never in the layer."""
-    if before is None or not _is_folder(before):
-        here.unlink(missing_ok=True)
-        return
-    for each in [*sorted(before.rglob("*"), reverse=True), before]:
-        own = here / each.relative_to(before)
-        if not _is_folder(each):
-            own.unlink(missing_ok=True)
-        else:
-            with contextlib.suppress(OSError):  # something else is in it
-                own.rmdir()

@@ -87,7 +87,7 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
 
 def _offer(console: Console, entries: list[Entry], repo: Path, layer: Path, *, yes: bool) -> None:
     """Apply the changes after a yes; what cannot be applied is said before anybody is asked."""
-    from etude.agent.repository import apply, check
+    from etude.agent.changes import apply, check
 
     check(entries, repo, layer)
     if yes or typer.confirm("Apply these changes?", default=False):

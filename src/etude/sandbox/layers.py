@@ -89,6 +89,8 @@ def lookup(layers: Iterable[Path], path: str) -> Below:
     below = Below(tuple(layers))
     for part in path.split("/") if path else []:
         below = below.child(part)
+        if not below.there:  # a path of an agent's may be thousands of folders deep
+            break
     return below
 
 

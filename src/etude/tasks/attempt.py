@@ -15,14 +15,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from etude.agent.changes import below_folder, content_of, unified
 from etude.agent.harness import SYSTEM
-from etude.agent.repository import content_of, under, unified
 from etude.agent.search import Searcher, installed_embedder
 from etude.agent.toolbox import Refused
 from etude.agent.tools import Outcome, Toolset
 from etude.rewards.interaction import Interaction, Premise, interaction
 from etude.rewards.quality import Quality, measure
 from etude.sandbox.box import Entry, SandboxError
+from etude.sandbox.layers import lookup
 from etude.sandbox.local import open_sandbox
 from etude.tasks.prompts import not_at_fault
 from etude.tasks.score import visible
@@ -159,9 +160,8 @@ def own_changes(entries: Sequence[Entry], layers: Sequence[Path]) -> list[Entry]
             changed.append(replace(entry, content=(entry.content or b"")[:room]))
             room -= len(changed[-1].content or b"")
             continue
-        inside = [(layer, path) for layer in layers for path in (layer / entry.path).rglob("*") if path.is_file()]
-        gone = {path.relative_to(layer).as_posix() for layer, path in inside} or {entry.path}
-        changed += [Entry(path, "gone") for path in gone]
+        gone = [path for path, each in below_folder(entry.path, lookup(layers, entry.path)) if each.file]
+        changed += [Entry(path, "gone") for path in gone or [entry.path]]
     return sorted(changed, key=lambda each: each.path)
 
 
@@ -169,8 +169,8 @@ def change_of(entries: Sequence[Entry], layers: Sequence[Path]) -> Change:
     """Return changed files before and after, as text; what is none is read as if it were."""
     change = {}
     for entry in entries:
-        before = under(layers, entry.path)
-        old = None if before is None else content_of(before)[:MOST_BYTES].decode("utf-8", "replace")
+        before = lookup(layers, entry.path)
+        old = content_of(before)[:MOST_BYTES].decode("utf-8", "replace") if before.there else None
         new = None if entry.kind == "gone" else (entry.content or b"").decode("utf-8", "replace")
         if old != new:
             change[entry.path] = old, new
