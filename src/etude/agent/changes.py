@@ -160,6 +160,7 @@ def check(entries: Sequence[Entry], folder: Path, layer: Path) -> None:
 
 
 def _fault(entry: Entry, root: Rooted, below: Below, made: set[str]) -> str:
+    """Return why an entry cannot be applied, if so."""
     name = f"'{visible(entry.path)}'"
     try:
         parts = parts_of(entry.path)
@@ -167,18 +168,21 @@ def _fault(entry: Entry, root: Rooted, below: Below, made: set[str]) -> str:
         return f"the agent changed {name}, which is not a path to apply"
     if any(part.casefold() == ".git" for part in parts):
         return f"the agent changed {name}, which is not a path to apply: git would run what it names"
-    if entry.kind == "other":
-        return f"the agent made {name}, which is no file, link or folder"
+    if entry.kind == "other" or len(parts) > DEEPEST:
+        return f"the agent made {name}, which is no file, link or folder, or lies more than {DEEPEST} folders deep"
     if entry.kind == "link" and not _stays_inside(entry):
         return f"the agent made {name}, a link that leads outside"
-    if len(parts) > DEEPEST:
-        return f"the agent made folders more than {DEEPEST} deep"
     for above in itertools.accumulate(parts[:-1], "{}/{}".format):
         if (about := root.stat(above)) is None:
             break
         if stat.S_ISLNK(about.st_mode) and above not in made:
             return f"{name} lies behind a link"
-    about = root.stat(entry.path)
+    return _conflict(entry, root, below)
+
+
+def _conflict(entry: Entry, root: Rooted, below: Below) -> str:
+    """Return what the user has at an entry's path that the agent did not know, if anything."""
+    about, name = root.stat(entry.path), f"'{visible(entry.path)}'"
     if entry.kind == "folder" and not below.file and (about is None or stat.S_ISDIR(about.st_mode)):
         return ""
     known = dict(below_folder(entry.path, below))

@@ -26,7 +26,7 @@ from etude.agent.summary import SummarySettings
 from etude.agent.toolbox import SKIPPED_FOLDERS
 from etude.agent.tools import Toolset
 from etude.agent.trace import Trace
-from etude.errors import UserError, one_line
+from etude.errors import UserError
 from etude.git import git, repository_of
 from etude.rooted import READ, WRITE, Rooted
 from etude.sandbox.box import Limits, Place
@@ -56,9 +56,8 @@ def files_of(folder: Path) -> list[str]:
         else:
             listed = git(repository, "ls-files", "-z", "--cached", "--others", "--exclude-standard", folder=folder)
             if listed.returncode:  # what it ignores would be copied
-                raise UserError(
-                    f"git cannot list the files of {folder}: {one_line(Exception(listed.stderr.decode(errors='replace')))}"
-                )
+                reason = " ".join(listed.stderr.decode(errors="replace").split())[:300]
+                raise UserError(f"git cannot list the files of {folder}: {reason}")
             names = {os.fsdecode(name) for name in listed.stdout.split(b"\0") if name}
         # An index may name anything: what lies behind a link, outside or in .git is not there for us.
         files = [(name, rooted.stat(name)) for name in names if ".git" not in name.casefold().split("/")]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +19,8 @@ from etude.progress import Reporter
 from etude.report.page import Table, terminal
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from etude.agent.trace import Node, Trace
     from etude.sandbox.box import Entry
 
@@ -44,7 +49,7 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
     from etude.agent.policies import find
     from etude.agent.repository import run_agent, sandboxed_copy, settings_for
     from etude.agent.trace import append_trace
-    from etude.report.episode import Live
+    from etude.report.episode import Live, visible
     from etude.sandbox.box import SandboxError
 
     if not request.strip():
@@ -67,7 +72,7 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
         try:
             async with sandboxed_copy(repo.absolute(), sandbox) as copy:
                 where = f"a copy of {copy.files} files, sandbox: {copy.sandbox.backend}"
-                console.print(f"{policy.info.name} on {where}", style="dim")
+                console.print(visible(f"{policy.info.name} on {where}"), style="dim", markup=False)
                 episode, entries = await run_agent(
                     request, copy, policy, talk, settings, offered, cache=folder, watch=watch
                 )
@@ -80,9 +85,27 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
             await policy.close()
 
     try:
-        asyncio.run(work())
+        with _leaving_nothing():
+            asyncio.run(work())
     except SandboxError as error:
         raise UserError(f"{one_line(error)}; `etude sandbox probe` says what works here") from None
+
+
+@contextmanager
+def _leaving_nothing() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP end the command as an error does: what was made for it is removed. Further ones are ignored."""
+
+    def leave(number: int, _: object) -> None:
+        for ending in endings:
+            signal.signal(ending, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    endings = {ending: signal.signal(ending, leave) for ending in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for ending, before in endings.items():
+            signal.signal(ending, before)
 
 
 def _offer(console: Console, entries: list[Entry], repo: Path, layer: Path, *, yes: bool) -> None:

@@ -77,7 +77,10 @@ def main() -> NoReturn:
 
 
 def _complain(error: Exception) -> int:
-    Console(stderr=True, highlight=False).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+    from etude.report.page import LAYOUT, visible
+
+    message = visible(f"error: {error}", LAYOUT)  # it may quote names from anywhere
+    Console(stderr=True, highlight=False).print(message, style="red", markup=False, soft_wrap=True)
     return 2
 
 
