@@ -157,12 +157,11 @@ def _disposable(repository: Repository, work_tree: Path | None) -> Iterator[dict
 
 
 def _users_ignored() -> bytes:
-    """Return what the user has git ignore everywhere: such files are not to be copied either."""
-    default = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "git/ignore"
+    """Return what the user has git ignore everywhere: such files are not to be copied either. Its usual file git reads by itself."""
     environment = {name: value for name, value in _environment().items() if name != "GIT_CONFIG_GLOBAL"}
     asked = _run(("config", "--global", "--path", "--get", "core.excludesFile"), environment, Path("/"))
-    path = Path(os.fsdecode(asked.stdout.strip())) if asked.stdout.strip() else default
-    return path.read_bytes() if path.is_file() else b""
+    path = Path(os.fsdecode(asked.stdout.strip()))
+    return path.read_bytes() if asked.stdout.strip() and path.is_file() else b""
 
 
 def fetching(folder: Path, *arguments: str) -> Done:
