@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL}
 WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -64,8 +65,10 @@ class Rooted:
         try:
             with self.holder(path) as (held, name):
                 return os.stat(name, dir_fd=held, follow_symlinks=False)
-        except OSError:
-            return None
+        except OSError as error:
+            if error.errno in NOT_THERE:
+                return None
+            raise
 
     def read(self, path: str, most: int = -1) -> bytes:
         """Return the bytes of a regular file, no more than `most`, or where a link leads. OSError: it is neither."""

@@ -155,11 +155,11 @@ def check(entries: Sequence[Entry], folder: Path, layer: Path) -> None:
     made = {entry.path for entry in entries if entry.kind == "folder"}
     with Rooted(folder) as root:
         for entry in entries:
-            if fault := _fault(entry, root, lookup([layer], entry.path), made):
+            if fault := _fault(entry, root, made) or _conflict(entry, root, lookup([layer], entry.path)):
                 raise UserError(f"{fault}; nothing was applied")
 
 
-def _fault(entry: Entry, root: Rooted, below: Below, made: set[str]) -> str:
+def _fault(entry: Entry, root: Rooted, made: set[str]) -> str:
     """Return why an entry cannot be applied, if so."""
     name = f"'{visible(entry.path)}'"
     try:
@@ -177,7 +177,7 @@ def _fault(entry: Entry, root: Rooted, below: Below, made: set[str]) -> str:
             break
         if stat.S_ISLNK(about.st_mode) and above not in made:
             return f"{name} lies behind a link"
-    return _conflict(entry, root, below)
+    return ""
 
 
 def _conflict(entry: Entry, root: Rooted, below: Below) -> str:
@@ -214,10 +214,10 @@ def _has_changed(root: Rooted, path: str, below: Below) -> bool:
 
 def apply(entries: Sequence[Entry], folder: Path, layer: Path) -> int:
     """Write the changes to the user's folder, all or none; return how many files changed. All are checked before any is written."""
-    check(entries, folder, layer)
     ending = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ending)  # they wait until all is written
     try:
+        check(entries, folder, layer)
         with Rooted(folder) as root:
             _apply(entries, root, layer)
     except OSError as error:
@@ -259,7 +259,11 @@ class Moves:
     def __init__(self, root: Rooted) -> None:
         self.root, self.name = root, f".etude-{secrets.token_hex(8)}"
         os.mkdir(self.name, 0o700, dir_fd=root.descriptor)
-        self.own = os.open(self.name, FOLDER, dir_fd=root.descriptor)
+        try:
+            self.own = os.open(self.name, FOLDER, dir_fd=root.descriptor)
+        except OSError:
+            os.rmdir(self.name, dir_fd=root.descriptor)
+            raise
         self.count = itertools.count()
         self.back: list[Callable[[], None]] = []
 
