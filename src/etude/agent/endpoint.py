@@ -9,6 +9,7 @@ since nobody knows the tokens that were sampled: log-probs are NaN. For training
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 
 SYSTEM, USER, ASSISTANT, END = range(256, 260)
 ROLES = {SYSTEM: "system", USER: "user", ASSISTANT: "assistant"}
-BYTES = 4  # of text in a token, about
-CONTEXT = 32_768  # tokens; an endpoint does not say how many it takes, and refuses what is too long
+BYTES = 4  # of text in a token, until an endpoint has said how many tokens a prompt has
+SHRINK = 0.8  # of the context that is left after a prompt was too long for it
+CONTEXT = 32_768  # tokens, where an endpoint does not say how many it takes
 
 
 class MessageTalk:
@@ -92,32 +94,57 @@ class EndpointPolicy(RemotePolicy):
         """Choose the first model, or the one named."""
         self.card = await self.ask_card(model)
         details = {"url": self._url, "tokens": "bytes of text, not for training"}
-        self.info = PolicyInfo(self.card["id"], BYTES * int(self.card["max_model_len"] or CONTEXT), 260, details)
+        self.info = PolicyInfo(self.card["id"], 0, 260, details)
+        self.set_context(int(self.card["max_model_len"] or CONTEXT))
         return self.info
+
+    def set_context(self, tokens: int, size: float = BYTES) -> None:
+        """Set how many tokens the model takes, and how many bytes there are in one."""
+        self.context, self.size = tokens, size
+        self.info = replace(self.info, context=int(size * tokens))
 
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None, on_tokens: OnTokens = None
     ) -> Completion:
-        """Return the endpoint's answer as bytes. Bounds count bytes here and tokens there: a token is a byte at least."""
+        """Return the endpoint's answer as bytes. How many of them make a token shows with its answers."""
         del session  # endpoints find shared prefixes by themselves
+        most = max(1, int(sampling.max_tokens / self.size))
         body: dict[str, Any] = {
-            "model": self.info.name, "messages": messages_of(prompt), "max_tokens": sampling.max_tokens,
+            "model": self.info.name, "messages": messages_of(prompt), "max_tokens": most,
             "temperature": sampling.temperature, "top_p": sampling.top_p,
         }  # fmt: skip
         if sampling.seed is not None:
             body["seed"] = sampling.seed
-        reply = await self.tell(f"{self.api}/chat/completions", body)
+        reply = await self._asked(body)
+        if reply is None:  # a context that is too small: the harness sums up, or ends
+            self.set_context(self.context, self.size * SHRINK)
+            return Completion([], "length")
         try:
             choice = reply["choices"][0]
             said, finish = str(choice["message"].get("content") or ""), choice["finish_reason"]
+            counted = (reply.get("usage") or {}).get("prompt_tokens") or 0
         except (KeyError, TypeError, IndexError, AttributeError):
             raise UserError(f"{self._url} answered without a message: {str(reply)[:200]}") from None
+        if counted and len(prompt) < self.size * counted:
+            self.set_context(self.context, len(prompt) / counted)
         ids = list(said.encode())[: sampling.max_tokens]
         ended = finish != "length" and len(ids) < sampling.max_tokens
         tokens = [Token(each, math.nan, math.nan, 0) for each in ([*ids, END] if ended else ids)]
         if on_tokens:
             on_tokens(tokens)
         return Completion(tokens, "stop" if ended else "length", END if ended else None)
+
+    async def _asked(self, body: dict[str, Any]) -> Any:
+        """Return the reply; where prompt and answer together are too long, to a request for what fits. None: nothing does."""
+        for limited in (True, False):
+            try:
+                return await self.tell(f"{self.api}/chat/completions", body)
+            except UserError as error:
+                if "context" not in str(error) or "(status 400)" not in str(error):
+                    raise
+                if limited:
+                    del body["max_tokens"]
+        return None
 
     async def _refuse(self, reply: Reply) -> None:
         if reply.status in {500, 502, 504}:  # which pass, where many machines answer

@@ -6,11 +6,11 @@ tokeniser is a folder's, which the user names or the server does. Any other serv
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etude.agent.endpoint import BYTES, EndpointPolicy, message_format
+from etude.agent.endpoint import EndpointPolicy, message_format
 from etude.agent.formats import choose_format
 from etude.errors import UserError
 from etude.inference.client import RemotePolicy
@@ -53,13 +53,17 @@ async def find(
     try:
         if await probe.speaks_tokens():
             card = await probe.ask_card(name or chosen)
-            return _at_address(url, card, token, _tokeniser_of(url, card, tokeniser, cache, reporter))
+            if its_folder := _tokeniser_of(card, tokeniser, cache, reporter):
+                return _at_address(url, card, token, its_folder)
+            here = f"the tokeniser of {card['id']!r} is not on this machine; --tokeniser names a folder or base that has it"
+            reporter.say(f"{here}. Without it {url} is asked in messages, not in token ids")
     finally:
         await probe.close()
     if tokeniser:
         raise UserError(f"{url} returns no token ids, so --tokeniser is of no use; vLLM does with --enable-scale-out")
     policy = await EndpointPolicy.open(url, model=name or chosen, token=token)
-    policy.info = replace(policy.info, context=BYTES * context if context else policy.info.context)
+    if context:
+        policy.set_context(context)
 
     async def opened() -> tuple[Policy, ChatFormat]:
         return policy, message_format()
@@ -67,16 +71,14 @@ async def find(
     return ModelSource(policy.info.name, opened, text=True)
 
 
-def _tokeniser_of(url: str, card: dict[str, Any], given: str, cache: Path, reporter: Reporter) -> Path:
-    """Return the folder with the tokeniser of a server's model."""
+def _tokeniser_of(card: dict[str, Any], given: str, cache: Path, reporter: Reporter) -> Path | None:
+    """Return the folder with the tokeniser of a server's model; None: it is not here."""
     for word in [given] if given else [card.get("root") or "", card["id"]]:
         if word and Path(word, "tokenizer_config.json").is_file():
             return Path(word)
         if given or word in known_bases():
             return locate(word, cache, reporter)[1]
-    raise UserError(
-        f"{url} serves {card['id']!r}, whose tokeniser is not here; name a folder or base that has it: --tokeniser"
-    )
+    return None
 
 
 def _at_address(url: str, card: dict[str, Any], token: str, folder: Path) -> ModelSource:

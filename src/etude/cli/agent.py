@@ -39,9 +39,7 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
     minutes: options.Minutes = 30.0,
     temperature: options.Temperature = 0.7,
     trace: Annotated[Path | None, typer.Option(help="File to append the episode's trace to.")] = None,
-    context: Annotated[
-        int | None, typer.Option(min=512, help="Context in tokens; default: the model's, or 32768 for a server.")
-    ] = None,
+    context: Annotated[int | None, typer.Option(min=512, help="Context in tokens; default: the model's.")] = None,
     device: options.Device = "auto",
     cache: options.CacheFolder = None,
 ) -> None:

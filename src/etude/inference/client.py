@@ -30,7 +30,7 @@ import math
 import random
 import re
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -215,7 +215,7 @@ class RemotePolicy:
     @classmethod
     async def open(
         cls, url: str, vocabulary: int = 0, model: str = "", token: str = "", settings: ClientSettings | None = None
-    ) -> RemotePolicy:
+    ) -> Self:
         """Connect to a server and find out what its log-probs mean.
 
         `vocabulary` is one more than the largest id the caller may send; 0: as the server says, which vLLM does not. `model` is a
