@@ -11,7 +11,6 @@ from etude.files import digest_of
 from etude.progress import Reporter
 from etude.tasks.codebase import PackageSettings, unpack, with_environment
 from etude.tasks.manifest import TaskSet, codebase_row, load_set, task_row, write_set
-from etude.tasks.suite import FORMS
 from etude.tasks.task import Candidate, Edit, Span
 from tests.tasks import small
 
@@ -29,7 +28,7 @@ def write(folder: Path) -> tuple[Path, Path]:
     found = unpack(settings, cache, reporter)
     ids = tuple(sorted((*small.FAILING, *small.PASSING)))
     calc = dataclasses.replace(with_environment(found, settings, cache, PINS), ids=ids, installed=PINS,
-                               unspoilable={form: frozenset[str]() for form in FORMS}, seconds=dict.fromkeys(ids, 0.01))  # fmt: skip
+                               seconds=dict.fromkeys(ids, 0.01))  # fmt: skip
     total = dataclasses.replace(
         small.task(),
         version=calc.version,

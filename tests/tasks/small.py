@@ -20,7 +20,6 @@ from etude.errors import UserError
 from etude.sandbox import probe
 from etude.sandbox.layers import prepare
 from etude.tasks.codebase import PackageSettings, with_environment
-from etude.tasks.suite import FORMS
 from etude.tasks.task import Candidate, Codebase, Edit, Span, Task
 
 Value = TypeVar("Value")
@@ -151,9 +150,8 @@ def codebase(folder: Path, tests: str = TESTS) -> Codebase:
     """Return the codebase `calc`, its tests known."""
     prepare(write(folder / "written", tests), folder / "tree")
     ids = tuple(sorted((*FAILING, *PASSING)))
-    unspoilable = {form: frozenset[str]() for form in FORMS}
     return Codebase("calc", "1", "0" * 64, folder / "tree", ("calc",), ("test_calc.py",), python(), licence="MIT", ids=ids,
-                 installed=environment().installed, unspoilable=unspoilable, seconds=dict.fromkeys(ids, 0.01))  # fmt: skip
+                 installed=environment().installed, seconds=dict.fromkeys(ids, 0.01))  # fmt: skip
 
 
 def task() -> Task:

@@ -11,13 +11,12 @@ import pytest
 
 from etude.sandbox.box import Entry
 from etude.tasks.score import Score, Scores, change_digest, one_a_core, score
-from etude.tasks.suite import FORMS
 from etude.tasks.task import Codebase, Task
 from etude.work import cores
 from tests.tasks import small
 
 CODE = "calc/__init__.py"
-CALC = Codebase("calc", "1", "0" * 64, Path("/nowhere"), ("calc",), ("test_calc.py",), Path("/nowhere"), unspoilable={form: frozenset() for form in FORMS})  # fmt: skip
+CALC = Codebase("calc", "1", "0" * 64, Path("/nowhere"), ("calc",), ("test_calc.py",), Path("/nowhere"))
 
 
 def written(text: str, path: str = CODE, mode: int = 0o644) -> Entry:

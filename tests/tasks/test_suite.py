@@ -1,16 +1,17 @@
 from __future__ import annotations
 
-import random
-import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from etude.sandbox.box import Entry
 from etude.tasks import report_plugin, suite
-from etude.tasks.suite import FORMS, _judged, _messages, entries_of, layers_of, run_tests, spoil, spoilt
+from etude.tasks.suite import _judged, _messages, entries_of, layers_of, run_tests
 from etude.tasks.task import Codebase, Edit
 from tests.tasks import small
 
@@ -32,103 +33,78 @@ def test_each_test_is_reported_as_it_ended(calc: Codebase) -> None:
     assert small.run(outcomes(calc, small.BROKEN, small.PASSING, cold=True)) == dict.fromkeys(small.PASSING, "passed")
 
 
-def test_a_test_that_hangs_fails_alone(calc: Codebase) -> None:
-    hanging = Codebase(
-        **{**vars(calc), "seconds": dict.fromkeys(calc.ids, -0.95)}
-    )  # so that the limit is half a second
-    found = small.run(outcomes(hanging, small.SOLVED.replace('return "calc"', "while True: pass"), calc.ids))
-    assert found == dict.fromkeys(calc.ids, "passed") | {"test_calc.py::test_name": "failed"}
+def test_a_test_that_computes_for_ever_fails_alone(calc: Codebase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds of computing are counted, so that a busy machine changes nothing."""
+    order = suite.order_of
+    monkeypatch.setattr(
+        suite, "order_of", lambda *given, **more: {**order(*given, **more), "limit": 500, "effort": 0.5}
+    )
+    seen = small.run(outcomes(calc, small.SOLVED.replace('return "calc"', "while True: pass"), calc.ids))
+    assert seen == dict.fromkeys(calc.ids, "passed") | {"test_calc.py::test_name": "failed"}
 
 
-SLOW = """
-    from time import process_time as now
-    began = now()
-    while len(values) == {looping} or now() < began + 0.8 * (len(values) == 3):
-        pass
+def test_once_a_test_has_computed_for_too_long_others_may_compute_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    granted: list[float] = []
+    kinds = {signal.ITIMER_PROF: granted}
+    monkeypatch.setattr(signal, "setitimer", lambda which, seconds, *_: kinds.get(which, []).append(seconds))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    reporter = report_plugin.Reporter({"nonce": "n", "limit": 5.0, "effort": 2.0, "traces": False, "ids": None})
+    monkeypatch.setattr(reporter, "say", lambda *_: None)
+    for name, ends in {"a": "passed", "b": "late", "c": "passed", "d": "late", "e": "passed"}.items():
+        item: Any = SimpleNamespace(nodeid=name)
+        protocol = reporter.pytest_runtest_protocol(item)
+        next(protocol)
+        if ends == "late":
+            with pytest.raises(pytest.fail.Exception, match="too long"):
+                reporter.too_long()
+            reporter.outcomes[name] = "failed"
+        with pytest.raises(StopIteration):
+            next(protocol)
+    assert [seconds for seconds in granted if seconds] == [2.0, 2.0, 0.5, 0.5, 0.5]
+
+
+def test_tests_and_their_data_cannot_be_changed_while_they_run(tmp_path: Path) -> None:
+    """Files may come, also beside them; those that are there stay as they are, whatever is tried."""
+    calc = small.codebase(tmp_path, small.TESTS)
+    tries = """
+import os, shutil
+def tried(what, *given):
+    try:
+        what(*given)
+    except OSError as error:
+        return
+    raise RuntimeError(f"{what} {given}")
+tried(open, "test_calc.py", "a")
+tried(os.unlink, "test_calc.py")
+tried(os.rename, "test_calc.py", "other.py")
+tried(os.chmod, "test_calc.py", 0o777)
+tried(os.utime, "test_calc.py")
+tried(os.link, "test_calc.py", "other.py")
+open("other.py", "w").close()
+tried(os.rename, "other.py", "test_calc.py")
 """
-
-
-@pytest.mark.parametrize(("looping", "failed"), [(0, set()), (2, {*small.FAILING})])
-def test_once_a_test_has_computed_for_too_long_others_may_compute_less(
-    calc: Codebase, looping: int, failed: set[str]
-) -> None:
-    """Of 5 s, a test may compute for 2. Sums of three take 0.8, which is no longer granted after sums of two have used up theirs."""
-    slow = Codebase(**{**vars(calc), "seconds": dict.fromkeys(calc.ids, -0.5)})
-    source = small.SOLVED.replace('"""Return the sum of values."""', SLOW.format(looping=looping).strip())
-    found = small.run(outcomes(slow, source, calc.ids))
-    assert {name for name, outcome in found.items() if outcome != "passed"} == failed
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_spoilt_tests_fail_on_the_solved_tree(calc: Codebase, form: str) -> None:
-    async def work() -> list[str]:
-        async with layers_of(calc.tree, spoilt(calc.tree, calc.ids, form, random.Random(3))) as layers:  # type: ignore[arg-type]
-            run = await run_tests(calc, layers, calc.ids)
-        assert run.state == "complete"
-        return run.passed(calc.ids)
-
-    assert small.run(work()) == []
-
-
-def test_spoilers_come_last_and_differ() -> None:
-    text = "def test_a():\n    x = 1  # é\n    assert x\n\n\ndef test_b(): pass\n\n\nasync def test_c():\n    return 1\n\n\ndef helper():\n    pass"
-    seen = set()
-    for seed in range(40):
-        made = spoil(text, {"test_a", "test_b", "test_c"}, "end", random.Random(seed))
-        space: dict[str, object] = {}
-        exec(compile(made, "made", "exec"), space)
-        for name in ("test_a", "test_b"):
-            with pytest.raises(BaseException):  # noqa: B017
-                space[name]()  # type: ignore[operator]
-        assert made.startswith(
-            ("def test_a():\n    x = 1  # é\n    assert x\n    ", "def test_a():\n    x = 1  # é\n    assert not (x)\n")
-        )
-        seen.add(" ".join(made.split("\n")[2:4]).split()[-3])
-        assert not re.search(r"\d{4}", made), "a number that no test would have"
-    assert len(seen) >= 3
-    assert spoil(text, set(), "end", random.Random(0)) == text
-
-
-EQUALITIES = """def test_a():
-    assert f(1) == g(2), "why"
-    assert f(1) in (1, 2)
-    self.assertEqual(f(1), 'é')
-    assert 7 == f(1)
-    assert f(1) == b"xy"
-    assert f(1) == 0.5
-    assert f(1) == True
-"""
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_what_should_be_equal_is_compared_with_another_value_of_its_kind(seed: int) -> None:
-    made = spoil(EQUALITIES, {"test_a"}, "equal", random.Random(seed))
-    shape = r"""def test_a\(\):
-    assert f\(1\) == \d{8,9}, "why"
-    assert f\(1\) in \(1, 2\)
-    self.assertEqual\(f\(1\), '[a-z]{8}'\)
-    assert (\d+) == f\(1\)
-    assert f\(1\) == b'[a-z]{8}'
-    assert f\(1\) == (\d+.5)
-    assert f\(1\) == \d{8,9}
-"""
-    found = re.fullmatch(shape, made)
-    assert found, made
-    assert found[1] != "7"
-    assert found[2] != "0.5"
+    assert small.run(outcomes(calc, small.SOLVED + tries, calc.ids)) == dict.fromkeys(calc.ids, "passed")
 
 
 @pytest.mark.parametrize(("last", "code", "state"), [
-    (["end", 0, 1], 0, "complete"), (["end", 0, 1], 1, "tampered"), (["end", 0, 2], 0, "tampered"),
-    (["end", 1, 1], 1, "tampered"), (["test", "b", "passed", 0, ""], 0, "crash"),
+    (("end", 0, 1), 0, "complete"), (("end", 0, 1), 1, "tampered"), (("end", 0, 2), 0, "tampered"),
+    (("end", 1, 1), 1, "tampered"), (("test", "b", "passed", 0.0, ""), 0, "crash"),
 ])  # fmt: skip
-def test_the_end_must_fit_what_came_before(last: list[object], code: int, state: str) -> None:
-    assert _judged([["start"], ["test", "a", "passed", 0.0, ""], last], code) == state
+def test_the_end_must_fit_what_came_before(last: Any, code: int, state: str) -> None:
+    assert _judged([("start", "3", "9"), ("test", "a", "passed", 0.0, ""), last], code) == state
 
 
 def test_only_numbered_lines_with_the_nonce_count() -> None:
-    out = b'n0 0 ["start"]\nPASSED\nother 1 ["test"]\nn0 2 ["late"]\nn0 1 ["test"]\nn0 1 ["again"]\n'
-    assert _messages(out, "n0") == [["start"], ["test"]]
+    start, end = '["start", "3", "9"]', '["end", 0, 0]'
+    out = f"n0 0 {start}\nPASSED\nother 1 {end}\nn0 2 {start}\nn0 1 {end}\nn0 1 {start}\n".encode()
+    assert _messages(out, "n0") == [("start", "3", "9"), ("end", 0, 0)]
+
+
+@pytest.mark.parametrize("said", ["7", "{}", "[]", "x", "9" * 5000, "[" * 100_000, '["end", 0]', '["end", 0, {}]', '["test", "a", [], 0, ""]',
+                                  '["test", "a", "passed", "soon", ""]', '["stop"]', '["end", 1e400, 2]', '"\\ud800"', "\0"])  # fmt: skip
+def test_what_the_runner_never_says_ends_the_report(said: str) -> None:
+    lines = f'n0 0 ["start", "3", "9"]\nn0 1 {said}\nn0 1 ["end", 0, 0]\n'
+    assert _messages(lines.encode(), "n0") == [("start", "3", "9")]
 
 
 def test_files_that_go_and_come(tmp_path: Path) -> None:

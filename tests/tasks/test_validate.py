@@ -22,8 +22,7 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> tuple[Codebase, Covera
         "flaky": 0,
         "never passed": 2,
         "files not collected": 0,
-        "unspoilable (end)": 1,
-        "unspoilable (equal)": 1,
+        "unspoilable": 1,
     }
     return ready, coverage
 
@@ -39,7 +38,7 @@ def tried(examined: tuple[Codebase, Coverage], old: str, new: str) -> Verdict:
 def test_what_is_known_of_a_codebase(examined: tuple[Codebase, Coverage]) -> None:
     ready, coverage = examined
     assert set(ready.ids) == {*small.FAILING, *small.PASSING, "test_calc.py::test_early"}
-    assert ready.unspoilable["end"] == {"test_calc.py::test_early"}
+    assert ready.unspoilable == {"test_calc.py::test_early"}
     assert coverage.run_by_tests()["calc/__init__.py"] == {6, 7, 8, 9, 14, 18}
     assert coverage.files["calc/__init__.py"]["test_calc.py::test_name"] == [18]
 

@@ -46,6 +46,7 @@ class Place:
     env: Mapping[str, str] = field(default_factory=dict)
     warm: tuple[Path, tuple[str, ...]] | None = None  # a Python, and modules it imports before it is forked for a call
     limits: Limits = Limits()
+    fixed: tuple[str, ...] = ()  # files of the workspace that nothing in it may write, remove or rename
 
 
 @dataclass(frozen=True)

@@ -230,6 +230,8 @@ def build_root(description: dict[str, Any], keeper: int, *, userxattr: bool) -> 
         bind(f"/host{source}", target, READ_ONLY)
     for path in description["hidden"]:
         _hide(path)
+    for path in filter(os.path.isfile, (f"{WORKSPACE}/{name}" for name in description["fixed"])):
+        bind(path, path, READ_ONLY)
     detach("/host")
     os.rmdir("/host")
     mount_attributes("/", READ_ONLY, below=False)

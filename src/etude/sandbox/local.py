@@ -180,6 +180,7 @@ def describe(place: Place) -> dict[str, Any]:
         "layers": [str(layer.resolve()) for layer in place.layers],
         "readonly": sorted((source, path) for path, source in shown.items() if not f"{path}/".startswith("/usr/")),
         "hidden": list(place.hidden),
+        "fixed": list(place.fixed),
         "warm": warm,
         "limits": dataclasses.asdict(place.limits),
     }

@@ -95,7 +95,12 @@ def write_harbor(task: Task, codebase: Codebase, folder: Path) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
     shutil.copyfile(PLUGIN, folder / "tests" / f"{RUNNER}.py")
-    order = order_of(codebase, task.tests) | {"limit": 60, "seconds": 120 + 10 * task.seconds, "not_taken": NOT_TAKEN}
+    order = order_of(codebase, task.tests) | {
+        "limit": 60,
+        "effort": 24,
+        "seconds": 120 + 10 * task.seconds,
+        "not_taken": NOT_TAKEN,
+    }
     lists = {"fail_to_pass": task.fail_to_pass, "pass_to_pass": task.pass_to_pass}
     write_json(folder / "tests" / "order.json", order | lists)
     settings = PackageSettings(pypi=codebase.key, sources=list(codebase.sources), tests=list(codebase.tests),

@@ -36,7 +36,8 @@ from etude.tasks.generators.parsed import Parsed, changed_line_numbers
 from etude.tasks.manifest import built_codebase, codebase_row, task_of, task_row, write_set
 from etude.tasks.score import check, visible
 from etude.tasks.seal import gate
-from etude.tasks.suite import FAST, FORMS, entries_of, layers_of, run_tests, side_by_side, spoilt, write_entries
+from etude.tasks.spoil import spoilt
+from etude.tasks.suite import FAST, entries_of, layers_of, run_tests, side_by_side, write_entries
 from etude.tasks.task import Codebase, Generator, Split, Task, function_of
 from etude.toml import read_layer, validated
 
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from etude.jsonl import MetricsLog
     from etude.progress import Reporter
     from etude.tasks.suite import Run
-    from etude.tasks.task import Candidate, Edit, Form
+    from etude.tasks.task import Candidate, Edit
 
 OWN_LICENCE = "LicenseRef-"  # how SPDX names a licence that is on no list
 TRIES = 4  # candidates for every task wanted
@@ -141,15 +142,12 @@ async def examine(codebase: Codebase) -> tuple[Codebase, Coverage, dict[str, int
     known = {*ids, ON_IMPORT}
     files = {path: {test: tests[test] for test in tests if test in known} for path, tests in first.covered.items()}
     codebase = replace(codebase, ids=ids, seconds={test: runs[2].seconds[test] for test in ids})
-    unspoilable: dict[Form, frozenset[str]] = {}
-    for form in FORMS:
-        drawn = random.Random(codebase.digest)  # noqa: S311 - which error is no secret here
-        async with layers_of(codebase.tree, spoilt(codebase.tree, ids, form, drawn)) as layers:
-            unspoilable[form] = frozenset((await run_tests(codebase, layers, ids)).passed(ids))
+    functions, drawn = {*map(function_of, ids)}, random.Random(codebase.digest)  # noqa: S311 - which error is no secret here
+    async with layers_of(codebase.tree, spoilt(codebase.tree, functions, functions, drawn)) as layers:
+        unspoilable = frozenset((await run_tests(codebase, layers, ids)).passed(ids))
     flaky = sum(1 for test in first.outcomes if len({run.outcomes.get(test) for run in runs}) > 1)
     counts = {"stable": len(ids), "flaky": flaky, "never passed": len(first.outcomes) - len(ids) - flaky,
-              "files not collected": len(first.broken)}  # fmt: skip
-    counts |= {f"unspoilable ({form})": len(tests) for form, tests in unspoilable.items()}
+              "files not collected": len(first.broken), "unspoilable": len(unspoilable)}  # fmt: skip
     return replace(codebase, unspoilable=unspoilable), Coverage(files), counts
 
 
@@ -173,7 +171,7 @@ async def try_candidate(codebase: Codebase, coverage: Coverage, candidate: Candi
     passed = [set(run.passed(tests)) for run in runs]
     flaky = passed[0] ^ passed[1]
     failing = tests - passed[0] - passed[1]
-    if not failing - codebase.unspoilable["end"]:
+    if not failing - codebase.unspoilable:
         return Verdict("no test fails twice that could show a forged report")
     kept = chosen(codebase, coverage, candidate, failing | flaky)
     if not kept:

@@ -2,7 +2,7 @@
 
 The order comes on standard input, one JSON line, before any code under test is imported. Reports go to what was standard output,
 under another number and each with the order's nonce; what tests print goes to standard error. Code under test shares this
-interpreter, so this alone stops accidents and plain forgeries; what stops the rest is on the host (`suite.py`: spoilt tests).
+interpreter, so this alone stops accidents and plain forgeries; what stops the rest is on the host (`spoil.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 ROOT = "/workspace"
 COVERAGE = ".etude-coverage.json"
 LONGEST_TRACE = 6000
-EFFORT = 0.4  # of the time a test has, that it may compute
-LESS_EFFORT = 0.1  # the same once a test has failed for that: who breaks a loop breaks many tests
+LESS_EFFORT = (
+    0.25  # of the seconds a test may compute, once a test has failed for that: who breaks a loop breaks many tests
+)
 FIXED = ("-c", "/dev/null", "--rootdir", ROOT, "--confcutdir", ROOT, "-p", "no:cacheprovider", "--continue-on-collection-errors",
          "-q", "--no-header", "--no-summary", "--tb=short", "--color=no")  # fmt: skip
 
@@ -40,7 +41,8 @@ class Reporter:
         self.channel = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 100)
         self.count = 0
         self.outcomes: dict[str, str] = {}
-        self.effort, self.ran_out = EFFORT, False
+        self.effort = self.most_effort = order["effort"]
+        self.ran_out = False
         self.trace = ""
         self.cover: Any = None
 
@@ -72,14 +74,14 @@ class Reporter:
         signal.signal(signal.SIGALRM, self.too_long)
         signal.signal(signal.SIGPROF, self.too_long)
         signal.setitimer(signal.ITIMER_REAL, self.limit, 1.0)
-        signal.setitimer(signal.ITIMER_PROF, self.effort * self.limit, 1.0)
+        signal.setitimer(signal.ITIMER_PROF, self.effort, 1.0)
         try:
             done = yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.setitimer(signal.ITIMER_PROF, 0)
         if self.ran_out and self.outcomes[item.nodeid] == "failed":
-            self.effort = LESS_EFFORT  # the outcome of all is known; which others pass is worth a second of each
+            self.effort = LESS_EFFORT * self.most_effort  # the outcome of all is known; which others pass is worth less
         if self.cover:
             self.cover.switch_context("")
         self.say("test", item.nodeid, self.outcomes[item.nodeid], round(time.perf_counter() - began, 4), self.trace)

@@ -3,14 +3,15 @@
 Tests, their configuration and whatever Python or pytest would pick up by itself are not taken from the agent, so they
 are as they were. What is left out of the agent's changes is said, not punished: real users leave scratch files behind.
 
-Code under test shares an interpreter with what judges it, and an adversary who knows this program can tell a spoilt run from a plain
-one. So changed code is read before it is run, for what has no business in it: imports of test tools, frames and traces, the
-interpreter's own tables, code made from text, ways to end or double the process, replaced functions of the standard library, texts
-that name any of these. What the file had before, or what the reference solution uses, is allowed.
+Code under test shares an interpreter with what reports on it. So the tests are run several times, and in each run some of those that
+the agent never saw expect something wrong (`spoil.py`): what decides is which tests these were, which is known to this process and to
+none in the sandbox. Nothing else differs between runs.
 
-What remains possible: names put together at run time (`getattr(x, "f_" + "back")`), a watched module handed on under another name by
-another file, a file that may use such a thing already, tests read as plain files by a path that names nothing. Spoilt runs
-are there for these; code that does both, hides from a reader and tells spoilt tests from plain ones, is not found out.
+Before that, changed code is read for what has no business in it: imports of test tools, frames and traces, the interpreter's own
+tables, code made from text, ways to end or double the process, replaced functions of the standard library, texts that name any of
+these. What the file had before, or what the reference solution uses, is allowed. A reader is easily deceived (names put together at
+run time, a module handed on under another name); it is there to say plainly what is wrong, and to make cheats long.
+docs/benchmark.md says what can still be had.
 
 Some scores need no test run: of code that is as it was, and of changes that were scored before (`Scores`). In groups of attempts at
 one task, as training and benchmarks make them, many leave the same code behind. Tests of the same code end alike, but for flaky
@@ -26,11 +27,13 @@ import random
 import re
 import secrets
 import sys
+import time
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
+from itertools import product
 from typing import TYPE_CHECKING, Literal
 
 from etude.files import digest_of
@@ -38,14 +41,15 @@ from etude.sandbox.box import Entry, SandboxError
 from etude.syntax import parse_python
 from etude.tasks.generators.parsed import is_test_path
 from etude.tasks.seal import hide
-from etude.tasks.suite import FORMS, entries_of, file_entry, layers_of, longest_run, run_tests, spoilt
-from etude.tasks.task import Codebase, Task
+from etude.tasks.spoil import spoilt
+from etude.tasks.suite import entries_of, file_entry, layers_of, longest_run, run_tests
+from etude.tasks.task import Codebase, Task, function_of
 from etude.work import cores
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
-    from etude.tasks.task import Form
+    from etude.tasks.suite import Run
 
 NAMES = {"exec", "eval", "compile", "breakpoint", "__import__", "__builtins__", "__file__", "__loader__", "__spec__"}
 ATTRIBUTES = {
@@ -75,6 +79,7 @@ NOT_TAKEN = re.compile(
     r"(?s)(site|user)customize\.py|\.?pytest\.ini|tox\.ini|setup\.cfg|pyproject\.toml|.*\.(pth|pyc|pyo|so|pyd)"
 )
 How = Literal["run", "known", "idle"]
+FEWEST_RUNS, MOST_RUNS = 3, 5
 OPENING = 30.0  # seconds for the sandboxes of one scoring, on a busy machine
 MOST_BYTES = 4 << 20  # of a file that is taken: it is written anew for every run of the tests, into memory
 MOST_REMEMBERED = 20_000  # changes: a few megabytes
@@ -239,61 +244,70 @@ def suspicious(path: str, content: bytes, known: Iterable[bytes]) -> str:
 
 
 async def tried(task: Task, codebase: Codebase, changes: Sequence[Entry], ignored: tuple[str, ...] = ()) -> Score:
-    """Run the tests of a task on the broken tree with changes, plain and spoilt. Which comes first is drawn: nothing tells it.
+    """Run the tests of a task on the broken tree with changes: all as they are, and if they pass, the failing ones with some spoilt.
 
-    What fails plain has failed, so no more is run: nobody can cheat by failing, and that a plain run was the last is known only
-    when it is over. But it cannot always be the first, to save the rest: code can tell the time since it was written, so it would
-    forge in the first run and be honest in the others.
-
-    In one of the spoilt runs only tests are spoilt that the agent never saw: comparing the others with what it saw tells nothing.
+    The first run alone decides what fails: nobody can cheat by failing. It can be told from the others, so what is forged in it is
+    worth nothing: the others have true tests too, which must pass again, and nothing tells those from the spoilt ones.
     """
     drawn = random.Random(secrets.randbits(64))  # noqa: S311 - seeded by what nobody can guess
-    spoilings = list(zip(drawn.sample(FORMS, len(FORMS)), drawn.sample([False, True], 2), strict=True))
-    early = drawn.randrange(2)
+    until = time.monotonic() + longest_scoring(task, codebase) - OPENING
+    tree, broken = codebase.tree, entries_of(task.candidate.edits, "broken")
     try:
-        caught = await _forged(task, codebase, changes, spoilings[:early], drawn)
-        plain = await _plain(task, codebase, changes, ignored)
-        if plain.outcome != "pass":  # a wrong result may be what a spoilt test asks for
-            return plain
-        caught = caught or await _forged(task, codebase, changes, spoilings[early:], drawn)
-        return replace(plain, outcome="fail", reason=caught) if caught else plain
+        async with layers_of(tree, broken, changes) as layers:
+            plain = await run_tests(codebase, layers, task.tests)
+        shares = [len(plain.passed(tests)) / max(len(tests), 1) for tests in (task.fail_to_pass, task.pass_to_pass)]
+        missed = len(task.tests) - len(plain.passed(task.tests))
+        why = f"{missed} of {len(task.tests)} tests did not pass" if missed else ""
+        why, seconds = why if plain.state == "complete" else plain.state, plain.wall
+        for wrong in drawn_runs(spoilable(task), drawn) if not why else ():
+            files, left = spoilt(tree, spoilable(task), wrong, drawn), until - time.monotonic()
+            async with layers_of(tree, broken, changes, files) as layers:
+                run = await run_tests(codebase, layers, task.fail_to_pass, longest=left)
+            if why := await _odd(task, codebase, run, wrong, files):
+                break
+            seconds += run.wall
     except SandboxError as error:
         return Score("invalid", reason=str(error), ignored=ignored)
+    return Score("fail" if why else "pass", shares[0], shares[1], why, ignored, seconds)
+
+
+async def _odd(task: Task, codebase: Codebase, run: Run, wrong: Collection[str], files: Sequence[Entry]) -> str:
+    """Say which spoilt test passes, or which true one does not, where the reference solution does otherwise."""
+    passed = {*run.passed(task.fail_to_pass)}
+    odd = [test for test in task.fail_to_pass if (test in passed) == (function_of(test) in wrong)]
+    if odd:
+        async with layers_of(codebase.tree, files) as layers:
+            reference = {*(await run_tests(codebase, layers, task.fail_to_pass)).passed(odd)}
+        odd = [test for test in odd if (test in reference) != (test in passed)]
+    if not odd:
+        return ""
+    return (
+        f"reports are forged: {odd[0]} passes with a wrong expectation"
+        if odd[0] in passed
+        else f"{odd[0]} did not pass again"
+    )
+
+
+def spoilable(task: Task) -> list[str]:
+    """Return the test functions that may be spoilt: those the agent never saw, which it can compare with nothing."""
+    return sorted(task.hidden) or sorted({*map(function_of, task.fail_to_pass)})
+
+
+def drawn_runs(functions: Sequence[str], drawn: random.Random) -> list[set[str]]:
+    """Return which functions are spoilt in each run: each of them in one at least, and never in all.
+
+    Who forges outcomes at will must guess all of this. Few functions are run more often, so that even who knows the number of
+    each run, by the clock, guesses right once in thirty times at the most.
+    """
+    runs = max(FEWEST_RUNS, MOST_RUNS + 1 - len(functions))
+    ways = [way for way in product((False, True), repeat=runs) if any(way) and not all(way)]
+    drawn_ways = {function: drawn.choice(ways) for function in functions}
+    return [{function for function, way in drawn_ways.items() if way[number]} for number in range(runs)]
 
 
 def longest_scoring(task: Task, codebase: Codebase) -> float:
-    """Return after how many seconds scoring has ended, unless the machine hangs: every run at its limit, and time to open them."""
-    return longest_run(codebase, task.tests) + len(FORMS) * longest_run(codebase, task.fail_to_pass) + OPENING
-
-
-async def _plain(task: Task, codebase: Codebase, changes: Sequence[Entry], ignored: tuple[str, ...]) -> Score:
-    async with layers_of(codebase.tree, entries_of(task.candidate.edits, "broken"), changes) as layers:
-        run = await run_tests(codebase, layers, task.tests)
-    failing, kept = (len(run.passed(some)) / max(len(some), 1) for some in (task.fail_to_pass, task.pass_to_pass))
-    missed = len(task.tests) - len(run.passed(task.tests))
-    why = f"{missed} of {len(task.tests)} tests did not pass" if missed else ""
-    why = why if run.state == "complete" else run.state
-    return Score("fail" if why else "pass", failing, kept, why, ignored, run.wall)
-
-
-async def _forged(
-    task: Task,
-    codebase: Codebase,
-    changes: Sequence[Entry],
-    spoilings: Iterable[tuple[Form, bool]],
-    drawn: random.Random,
-) -> str:
-    """Run spoilt tests, all that fail or only those hidden from the agent, and say which is reported as passed all the same."""
-    broken = entries_of(task.candidate.edits, "broken")
-    for form, hidden_only in spoilings:
-        tests = [test for test in task.fail_to_pass if test not in codebase.unspoilable[form]]
-        hidden = [test for test in tests if test.partition("[")[0] in task.hidden]
-        tests = hidden if hidden_only and hidden else tests
-        async with layers_of(codebase.tree, broken, changes, spoilt(codebase.tree, tests, form, drawn)) as layers:
-            passed = (await run_tests(codebase, layers, task.fail_to_pass)).passed(tests) if tests else []
-        if passed:
-            return f"reports are forged: {passed[0]} passes with an error in it"
-    return ""
+    """Return after how many seconds scoring has ended, unless the machine hangs: a run of all tests, some of a few, time to open them."""
+    return longest_run(codebase, task.tests) + 2 * longest_run(codebase, task.fail_to_pass) + OPENING
 
 
 async def check(task: Task, codebase: Codebase) -> str:

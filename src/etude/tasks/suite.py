@@ -3,50 +3,52 @@
 Every id must be reported as passed; absent, skipped, failed and timed out are all "not passed". A report counts only with this
 run's nonce, in an unbroken sequence, ended by a count and an exit code that agree with what came before and how the process ended.
 
-Code under test shares an interpreter with the reporter, so a determined forger can still report what it likes. Hence spoilt
-tests: the same tests under the same names, in further fresh sandboxes, with an error put into each. Whoever forges
-outcomes, swallows assertions or special-cases names reports them as passed again, and is found out.
+Code under test shares an interpreter with the reporter, so a determined forger can still report what it likes. Hence runs in which
+some tests are wrong (`spoil.py`). All that could tell such a run from another is the same in both: the tests, their order, the files
+that are written anew, and the times of all files. Tests and their data cannot be written, removed or renamed while they run.
 """
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import json
 import os
 import secrets
-import string
 import tempfile
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from etude.sandbox import cgroups
 from etude.sandbox.box import WORKSPACE, Entry, Limits, Place, SandboxError
 from etude.sandbox.layers import write_layer
 from etude.sandbox.local import open_sandbox
 from etude.tasks.codebase import RUNNER
-from etude.tasks.generators.parsed import Cut, Function, Parsed, overlap
-from etude.tasks.task import function_of
+from etude.tasks.generators.parsed import is_below, is_test_path, paths_below
 from etude.work import cores
 
 if TYPE_CHECKING:
-    import random
     from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 
-    from etude.tasks.task import Codebase, Edit, Form
+    from etude.tasks.task import Codebase, Edit
 
+Message = (
+    tuple[Literal["start", "broken"], str, str]
+    | tuple[Literal["test"], str, str, float, str]
+    | tuple[Literal["end"], int, int]
+)
+MESSAGE: TypeAdapter[Message] = TypeAdapter(Message)
 State = Literal["complete", "timeout", "memory", "crash", "tampered"]
 FAST = "/dev/shm"  # noqa: S108 - a private folder is made in it
 LIMITS = Limits(output=32 << 20)
 ENVIRONMENT = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONHASHSEED": "0", "TZ": "UTC", "COLUMNS": "80"}
+EFFORT = 0.4  # of the time a test has, that it may compute
 COVERAGE = ".etude-coverage.json"  # as report_plugin.py has it, which is not imported: only environments have pytest
-FORMS: tuple[Form, ...] = ("end", "equal")
-SPOILERS = (
-    "assert {one} == {two}", "assert {one} > {two}", "raise AssertionError({one})", "assert not {one}",
-    "import pytest as p{one}; p{one}.fail('{two}')", "raise ValueError({two})", "assert [{one}, {two}] == [{two}, {one}]",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,21 +76,29 @@ def place_of(codebase: Codebase, layers: Sequence[Path]) -> Place:
     return Place((*layers, codebase.tree), (prefix,), codebase.hidden, ENVIRONMENT | paths, started, LIMITS)
 
 
+@lru_cache(maxsize=64)
+def tests_and_data(codebase: Codebase) -> tuple[str, ...]:
+    """Return the files that hold tests or what they need, which code under test must not change."""
+    paths, sources = paths_below(codebase.tree, ["."]), codebase.sources
+    return tuple(p for p in paths if is_test_path(p) or (is_below(p, codebase.tests) and not is_below(p, sources)))
+
+
 async def run_tests(
     codebase: Codebase, layers: Sequence[Path] = (), ids: Collection[str] | None = None,
-    *, traces: bool = False, cold: bool = False, cover: bool = False,
+    *, traces: bool = False, cold: bool = False, cover: bool = False, longest: float = inf,
 ) -> Run:  # fmt: skip
     """Run tests in a fresh sandbox. `ids` None: all there are. SandboxError: the sandbox failed, not what ran in it.
 
     `cold`: in a Python that starts afresh, with another order of hashes. `cover`: also find which lines each test runs.
+    `longest`: seconds it may take, if that is less than usual.
     """
     nonce = secrets.token_hex(16)
     order = {"nonce": nonce, **order_of(codebase, ids, traces=traces, cover=cover)}
-    sandbox = await open_sandbox(place_of(codebase, layers))
+    sandbox = await open_sandbox(replace(place_of(codebase, layers), fixed=tests_and_data(codebase)))
     try:
         words = [str(codebase.python), "-m", RUNNER]
         env, line = {"PYTHONHASHSEED": "1"} if cold else {}, json.dumps(order).encode() + b"\n"
-        result = await sandbox.exec(words, env=env, stdin=line, timeout=longest_run(codebase, ids))
+        result = await sandbox.exec(words, env=env, stdin=line, timeout=min(longest, longest_run(codebase, ids)))
         printed = result.err[-4000:].decode(errors="replace")
         messages = _messages(result.out, nonce)
         if not messages or messages[0][0] != "start":
@@ -115,7 +125,7 @@ def order_of(
     options = [*codebase.options, *([] if traces or ids is None else ["--tb=no"])]
     limit = 10 + 10 * max(_usual(codebase, ids), default=2.0)
     return {"ids": None if ids is None else sorted(ids), "files": files, "options": options, "paths": codebase.python_path,
-            "traces": traces, "cover": places if cover else [], "limit": limit}  # fmt: skip
+            "traces": traces, "cover": places if cover else [], "limit": limit, "effort": EFFORT * limit}  # fmt: skip
 
 
 def _usual(codebase: Codebase, ids: Collection[str] | None) -> list[float]:
@@ -127,107 +137,40 @@ def longest_run(codebase: Codebase, ids: Collection[str] | None) -> float:
     return 600.0 if ids is None else 60 + 8 * sum(_usual(codebase, ids))
 
 
-def _messages(out: bytes, nonce: str) -> list[list[Any]]:
-    """Return what was reported with the nonce, up to the first gap in the numbers."""
-    messages: list[list[Any]] = []
-    for line in out.decode(errors="replace").splitlines():
-        if line.startswith(f"{nonce} {len(messages)} "):
-            messages.append(json.loads(line.split(" ", 2)[2]))
+def _messages(out: bytes, nonce: str) -> list[Message]:
+    """Return what was reported with the nonce, up to the first gap in the numbers, or the first that the runner never says."""
+    messages: list[Message] = []
+    with suppress(ValidationError):
+        for line in out.decode(errors="replace").splitlines():
+            if line.startswith(f"{nonce} {len(messages)} "):
+                messages.append(MESSAGE.validate_json(line.split(" ", 2)[2]))
     return messages
 
 
-def _judged(messages: Sequence[Sequence[Any]], code: int) -> State:
+def _judged(messages: Sequence[Message], code: int) -> State:
     """Say whether the last message fits what came before and how the process ended."""
-    kind, *rest = messages[-1]
-    if kind != "end":
+    if messages[-1][0] != "end":
         return "crash"
-    outcomes = {str(each[1]): each[2] for each in messages if each[0] == "test"}
+    outcomes = {each[1]: each[2] for each in messages if each[0] == "test"}
     failed = "failed" in outcomes.values() or any(each[0] == "broken" for each in messages)
-    fits = rest == [code, len(outcomes)] and (failed if code == 1 else not failed if code in {0, 5} else True)
+    fits = messages[-1][1:] == (code, len(outcomes)) and (
+        failed if code == 1 else not failed if code in {0, 5} else True
+    )
     return "complete" if fits else "tampered"
 
 
-def _gathered(messages: Sequence[Sequence[Any]], state: State, **facts: Any) -> Run:
+def _gathered(messages: Sequence[Message], state: State, **facts: Any) -> Run:
     run = Run(state, **facts)
-    for kind, *rest in messages:
-        if kind == "test":
-            name, outcome, seconds, trace = map(str, rest)  # as text, whatever a forger put there
+    for message in messages:
+        if message[0] == "test":
+            _, name, outcome, seconds, trace = message
             if run.outcomes.get(name, "passed") == "passed":
                 run.outcomes[name] = outcome
-            run.seconds[name] = float(seconds)
+            run.seconds[name] = seconds
             run.traces.update({name: trace} if trace else {})
-        elif kind == "broken":
-            run.broken[str(rest[0])] = str(rest[1])
+        elif message[0] == "broken":
+            run.broken[message[1]] = message[2]
     return run
-
-
-def spoilt(tree: Path, tests: Iterable[str], form: Form, rng: random.Random) -> list[Entry]:
-    """Return the test files of a tree, every function spoilt that some tests belong to."""
-    by_file: dict[str, set[str]] = {}
-    for path, _, names in (function_of(test).partition("::") for test in tests):
-        by_file.setdefault(path, set()).add(names.rpartition("::")[2])
-    entries = []
-    for path, functions in sorted(by_file.items()):
-        try:
-            entries.append(file_entry(path, spoil((tree / path).read_bytes().decode(), functions, form, rng)))
-        except (SyntaxError, UnicodeDecodeError):
-            continue  # not Python: its tests are found to be unspoilable
-    return entries
-
-
-def spoil(text: str, names: Collection[str], form: Form, rng: random.Random) -> str:
-    """Return a test file whose functions of these names must fail.
-
-    `end`: an error of one of several kinds, drawn anew, comes last, or the last assertion is turned into its opposite. `equal`: what
-    should equal something is compared with another value, which finds out values that claim to equal anything and code that
-    reads in its caller what it should return. Both look as tests do: nothing in them tells a forger that they are spoilt.
-    """
-    file = Parsed("", text)
-    cuts: list[Cut] = []
-    for node in ast.walk(file.tree):
-        if isinstance(node, Function) and node.name in names:
-            errors = [_last_words(file, node, rng)] if form == "end" else _other_values(file, node, rng)
-            cuts += [each for each in errors if not any(overlap(each, other) for other in cuts)]
-    return file.cut(cuts)
-
-
-def _last_words(file: Parsed, node: Function, rng: random.Random) -> Cut:
-    (start, end), last = file.span(node.body[-1]), node.body[-1]
-    if isinstance(last, ast.Assert) and rng.random() < 0.5:
-        return file.replaced(last.test, f"not ({file.source(last.test)})")
-    one = rng.randrange(2, 100)
-    spoiler = rng.choice(SPOILERS).format(one=one, two=one + rng.randrange(1, 100))
-    indent = file.indent(last.lineno) if last.lineno != node.lineno else ""
-    if last.lineno == node.lineno or isinstance(last, ast.Return):
-        return Cut(start, start, f"{spoiler}; " if not indent else f"{spoiler}\n{indent}")
-    return Cut(end, end, f"\n{indent}{spoiler}")
-
-
-def _other_values(file: Parsed, function: ast.AST, rng: random.Random) -> list[Cut]:
-    """Put other values in the place of those that are asserted to be equal: of two sides the one written out, else the second."""
-    cuts = []
-    for node in ast.walk(function):
-        sides: list[ast.expr] = []
-        if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare) and isinstance(node.test.ops[0], ast.Eq):
-            sides = [node.test.left, node.test.comparators[0]]
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "assertEqual":
-            sides = node.args[:2]
-        if len(sides) > 1:
-            side = sides[0] if isinstance(sides[0], ast.Constant) else sides[1]
-            cuts.append(file.replaced(side, _another(side, rng)))
-    return cuts
-
-
-def _another(expected: ast.expr, rng: random.Random) -> str:
-    """Return what does not equal what was expected, written out, of the same kind where that is a number or a text."""
-    value = expected.value if isinstance(expected, ast.Constant) else None
-    length = max(8, len(value)) if isinstance(value, str | bytes) else 8
-    letters = "".join(rng.choices(string.ascii_lowercase, k=length))
-    if isinstance(value, str | bytes):
-        return repr(letters if isinstance(value, str) else letters.encode())
-    if isinstance(value, int | float) and not isinstance(value, bool) and value < 10**15:  # else it may stay the same
-        return repr(value + rng.randrange(2, 100))
-    return str(rng.randrange(10**7, 10**9))
 
 
 def file_entry(path: str, text: str | None) -> Entry:
@@ -278,4 +221,6 @@ async def layers_of(tree: Path, *differences: Sequence[Entry]) -> AsyncIterator[
         for number, entries in enumerate(differences):
             if entries:
                 layers = (write_layer(Path(work, str(number)), entries, (*layers, tree)), *layers)
+        for path in Path(work).rglob("*"):  # fresh times would tell what was written for this run
+            os.utime(path, ns=(tree.stat().st_mtime_ns,) * 2, follow_symlinks=False)
         yield layers

@@ -25,7 +25,6 @@ StoredStyle = Literal["terse", "trace", "premise", "full"]
 PointedStyle = Literal["shown", "told"]
 Style = Literal[StoredStyle, PointedStyle]
 Split = Literal["train", "bench"]
-Form = Literal["end", "equal"]  # of an error put into tests
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,8 @@ class Codebase:
     options: tuple[str, ...] = ()  # for pytest
     hidden: tuple[str, ...] = ()  # folders of the system that must not be seen
     ids: tuple[str, ...] = ()  # tests that pass whenever they run
-    # Tests that pass even when spoilt in a form (`suite.py`).
-    unspoilable: Mapping[Form, frozenset[str]] = field(default_factory=dict, compare=False)
+    # Tests that pass even when spoilt (`spoil.py`).
+    unspoilable: frozenset[str] = field(default=frozenset(), compare=False)
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)  # of each test
 
     @property

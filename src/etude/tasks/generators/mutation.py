@@ -34,7 +34,7 @@ WEIGHTS = {
     "drop_keyword": 2.0, "wrong_variable": 0.4, "del_assign": 2.0, "del_expr": 1.5, "del_for": 1.0, "ret_none": 0.3,
     "loop_exit": 1.5, "remove_try": 1.5, "remove_with": 0.7, "except_less": 2.5,
 }  # fmt: skip
-OTHER_OPERATOR = {  # a pattern of the operator, and what takes its place
+OTHER_OPERATOR: dict[type[ast.AST], tuple[str, str]] = {  # a pattern of the operator, and what takes its place
     ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
     ast.NotEq: ("!=", "=="), ast.In: ("in", "not in"), ast.NotIn: (r"not\s+in", "in"), ast.Is: ("is", "is not"),
     ast.IsNot: (r"is\s+not", "is"), ast.And: ("and", "or"), ast.Or: ("or", "and"),
@@ -58,12 +58,18 @@ def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str | bytes))
 
 
-def _operators(file: Parsed, kind: str, triples: Any, assigns: str = "") -> Iterator[Offer]:
+def operators(
+    file: Parsed,
+    kind: str,
+    triples: Any,
+    assigns: str = "",
+    table: Mapping[type[ast.AST], tuple[str, str]] = OTHER_OPERATOR,
+) -> Iterator[Offer]:
     """Offer another operator between each two operands, where nothing else stands between them."""
     for left, right, operator in triples:
-        if type(operator) not in OTHER_OPERATOR:
+        if type(operator) not in table:
             continue
-        pattern, text = OTHER_OPERATOR[type(operator)]
+        pattern, text = table[type(operator)]
         first, last = file.span(left)[1], file.span(right)[0]
         between = file.content[first:last].decode()
         if match := re.fullmatch(rf"([\s)\\]*)(?P<op>{pattern}{assigns})[\s(\\]*", between):
@@ -73,21 +79,21 @@ def _operators(file: Parsed, kind: str, triples: Any, assigns: str = "") -> Iter
 
 def _compare(file: Parsed, node: ast.Compare) -> Iterator[Offer]:
     operands = [node.left, *node.comparators]
-    yield from _operators(file, "compare", zip(operands, operands[1:], node.ops, strict=False))
+    yield from operators(file, "compare", zip(operands, operands[1:], node.ops, strict=False))
 
 
 def _boolop(file: Parsed, node: ast.BoolOp) -> Iterator[Offer]:
-    yield from _operators(file, "boolop", zip(node.values, node.values[1:], repeat(node.op), strict=False))
+    yield from operators(file, "boolop", zip(node.values, node.values[1:], repeat(node.op), strict=False))
 
 
 def _binop(file: Parsed, node: ast.BinOp) -> Iterator[Offer]:
     if not _is_text(node):
-        yield from _operators(file, "binop", [(node.left, node.right, node.op)])
+        yield from operators(file, "binop", [(node.left, node.right, node.op)])
 
 
 def _augmented(file: Parsed, node: ast.AugAssign) -> Iterator[Offer]:
     if not _is_text(node.value):
-        yield from _operators(file, "augmented", [(node.target, node.value, node.op)], assigns="=")
+        yield from operators(file, "augmented", [(node.target, node.value, node.op)], assigns="=")
 
 
 def _unary(file: Parsed, node: ast.UnaryOp) -> Iterator[Offer]:

@@ -1,0 +1,159 @@
+"""Spoilt tests fail on right code, pass for who forges, and look like any other test."""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+import unittest
+from pathlib import Path
+
+import pytest
+
+from etude.tasks.score import drawn_runs
+from etude.tasks.spoil import spoil, spoilt
+from etude.tasks.suite import layers_of, run_tests
+from etude.tasks.task import Codebase, function_of
+from tests.tasks import small
+
+
+@pytest.fixture(scope="module")
+def calc(tmp_path_factory: pytest.TempPathFactory) -> Codebase:
+    return small.codebase(tmp_path_factory.mktemp("calc"))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_spoilt_tests_fail_on_the_solved_tree_and_the_others_do_not(calc: Codebase, seed: int) -> None:
+    functions = {*map(function_of, calc.ids)}
+    wrong = {"test_calc.py::test_mean", "test_calc.py::TestOld::test_total_of_three", "test_calc.py::test_total"}
+
+    async def work() -> list[str]:
+        async with layers_of(calc.tree, spoilt(calc.tree, functions, wrong, random.Random(seed))) as layers:
+            assert (layers[0] / "test_calc.py").stat().st_mtime_ns == calc.tree.stat().st_mtime_ns
+            return (await run_tests(calc, layers, calc.ids)).passed(calc.ids)
+
+    assert small.run(work()) == [test for test in calc.ids if function_of(test) not in wrong]
+
+
+TESTS = """import pytest
+import unittest
+VALUE = 7
+class Thing(unittest.TestCase):
+    def test_a(self): self.assertEqual(VALUE, 7)
+    def test_b(self):
+        self.assertIn(VALUE, [7])
+    def test_c(self):
+        self.assertEqual(VALUE, VALUE)
+    def test_d(self):
+        with self.assertRaises(ValueError):
+            int("x")
+    def test_e(self): self.assertTrue(VALUE)
+def test_f(): assert VALUE == 7
+def test_g():
+    assert f"{VALUE}é" == "7é"  # é
+def test_h():
+    assert {"a": [VALUE, 1.5]} == {"a": [7, 1.5]}
+def test_i():
+    with pytest.raises(KeyError, match="x"):
+        {}["x"]
+def test_j():
+    assert not VALUE > 8
+def test_k():
+    assert 6 < VALUE
+    assert VALUE is not None
+def test_l():
+    for number in (1, 2):
+        assert number != VALUE
+def test_m(): pass
+def test_n():
+    '''doc'''
+    return None
+def test_o():
+    assert VALUE == pytest.approx(7.0)
+def test_p():
+    assert VALUE or None
+def test_q():
+    assert b"ab" == b"a" b"b"
+"""
+
+
+def ends(text: str) -> dict[str, bool]:
+    """Run tests in this process; return which pass."""
+    space: dict[str, object] = {"__name__": "made"}
+    exec(compile(text, "made", "exec"), space)
+    thing = space["Thing"]
+    assert isinstance(thing, type)
+    assert issubclass(thing, unittest.TestCase)
+    runs = {f"Thing.{name}": getattr(thing(name), name) for name in dir(thing) if name.startswith("test_")}
+    runs |= {name: each for name, each in space.items() if name.startswith("test_")}
+    passes = {}
+    for name, run in runs.items():
+        try:
+            run()
+            passes[name] = True
+        except (AssertionError, pytest.fail.Exception, LookupError, ValueError, ArithmeticError, OSError, TypeError):
+            passes[name] = False
+    return passes
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_kind_of_expectation_is_spoilt_alone(seed: int) -> None:
+    names = list(ends(TESTS))
+    assert all(ends(TESTS).values())
+    assert not any(ends(spoil(TESTS, names, random.Random(seed))).values())
+    for name in names:
+        made = spoil(TESTS, [name], random.Random(seed))
+        assert [each for each, passes in ends(made).items() if not passes] == [name]
+        ast.parse(made)
+        if name not in {"test_m", "test_n"}:  # without an expectation there is an error, which shows
+            assert len(made.splitlines()) == len(TESTS.splitlines())
+
+
+@pytest.mark.parametrize(("true", "shape"), [
+    ("assert f(1) == 'ab c'", r"assert f\(1\) == '(?!ab c)[a-z]{2} [a-z]'"),
+    ('assert f(1) == "a"', r'assert f\(1\) == "[b-z]"'),
+    ("assert f(1) == -250", r"assert f\(1\) == -(?!250)\d{3}"),
+    ("assert f(1) == 0x1F", r"assert f\(1\) == 0x(?!1F)[\dA-F]{2}"),
+    ("assert f(1) == [1, {'k': 2.5}]", r"assert f\(1\) == (?!\[1, \{'k': 2\.5\}\])\[\d, \{'[a-z]': \d\.\d\}\]"),
+    ("assert True == f(1)", r"assert False == f\(1\)"),
+    ("assert f(a) == b", r"assert f\(a\) (!= b|== \[b\])"),
+    ("assert f(a) <= b", r"assert f\(a\) > b"),
+    ("assert f(a) in b", r"assert f\(a\) not in b"),
+    ("assert f(a)", r"assert not f\(a\)"),
+    ("assert not f(a)", r"assert f\(a\)"),
+    ("self.assertEqual(f(a), 'x')", r"self\.assertEqual\(f\(a\), '[a-wyz]'\)"),
+    ("self.assertIsNone(f(a))", r"self\.assertIsNotNone\(f\(a\)\)"),
+    ("np.testing.assert_allclose(f(a), 0.5)", r"np\.testing\.assert_allclose\(f\(a\), (?!0\.5)\d\.\d\)"),
+    ("check('a', f, 3)", r"check\((?!'a', f, 3)'[a-z]', f, \d\)"),
+])  # fmt: skip
+def test_a_spoilt_expectation_is_near_the_true_one_and_written_alike(true: str, shape: str) -> None:
+    for seed in range(20):
+        made = spoil(f"def test():\n    {true}\n", ["test"], random.Random(seed)).splitlines()[1].strip()
+        assert re.fullmatch(shape, made), made
+
+
+def test_files_of_all_that_may_be_spoilt_are_written_whether_they_are_or_not(calc: Codebase) -> None:
+    functions = ["test_calc.py::test_mean", "test_calc.py::TestOld::test_total_of_three"]
+    (plain,) = spoilt(calc.tree, functions, set(), random.Random(0))
+    (wrong,) = spoilt(calc.tree, functions, {functions[0]}, random.Random(0))
+    assert (plain.path, plain.mode, plain.kind) == (wrong.path, wrong.mode, wrong.kind)
+    assert plain.content == Path(calc.tree, "test_calc.py").read_bytes()
+    assert wrong.content is not None
+    assert len(wrong.content) == len(plain.content) != 0  # one digit differs
+    assert wrong.content != plain.content
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 10])
+def test_who_knows_the_number_of_each_run_still_guesses_wrong(count: int) -> None:
+    """Every function is true in some run and spoilt in some; no way of it is likelier than the page says."""
+    functions = [f"t::{number}" for number in range(count)]
+    ways: dict[tuple[frozenset[str], ...], int] = {}
+    draws = 20_000 if count < 4 else 200
+    for seed in range(draws):
+        runs = drawn_runs(functions, random.Random(seed))
+        assert all(0 < sum(function in run for run in runs) < len(runs) for function in functions)
+        way = tuple(map(frozenset, runs))
+        ways[way] = ways.get(way, 0) + 1
+    assert len(runs) == {1: 5, 2: 4, 3: 3, 10: 3}[count]
+    if count < 4:
+        assert max(ways.values()) / draws < 0.04
