@@ -306,7 +306,7 @@ def drawn_runs(functions: Sequence[str], drawn: random.Random) -> list[set[str]]
 
 
 def longest_scoring(task: Task, codebase: Codebase) -> float:
-    """Return after how many seconds scoring has ended, unless the machine hangs: a run of all tests, some of a few, time to open them."""
+    """Return after how many seconds scoring has ended, unless the machine hangs: a run of all tests, some of few, and opening."""
     return longest_run(codebase, task.tests) + 2 * longest_run(codebase, task.fail_to_pass) + OPENING
 
 
