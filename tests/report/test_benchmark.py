@@ -85,6 +85,14 @@ def test_invalid_trials_are_counted_and_change_no_number(tmp_path: Path) -> None
         SCORE.value(extra[0])
 
 
+def test_a_report_on_nothing_but_invalid_trials_says_so(tmp_path: Path) -> None:
+    made = fake.trials({"m": 0.4, "n": 0.1}, packages=2, tasks=2, k=1, invalid=0)
+    invalid = [Trial(**(trial.model_dump() | {"outcome": "invalid", "why": "no sandbox"})) for trial in made]
+    said = write_report([fake.write(tmp_path / "trials", invalid)], tmp_path / "out")
+    assert said == [f"all {len(made)} trials are invalid, so nothing is known of any model; most often: no sandbox"]
+    assert f"| no sandbox | {len(made)} |" in section(tmp_path / "out", "In short")
+
+
 def test_two_folders_are_compared_on_the_same_tasks(tmp_path: Path) -> None:
     before = fake.write(tmp_path / "before", fake.trials({"m": 0.1}, seed=1))
     after = fake.write(tmp_path / "after", fake.trials({"m": 0.8}, seed=1)[25:])

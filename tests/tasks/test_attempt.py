@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,11 +18,15 @@ from etude.agent.harness import Harness, HarnessSettings
 from etude.agent.policies import ScriptedPolicy
 from etude.agent.search import installed_embedder
 from etude.agent.tools import Toolset, ToolSettings
-from etude.agent.trace import Trace
+from etude.agent.trace import Trace, read_traces, write_traces
+from etude.errors import UserError
 from etude.sandbox.box import Entry, SandboxError
 from etude.sandbox.launcher import remove_stale_layers
+from etude.sandbox.local import LocalSandbox
+from etude.tasks import score as score_module
+from etude.tasks import suite
 from etude.tasks.attempt import Left, change_of, judge, own_changes, searcher_for, work_on
-from etude.tasks.score import MOST_BYTES, Score, score, taken
+from etude.tasks.score import MOST_BYTES, MOST_LEFT, Score, score, taken
 from etude.tasks.task import Codebase
 from tests.tasks import small
 
@@ -71,6 +76,89 @@ def test_an_attempt_is_played_and_judged_and_long_files_are_named(calc: Codebase
     small.run(attempt())
     assert "+        result += value" in trace.diff
     assert trace.made_by["score"]["ignored"] == ["calc/long.py"]
+
+
+def attempt(calc: Codebase, *calls: Call) -> tuple[Trace, Left]:
+    trace, tools = Trace("one", "sums are wrong"), ToolSettings(tools=["edit", "shell"])
+    policy = ScriptedPolicy([TALK.write(*calls), "Done."], TALK)
+    work = work_on(
+        small.task(), calc, trace, tools, None, lambda given: Harness(policy, TALK, given, HarnessSettings(), trace)
+    )
+    return trace, small.run(work)
+
+
+def test_what_an_agent_breaks_is_its_own_fault(calc: Codebase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a sandbox without its work runs tests, it has failed; where none does, nothing is known of it."""
+
+    async def unreadable(*_: object) -> list[Entry]:
+        raise SandboxError("file work ended with 1")
+
+    monkeypatch.setattr(LocalSandbox, "diff", unreadable)
+    trace, left = attempt(calc, *MENDING)
+    assert (left.entries, trace.made_by["lost"]) == ([], "file work ended with 1")
+    assert small.run(score(small.task(), calc, left.entries)).outcome == "fail"
+    with pytest.raises(SandboxError, match="ended with 1"):
+        attempt(
+            dataclasses.replace(calc, ids=("test_calc.py::test_name",), seconds={"test_calc.py::test_name": -8.0}),
+            *MENDING,
+        )
+
+
+def test_code_that_ends_the_sandbox_has_failed(calc: Codebase, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = suite.run_tests
+
+    async def fails_with_changes(
+        codebase: Codebase, layers: tuple[Path, ...] = (), *given: Any, **more: Any
+    ) -> suite.Run:
+        if layers:
+            raise SandboxError("the sandbox has ended")
+        return await kept(codebase, layers, *given, **more)
+
+    monkeypatch.setattr(score_module, "run_tests", fails_with_changes)
+    worth = small.run(score(small.task(), calc, [Entry("calc/a.py", "file", 1, 0o644, b"a")]))
+    assert (worth.outcome, worth.reason) == ("fail", "its code ends the sandbox: the sandbox has ended")
+
+
+FILLS = {  # what an agent may leave behind; all of it is read in seconds
+    "folders": "python3 -c 'import os\nfor n in range(11000): os.mkdir(f\"d{n}\")'",
+    "nested": "python3 -c 'import os\nfor n in range(2000): os.mkdir(\"d\"); os.chdir(\"d\")'",
+    "a gigabyte": "head -c 1050000000 /dev/zero > calc/big.py",
+    "gaps": "truncate -s 900G calc/big.py; truncate -s 1000000000 calc/big2.py",
+    "odd names": "python3 -c 'import os; open(b\"calc/\\xff\\x1b[31m\\n.py\", \"w\").write(\"x\"); os.mkfifo(\"calc/f.py\")'",
+    "long names": "python3 -c 'import os; os.chdir(\"calc\")\nfor n in range(18): os.mkdir(\"d\" * 220); os.chdir(\"d\" * 220)\nopen(\"x.py\", \"w\").write(\"x\")'",
+    "locked": "chmod 000 calc", "killed": "kill -9 -1; kill -9 1",
+    "not Python": "printf 'x=(((((' > calc/__init__.py; printf '# coding: zork\nx' > calc/b.py",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fill", FILLS)
+def test_whatever_an_agent_leaves_is_a_fail(calc: Codebase, fill: str, tmp_path: Path) -> None:
+    trace, left = attempt(calc, Call("shell", {"command": FILLS[fill], "timeout": 60}))
+    assert sum(len(entry.content or b"") for entry in left.entries) <= MOST_LEFT
+    worth = small.run(score(small.task(), calc, left.entries))
+    judged = asyncio.run(judge(small.task(), calc, trace, left, "terse", worth))
+    assert judged.score.outcome == "fail"
+    write_traces(tmp_path / "traces.jsonl", [trace])
+    assert read_traces(tmp_path / "traces.jsonl")[0][0].diff == trace.diff
+
+
+def test_what_ruff_cannot_read_is_not_measured(calc: Codebase, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise UserError("ruff failed")
+
+    monkeypatch.setattr("etude.tasks.attempt.measure", refused)
+    left = Left([], {"calc/__init__.py": (small.BROKEN, "x")})
+    assert asyncio.run(judge(small.task(), calc, Trace("one", ""), left, "terse", Score("fail"))).quality is None
+
+
+def test_no_more_is_taken_than_runs_can_be_given(calc: Codebase) -> None:
+    block = b" " * MOST_BYTES
+    large = [Entry(f"calc/{n:04d}.py", "file", len(block), 0o644, block) for n in range(MOST_LEFT // MOST_BYTES + 3)]
+    many = [Entry(f"calc/{n}.py", "file", 1, 0o644, b"x") for n in range(6000)]
+    deep = Entry("calc/" + "d/" * 600 + "x.py", "file", 1, 0o644, b"x")
+    assert [len(each) for each in taken(small.task(), calc, large)] == [MOST_LEFT // MOST_BYTES, 3]
+    assert [len(each) for each in taken(small.task(), calc, many)] == [5000, 1000]
+    assert taken(small.task(), calc, [deep]) == ([], (deep.path,))
 
 
 def test_only_files_that_are_too_long_are_not_taken(calc: Codebase) -> None:

@@ -99,6 +99,13 @@ class Scored:
 def write_report(folders: Sequence[Path], target: Path, prices: Prices | None = None) -> list[str]:
     """Write report.md, report.html and pictures on one folder of trials, or on several to be compared; return its first lines."""
     scored = Scored(read_together(folders))
+    if not any(scored.valid.values()):
+        reasons = Counter(trial.why for trial in scored.results.trials).most_common()
+        lines = [
+            f"all {len(scored.results.trials)} trials are invalid, so nothing is known of any model; most often: {reasons[0][0]}"
+        ]
+        write_page(target, TITLE, {"In short": [f"{lines[0]}.", Table(("why", ">trials"), reasons)]}, wide=True)
+        return lines
     draw_score_against_tokens(target / TOKENS.file, scored)
     draw_groups(target / CATEGORIES.file, scored.by["category"], CATEGORIES.about)
     draw_groups(target / PACKAGES.file, scored.by["package"], PACKAGES.about)

@@ -120,11 +120,11 @@ class Sandbox(Protocol):
         """Write a file, and the folders above it."""
         await self._ask({"op": "write", "path": plain_path(path), "mode": mode}, content)
 
-    async def diff(self) -> Entries:
-        """Return all differences from the layers, sorted by path."""
+    async def diff(self, most: int = 1 << 40) -> Entries:
+        """Return all differences from the layers, sorted by path. A file that `most` bytes have no room for comes as `other`."""
         from etude.sandbox.layers import differences
 
-        _, content = await self._ask({"op": "walk", "limit": self.place.limits.disk + self.held})
+        _, content = await self._ask({"op": "walk", "limit": min(most, self.place.limits.disk) + self.held})
         return await asyncio.to_thread(differences, self.place.layers, inside.take(bytearray(content)))
 
     async def list(self, path: str = ".") -> Entries:

@@ -11,7 +11,7 @@ import logging
 import math
 import re
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,14 @@ from etude.agent.harness import SYSTEM
 from etude.agent.search import Searcher, installed_embedder
 from etude.agent.toolbox import Refused
 from etude.agent.tools import Outcome, Toolset
+from etude.errors import UserError
 from etude.rewards.interaction import Interaction, Premise, interaction
 from etude.rewards.quality import Quality, measure
 from etude.sandbox.box import Entry, SandboxError
 from etude.sandbox.layers import lookup
 from etude.sandbox.local import open_sandbox
 from etude.tasks.prompts import not_at_fault
-from etude.tasks.score import visible
+from etude.tasks.score import MOST_LEFT, sandbox_fails, visible
 from etude.tasks.seal import FOLDERS
 from etude.tasks.suite import layers_of, place_of
 
@@ -62,7 +63,7 @@ class Judged:
     """What that is worth; its score is never `invalid`."""
 
     score: Score
-    quality: Quality | None  # None: nothing was changed
+    quality: Quality | None  # None: nothing was changed, or nothing that can be measured
     interaction: Interaction
 
 
@@ -90,7 +91,7 @@ async def work_on(
 ) -> Left:
     """Have an agent work on a task in a sandbox of its own, and put its diff into its trace. `begin`: its harness, on tools.
 
-    SandboxError: the sandbox failed. Cancelled, nothing is left behind.
+    SandboxError: the sandbox failed, and one without the agent's work would fail as well. Cancelled, nothing is left behind.
     """
     async with layers_of(codebase.tree, visible(task, codebase)) as layers:
         async with _opened(place_of(codebase, layers)) as sandbox:
@@ -98,8 +99,14 @@ async def work_on(
             toolset = PunctualToolset(sandbox, tools, searcher, str(codebase.python))
             harness = begin(toolset)
             toolset.until = harness.began + harness.settings.seconds
-            await harness.run(SYSTEM, trace.task)
-            entries = await sandbox.diff()
+            try:
+                await harness.run(SYSTEM, trace.task)
+                entries = await sandbox.diff(MOST_LEFT)
+            except SandboxError as error:
+                if await sandbox_fails(codebase):
+                    raise
+                trace.made_by["lost"] = str(error)  # the agent's doing: it has left nothing
+                entries = []
         below = (*layers, codebase.tree)
         own = await asyncio.to_thread(own_changes, entries, below)
         trace.diff = await asyncio.to_thread(unified, own, below)
@@ -125,7 +132,9 @@ async def judge(task: Task, codebase: Codebase, trace: Trace, left: Left, style:
     if score.outcome == "invalid":
         raise SandboxError(score.reason)
     compared = (left.change, reference_change(task), codebase.tests)
-    quality = await asyncio.to_thread(measure, *compared) if left.change else None
+    quality = None
+    with suppress(UserError):  # ruff works, or nothing would have begun: it cannot read what the agent wrote
+        quality = await asyncio.to_thread(measure, *compared) if left.change else None
     seen = interaction(trace, premise_of(task, style, trace.task))
     trace.made_by["score"] = {"outcome": score.outcome, "reason": score.reason, "ignored": list(score.ignored),
                               "known": score.how == "known"}  # fmt: skip

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import os
 import random
 import re
 import secrets
@@ -81,7 +82,11 @@ NOT_TAKEN = re.compile(
 How = Literal["run", "known", "idle"]
 FEWEST_RUNS, MOST_RUNS = 3, 5
 OPENING = 30.0  # seconds for the sandboxes of one scoring, on a busy machine
-MOST_BYTES = 4 << 20  # of a file that is taken: it is written anew for every run of the tests, into memory
+MOST_BYTES, MOST_LEFT = (
+    4 << 20,
+    64 << 20,
+)  # of a file that is taken, of all: they are written anew for every run, into memory
+MOST_FILES, LONGEST_PATH = 5_000, 1_000  # taken; bytes
 MOST_REMEMBERED = 20_000  # changes: a few megabytes
 
 
@@ -201,16 +206,18 @@ def taken(task: Task, codebase: Codebase, entries: Sequence[Entry]) -> tuple[lis
     """Return the agent's changes to the code, and the paths of its other changes."""
     places = {*codebase.sources, *(edit.path for edit in task.candidate.edits)}
     inside = tuple(f"{place}/" for place in codebase.sources)
-    changes, ignored = [], []
+    changes, ignored, room = list[Entry](), list[str](), MOST_LEFT
     for entry in entries:
-        path, size = entry.path, MOST_BYTES + 1 if entry.content is None else len(entry.content)
+        path, size = entry.path, len(entry.content or b"")
         if entry.kind == "folder":
             continue  # comes with what is in it
         code = path in places or path.startswith(inside)
-        plain = entry.kind == "gone" or (entry.kind == "file" and size <= MOST_BYTES)
+        fits = size <= min(MOST_BYTES, room) and len(os.fsencode(path)) <= LONGEST_PATH and len(changes) < MOST_FILES
+        plain = fits and (entry.kind == "gone" or (entry.kind == "file" and entry.content is not None))
         test = is_test_path(path) or any(f"{place}/".startswith(f"{path}/") for place in codebase.tests)
         if code and plain and not (test or "/__pycache__/" in path or NOT_TAKEN.fullmatch(path.rpartition("/")[2])):
             changes.append(entry)
+            room -= size
         else:
             ignored.append(path)
     return changes, tuple(ignored)
@@ -267,8 +274,18 @@ async def tried(task: Task, codebase: Codebase, changes: Sequence[Entry], ignore
                 break
             seconds += run.wall
     except SandboxError as error:
-        return Score("invalid", reason=str(error), ignored=ignored)
+        if await sandbox_fails(codebase):
+            return Score("invalid", reason=str(error), ignored=ignored)
+        return Score("fail", reason=f"its code ends the sandbox: {error}", ignored=ignored)
     return Score("fail" if why else "pass", shares[0], shares[1], why, ignored, seconds)
+
+
+async def sandbox_fails(codebase: Codebase) -> bool:
+    """Whether tests cannot be run just now even on the pristine tree: where they can, what failed before was the agent's doing."""
+    try:
+        return (await run_tests(codebase, ids=codebase.ids[:1])).state != "complete"
+    except SandboxError:
+        return True
 
 
 async def _odd(task: Task, codebase: Codebase, run: Run, wrong: Collection[str], files: Sequence[Entry]) -> str:
