@@ -56,8 +56,8 @@ INTEGRITY = {
     "network": "none",
     "history": "none",
     "hidden tests": "at least half of the failing test functions are not in the tree the agent sees",
-    "scoring": "changes to code only, all tests restored, in a fresh sandbox; passes are run again with some hidden tests spoilt; a change to a "
-    "task is scored once for all who make it, and no change is a fail",
+    "scoring": "changes to code only, all tests restored, in a fresh sandbox; passes are run again with some hidden tests spoilt; a "
+    "change to a task is scored once for all who make it, and no change is a fail",
 }
 
 

@@ -131,7 +131,7 @@ def parts(facts: Facts, settings: RewardSettings) -> dict[str, float]:
 def outcome(fail_to_pass: float, pass_to_pass: float, *, solved: bool, partial: float) -> float:
     """Return 1 if every test passes that should, else 0, or as much of `partial` as the share of tests that pass.
 
-    Shares are worth nothing unless a recipe says so. Only a whole pass is tried again with spoilt tests, so a change that cheats its
+    Shares are worth nothing unless a recipe says so. Only a whole pass is run again with spoilt tests, so a change that cheats its
     way to some of them would be paid unseen; and a share of the tests is often had by special cases for what was shown. Where a weak
     policy solves nothing at all, `partial` gives it a slope to climb. Unsolved though all tests passed: the reports were forged,
     which is worth nothing.
