@@ -46,12 +46,8 @@ def test_every_sampled_token_is_trained_once_and_every_context_is_whole(trace: T
         trained.update(each for each, wanted in zip(where, sample.trained, strict=True) if wanted)
         for at, (place, index) in enumerate(where):
             node = trace.nodes[place]
-            expected = (
-                (node.logprobs[index], node.raw_logprobs[index], node.versions[index])
-                if node.sampled
-                else (0.0, 0.0, -1)
-            )
-            assert (sample.logprobs[at], sample.raw_logprobs[at], sample.versions[at]) == expected
+            expected = (node.logprobs[index], node.versions[index]) if node.sampled else (0.0, -1)
+            assert (sample.logprobs[at], sample.versions[at]) == expected
     sampled = [
         (place, index) for place, node in enumerate(trace.nodes) if node.sampled for index in range(len(node.tokens))
     ]
@@ -135,6 +131,16 @@ def test_a_torn_last_line_is_told_and_cut_off_by_the_next_writer(tmp_path: Path)
         assert read_traces(path) == ([*found, other], 0)
     write_traces(path, [other])
     assert read_traces(path) == ([other], 0)
+
+
+def test_what_was_drawn_is_trained_on_where_the_server_tells_nothing_else() -> None:
+    """A vLLM with processed_logprobs at another temperature than 1."""
+    trace = episode()
+    for node in trace.nodes:
+        node.raw_logprobs = [math.nan] * len(node.raw_logprobs)
+    back = from_json(to_json(trace), "x")
+    assert back.nodes[1].raw_logprobs == []
+    assert samples(back) == samples(trace) == samples(episode())
 
 
 def test_what_an_endpoint_wrote_without_log_probs_is_kept_but_not_trained() -> None:

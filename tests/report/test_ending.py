@@ -102,6 +102,21 @@ def test_a_drop_in_rl_is_shown_as_a_drop() -> None:
     ]
 
 
+def test_too_few_episodes_make_no_headline() -> None:
+    none = dict.fromkeys(["reward_first", "reward_last", "solved_first", "solved_last"])
+    assert measures(ended("rl", RL | none)) == [
+        Measure(name, "not measured", "too few episodes") for name in ("reward", "solved")
+    ]
+
+
+def test_shares_of_tasks_that_a_recipe_picked_are_marked() -> None:
+    stage = ended("rl", RL)
+    stage.record.recipe.stage["only"] = "calc-1 calc-2"
+    assert [each.what for each in measures(stage)] == ["reward", "solved *"]
+    assert "*: only of the tasks that the recipe picked (`only`), not of the whole set" in footnote([stage])
+    assert "picked" not in footnote([ended("rl", RL)])
+
+
 @pytest.mark.parametrize(("passes", "told"), [(17, "better"), (7, "unclear"), (6, "unclear"), (0, "worse")])
 def test_a_benchmark_stands_against_the_one_before_it_task_by_task(passes: int, told: str) -> None:
     first = ended("bench", SOLVED, stage="solve")

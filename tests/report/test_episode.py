@@ -29,7 +29,7 @@ def shown(trace: Trace, *, full: bool = False, colour: bool = False) -> str:
 def test_an_episode_reads_as_it_happened() -> None:
     text = shown(episode())
     expected = [
-        "episode  fix-1", "policy   sprout", "reward   0.75 = tests +1, length -0.25", "20 sampled (thinking 4)", "Mend the parser.",
+        "episode  fix-1", "policy   sprout", "parts    tests +1, length -0.25 (without weights)", "20 sampled (thinking 4)", "Mend the parser.",
         "turn 1 · 2 tokens · 0.2 s", "hm, hm", "I try.", "▸ edit src/a.py", "-x = 1", "+x = 2", "▸ shell pytest -q  timeout=60", "✗ malformed: a call is not JSON",
         "↳ edit 0.1 s", "✗ shell 2.0 s", "line 7", "… 40 lines", "turn 2", "Sum up.", "summary 1",
         "═ context restarted from the summary ═", "turn 7", "Done.", "what it changed", "+x = 2",
@@ -39,6 +39,10 @@ def test_an_episode_reads_as_it_happened() -> None:
         assert words in text[at:], words
         at = text.index(words, at)
     assert "line 8" not in text
+    assert "reward  " not in text  # parts without weights add up to nothing
+    weighed = episode()
+    weighed.made_by["reward_weights"] = {"tests": 1.0, "length": 0.1}
+    assert "reward   0.975" in shown(weighed)
     assert "line 47" in shown(episode(), full=True)
     assert "… " not in shown(episode(), full=True)
 

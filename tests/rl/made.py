@@ -23,8 +23,8 @@ def node(rng: random.Random, parent: int | None, kind: NodeKind, version: int = 
     tokens = [rng.randrange(1, tiny.VOCABULARY) for _ in range(rng.randrange(2, 7))]
     if kind not in {"turn", "summary"}:
         return Node(parent, kind, tokens, "")
-    raw = [rng.uniform(-7, -4) for _ in tokens]  # a tiny model with random weights gives −5.8 to nearly all
-    return Node(parent, kind, tokens, "", True, [each / 2 for each in raw], raw, [version] * len(tokens))
+    drawn = [rng.uniform(-7, -4) for _ in tokens]  # a tiny model with random weights gives −5.8 to nearly all
+    return Node(parent, kind, tokens, "", True, drawn, [each / 2 for each in drawn], [version] * len(tokens))
 
 
 LINE: tuple[tuple[int | None, NodeKind], ...] = ((None, "opening"), (0, "turn"), (1, "answers"), (2, "turn"))

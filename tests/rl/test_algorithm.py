@@ -253,3 +253,12 @@ def test_a_model_learns_by_each(tiny_base: Path, tmp_path: Path, name: str) -> N
 def test_settings_without_effect_are_refused(name: str, more: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         settings(name, **more)
+
+
+@pytest.mark.parametrize(("harness", "message"), [
+    ({"top_p": 0.9}, "harness: top_p below 1 draws from a part of the tokens, and what is learnt from must have been drawn from all"),
+    ({"temperature": 0.0}, "harness: temperature 0 draws nothing"),
+])  # fmt: skip
+def test_what_was_not_drawn_from_all_tokens_is_not_learnt_from(harness: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        RlSettings(tasks="none", harness=harness)  # type: ignore[arg-type]

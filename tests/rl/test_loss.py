@@ -37,10 +37,10 @@ def in_float64(model: Any) -> Any:
     return exact
 
 
-def log_probs(model: Any, tokens: list[int]) -> list[float]:
-    """Return log p of every token but the first."""
+def log_probs(model: Any, tokens: list[int], settings: RlSettings) -> list[float]:
+    """Return log p of every token but the first, as it is sampled."""
     with torch.no_grad():
-        rows = model(torch.tensor([tokens])).logits[0].tolist()
+        rows = (model(torch.tensor([tokens])).logits[0] / settings.harness.temperature).tolist()
     return [row[token] - math.log(sum(math.exp(each) for each in row)) for row, token in zip(rows, tokens[1:], strict=False)]  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def own_tokens(trace: Trace) -> list[tuple[list[int], list[tuple[int, float, boo
             node = trace.nodes[place]
             for index, token in enumerate(node.tokens):
                 if node.sampled and place not in met:
-                    own.append((len(tokens), node.raw_logprobs[index], node.kind == "summary"))
+                    own.append((len(tokens), node.logprobs[index], node.kind == "summary"))
                 tokens.append(token)
         met.update(path)
         found.append((tokens, own))
@@ -82,7 +82,7 @@ def held(
             far = 0.0
             for tokens, own in own_tokens(trace):
                 if kl.coefficient:
-                    there = log_probs(reference, tokens)
+                    there = log_probs(reference, tokens, settings)
                     far += sum(penalty(sampled, there[place - 1], kl.estimator) for place, sampled, _ in own)
             rewards.append(reward - kl.coefficient * far)
         for (trace, _), reward in zip(group, rewards, strict=True):
@@ -90,7 +90,7 @@ def held(
             for tokens, own in own_tokens(trace):
                 learnt = [(place, old) for place, old, summary in own if settings.train_summaries or not summary]
                 if learnt:
-                    now = log_probs(model, tokens)
+                    now = log_probs(model, tokens, settings)
                     changes = [now[place - 1] - old for place, old in learnt]
                     made_.append((tokens, [(place, advantage * weight(change, changes, settings))
                                            for (place, _), change in zip(learnt, changes, strict=True)]))  # fmt: skip
@@ -113,7 +113,7 @@ def loss(model: Any, fixed: list[tuple[list[int], list[tuple[int, float]]]], set
     """Return the loss of a model, with what the gradient takes for constant given."""
     total = 0.0
     for tokens, places in fixed:
-        now = log_probs(model, tokens)
+        now = log_probs(model, tokens, settings)
         for place, factor in places:
             total -= factor * now[place - 1]
     return total / (settings.groups * settings.group_size * settings.normaliser)
@@ -188,7 +188,8 @@ def test_a_model_that_scales_its_logits(tmp_path: Path) -> None:
     torch.manual_seed(0)
     common = dict(tiny._COMMON, num_key_value_heads=2, logits_scaling=0.3, tie_word_embeddings=False)
     GraniteForCausalLM(GraniteConfig(**common)).save_pretrained(tmp_path / "base")
-    settings = made.settings(correction={"mode": "truncate", **BOUNDS}, kl={"coefficient": 0.05})
+    both = {"correction": {"mode": "truncate", **BOUNDS}, "kl": {"coefficient": 0.05}}
+    settings = made.settings(**both, harness={"temperature": 0.7})
     check(tmp_path / "base", tmp_path, settings, made.usual(random.Random(9)))
 
 
@@ -201,14 +202,40 @@ def test_an_episode_of_many_branches_weighs_as_one(tiny_base: Path, tmp_path: Pa
     assert told["trained"] == sum(len(node.tokens) for trace in (split, plain) for node in trace.nodes if node.sampled)
 
 
-def test_temperature_is_no_part_of_the_ratio(tiny_base: Path, tmp_path: Path) -> None:
-    """The distribution sampled from may be sharper than the model's own; both sides of the ratio are at temperature 1."""
+@pytest.mark.parametrize("temperature", [0.7, 1.6])
+def test_the_policy_is_what_is_sampled_at_its_temperature(tiny_base: Path, tmp_path: Path, temperature: float) -> None:
+    settings = made.settings(harness={"temperature": temperature}, correction=BOUNDS, kl={"coefficient": 0.05})
+    assert 0 < check(tiny_base, tmp_path, settings, made.usual(random.Random(11)))["masked"] < 1
+
+
+def test_where_rewards_are_alike_the_penalty_still_acts(tiny_base: Path, tmp_path: Path) -> None:
+    groups = [[(trace, 1.0) for trace, _ in group] for group in made.usual(random.Random(12))]
+    told = check(tiny_base, tmp_path, made.settings(kl={"coefficient": 0.05}, correction={"mode": "off"}), groups)
+    assert told["advantage"] > 0.01
+
+
+@pytest.mark.parametrize("algorithm", ["composer2", "grpo"])
+def test_where_they_are_alike_after_it_nothing_is_learnt(tiny_base: Path, tmp_path: Path, algorithm: str) -> None:
+    """GRPO would divide rounding by its own size."""
+    groups = [
+        [(trace, 0.5 + 1e-9 * place) for place, (trace, _) in enumerate(group)]
+        for group in made.usual(random.Random(13))
+    ]
+    trainer = Trainer(
+        tiny_base,
+        made.settings(**{"algorithm": algorithm} | ({"normaliser": 1024} if algorithm == "grpo" else {})),
+        tmp_path,
+    )
+    assert made.gradient(trainer, made.batch(tmp_path, 1, groups), tmp_path)["advantage"] == 0
+
+
+def test_other_log_probs_than_those_drawn_with_are_no_part_of_it(tiny_base: Path, tmp_path: Path) -> None:
     groups, told = made.usual(random.Random(11)), []
     for times in (1.0, 3.0):
         for group in groups:
             for trace, _ in group:
                 for node in trace.nodes:
-                    node.logprobs = [each * times for each in node.logprobs]
+                    node.raw_logprobs = [each * times for each in node.raw_logprobs]
         trainer = Trainer(tiny_base, made.settings(), tmp_path / str(times))
         told.append(made.gradient(trainer, made.batch(tmp_path / str(times), 1, groups), tmp_path / str(times)))
     assert told[0] == told[1]

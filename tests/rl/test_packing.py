@@ -31,7 +31,7 @@ def told(trace: Trace, *, summaries: bool = True) -> list[Any]:
     return [
         (token, logprob, version)
         for node in trace.nodes if node.sampled and (summaries or node.kind != "summary")
-        for token, logprob, version in zip(node.tokens, node.raw_logprobs, node.versions, strict=True)
+        for token, logprob, version in zip(node.tokens, node.logprobs, node.versions, strict=True)
     ]  # fmt: skip
 
 

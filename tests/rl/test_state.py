@@ -199,6 +199,13 @@ def test_fates_follow_the_weights_of_the_moment() -> None:
     assert state.closing()[0].fate == "flat"
 
 
+def test_rewards_that_are_alike_are_judged_by_the_trainer_where_a_penalty_comes_between() -> None:
+    state = begun(rules(group_size=3, groups=3, kl={"coefficient": 0.1}))
+    for episode in range(3):
+        state.apply(finished(0, episode, reward=1.0))
+    assert state.closing() == [Closed(0, "ready", {0: 1.0, 1: 1.0, 2: 1.0})]
+
+
 def test_the_batch_takes_the_oldest_tokens_first() -> None:
     state = begun(rules(concurrency=24))
     for group, oldest in enumerate((2, 1, 2, 0, 2, 2)):  # the engine may be ahead of what the trainer has reported

@@ -48,7 +48,8 @@ def test_what_an_engine_sampled_is_what_the_trainer_sees(tiny_base: Path, tmp_pa
         return group
 
     group = asyncio.run(play())
-    metrics = made.gradient(Trainer(tiny_base, made.settings(), tmp_path), made.batch(tmp_path, 1, [group]), tmp_path)
+    trainer = Trainer(tiny_base, made.settings(harness={"temperature": 0.7}), tmp_path)
+    metrics = made.gradient(trainer, made.batch(tmp_path, 1, [group]), tmp_path)
     assert (
         metrics["sampled"]
         == metrics["trained"]
@@ -59,8 +60,8 @@ def test_what_an_engine_sampled_is_what_the_trainer_sees(tiny_base: Path, tmp_pa
     assert metrics["ratio_min"] == pytest.approx(1, abs=1e-3)
     assert metrics["ratio_max"] == pytest.approx(1, abs=1e-3)
     assert metrics["staleness_0"] == 1
-    raw = [each for trace, _ in group for node in trace.nodes for each in node.raw_logprobs]
-    assert metrics["entropy"] == pytest.approx(-sum(raw) / len(raw), rel=1e-5)
+    drawn = [each for trace, _ in group for node in trace.nodes for each in node.logprobs]
+    assert metrics["entropy"] == pytest.approx(-sum(drawn) / len(drawn), rel=1e-5)
 
 
 def test_tokens_are_told_apart_by_their_age(tiny_base: Path, tmp_path: Path) -> None:
@@ -78,11 +79,9 @@ def test_tokens_are_told_apart_by_their_age(tiny_base: Path, tmp_path: Path) -> 
         logs = model(torch.tensor([traces[0].context(3)])).logits[0].log_softmax(-1)
     at = 0
     for node in traces[0].nodes:
-        for token, raw in zip(
-            node.tokens, node.raw_logprobs if node.sampled else [None] * len(node.tokens), strict=True
-        ):
-            if raw is not None:
-                wrong.append(abs(float(logs[at - 1, token]) - raw))
+        for token, drawn in zip(node.tokens, node.logprobs or [None] * len(node.tokens), strict=True):
+            if drawn is not None:
+                wrong.append(abs(float(logs[at - 1, token]) - drawn))
             at += 1
     assert metrics["mismatch_mean"] == pytest.approx(sum(wrong) / len(wrong), rel=1e-4)
 

@@ -24,7 +24,7 @@ def test_in_a_pipe_each_step_is_one_line_and_so_is_a_flag() -> None:
     news.listener = told.append
     made = rows(4)
     with View(news, 6, made[:1]) as view:
-        view.pulse({"open": 3})
+        view.pulse({"open": 3}, 0.25)
         for row in made[1:]:
             view.step(row)
     assert said.getvalue().splitlines() == [
@@ -49,7 +49,7 @@ def test_a_terminal_shows_all_of_it_and_is_left_clean() -> None:
     with View(news, 6) as view:
         for row in rows(4):
             view.step(row)
-        view.pulse({"open": 3})
+        view.pulse({"open": 3}, 0.25)
         view._show(at_once=True)
         shown = said.getvalue()
     for words in ("step 4 of 6", "open 3", "reward", "outcome", "length", "solved", "best of group", "entropy", "versions behind",

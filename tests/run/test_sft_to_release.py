@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from etude.lineage.record import load_record
 from etude.progress import Reporter
 from etude.recipe.recipe import load_recipe
 from etude.run.runner import Runner, stage_settings
-from etude.run.stages import STAGES
+from etude.run.stages import STAGES, sft
 from etude.sandbox import probe
 from tests import tiny
 from tests.bench import calc_set
@@ -85,6 +86,43 @@ def test_the_stage_learns_from_demonstrations_that_it_made(place: Path) -> None:
 
 def settings_of(place: Path, **demos: Any) -> Any:
     return STAGES["sft"].settings(demos={"tasks": str(place / "calc.jsonl"), **demos})
+
+
+def test_demonstrations_are_not_made_again_for_another_length(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Path] = []
+
+    def make(_settings: Any, _tokeniser: Any, folder: Path, *_: Any) -> tuple[Path, dict[str, Any]]:
+        made.append(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "traces.jsonl").write_text("traces")
+        return folder / "traces.jsonl", {}
+
+    learnt: list[str] = []
+    for name, value in {
+        "make_demos": make,
+        "load_tokeniser": lambda _: None,
+        "choose_template": lambda *_: None,
+    }.items():
+        monkeypatch.setattr(sft, name, value)
+    monkeypatch.setattr(sft, "tokeniser_digest", lambda _: "digest")
+    monkeypatch.setattr(sft.TrainingStage, "run", lambda _self, settings, _job: learnt.extend(settings.traces))
+    changes: list[tuple[str, dict[str, Any], int]] = [
+        ("a", {}, 0),
+        ("b", {"length": 64}, 0),
+        ("c", {"each": 2}, 0),
+        ("d", {}, 1),
+    ]
+    for work, change, seed in changes:
+        settings = settings_of(place, **{name: value for name, value in change.items() if name == "each"})
+        settings = settings.model_copy(update={name: value for name, value in change.items() if name != "each"})
+        surroundings = SimpleNamespace(folder=tmp_path / ".work" / work, cache=tmp_path, reporter=Reporter(quiet=True))
+        STAGES["sft"].run(settings, SimpleNamespace(model=SimpleNamespace(folder=place), work=surroundings, seed=seed))  # type: ignore[arg-type]
+    assert made[0] == made[1]
+    assert len({*made}) == 3
+    assert learnt == [str(tmp_path / ".work" / work / "demos" / "traces.jsonl") for work, *_ in changes]
+    assert all(Path(file).read_text() == "traces" for file in learnt)
 
 
 def test_demonstrations_count_by_content_and_settings_not_by_path(place: Path, tmp_path: Path) -> None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import json
 import os
+import pickle
+import select
 import signal
+import subprocess
+import sys
+import traceback
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,29 +153,53 @@ def same(one: Path, other: Path) -> bool:
 
 
 @cache
-def _server() -> Any:
-    """Return processes that start with everything imported and nothing run: torch cannot go on in a plain fork."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.training.sessions"])
-    return context
+def _nursery() -> subprocess.Popen[str]:
+    """Return a process that has imported everything and run nothing, and forks: torch cannot go on in a fork of one that has run.
+
+    It is told what to do by a line on its input: children of multiprocessing's forkserver sometimes waited for ever for that.
+    """
+    words = [sys.executable, "-c", "from tests.training.sessions import fork_on_demand; fork_on_demand()"]
+    root = Path(__file__).parents[2]
+    return subprocess.Popen(words, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def processes(function: Callable[..., None], *arguments: tuple[Any, ...]) -> list[int]:
     """Run a function in processes of their own, one for each tuple of arguments, all at once; return their exit codes."""
-    started = [_server().Process(target=_in_one_thread, args=(function, *each)) for each in arguments]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(HANGS)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-    return [process.exitcode for process in started]
+    nursery = _nursery()
+    assert nursery.stdin
+    assert nursery.stdout
+    print(pickle.dumps((function, arguments)).hex(), file=nursery.stdin, flush=True)
+    codes: list[int] = json.loads(nursery.stdout.readline())
+    return codes
 
 
-def _in_one_thread(function: Callable[..., None], *arguments: Any) -> None:
-    torch.set_num_threads(1)
-    function(*arguments)
+def fork_on_demand() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what is printed by those who are forked is no answer
+    for line in sys.stdin:
+        function, arguments = pickle.loads(bytes.fromhex(line))
+        children = [os.fork() or _in_one_thread(function, *each) for each in arguments]
+        print(json.dumps([_ended(child) for child in children]), file=answers, flush=True)
+
+
+def _ended(child: int) -> int:
+    handle = os.pidfd_open(child)
+    if not select.select([handle], [], [], HANGS)[0]:
+        os.kill(child, signal.SIGKILL)
+    os.close(handle)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _in_one_thread(function: Callable[..., None], *arguments: Any) -> int:
+    code = 1
+    try:
+        torch.set_num_threads(1)
+        function(*arguments)
+        code = 0
+    except BaseException:  # noqa: BLE001 - of a child, which ends here
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def kill_oneself() -> None:

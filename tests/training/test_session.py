@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import random
 import signal
 from collections.abc import Iterator
@@ -108,6 +109,57 @@ def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         training.run()
         training.session.export(folder / "model")
     return folder
+
+
+def train_slowly(corpus: Path, folder: Path, after_step: int = 0) -> None:
+    """Train with a clock on which every step takes 30 seconds, and a checkpoint is due after 100."""
+    held: list[TrainingRun] = []
+
+    def die() -> None:
+        held[0].session._checkpoints.wait()
+        sessions.kill_oneself()
+
+    now = itertools.count(0, 30)
+    chosen = sessions.settings(evaluations=4, checkpoint_every=1000, checkpoint_seconds=100.0)
+    reporter = sessions.acting_reporter(after_step, die)
+    with sessions.session(corpus, folder, chosen, reporter=reporter, clock=lambda: next(now)) as training:
+        held.append(training)
+        training.run()
+        training.session.export(folder / "model")
+
+
+def test_checkpoints_are_written_by_the_clock_too(corpus: Path, straight: Path, tmp_path: Path) -> None:
+    """At step 4, 120 seconds after the start, and at step 8: killed after step 7, three steps are done again."""
+    assert sessions.processes(train_slowly, (corpus, tmp_path, 7)) == [-signal.SIGKILL]
+    assert sessions.processes(train_slowly, (corpus, tmp_path)) == [0]
+    assert sorted(key.rpartition("/")[2] for key in rows(tmp_path, "again/") if "train" in key) == [
+        f"{step:08d}" for step in (5, 6, 7)
+    ]
+    assert sessions.same(straight, tmp_path)
+
+
+def test_progress_moves_within_a_step_and_a_stop_need_not_wait_for_its_end(
+    corpus: Path, straight: Path, tmp_path: Path
+) -> None:
+    seen: list[float] = []
+    made, left = Reporter(quiet=True), iter(range(20))  # of 12 steps, each in four parts
+
+    def check() -> None:
+        if next(left) == 16:
+            sessions.interrupt()
+
+    made.check_stop = check
+    made.listener = lambda state: seen.append(state["done"] / TOKENS)
+    chosen = sessions.settings(evaluations=4, micro=2)
+    with sessions.session(corpus, tmp_path, chosen, reporter=made) as training, pytest.raises(Interrupted):
+        training.run()
+    assert training.session.loop.done == 3
+    assert max(seen) == 3.75
+    with sessions.session(corpus, tmp_path, chosen) as training:
+        training.run()
+    with sessions.session(corpus, tmp_path / "whole", chosen) as whole:
+        whole.run()
+    assert sessions.losses(tmp_path) == sessions.losses(tmp_path / "whole")
 
 
 def stop_after(corpus: Path, folder: Path, steps: int, **more: Any) -> None:

@@ -66,8 +66,7 @@ class Sample:
 
     tokens: list[int]
     trained: list[bool]
-    logprobs: list[float]  # 0 where not sampled
-    raw_logprobs: list[float]
+    logprobs: list[float]  # under the distribution they were drawn from; 0 where not sampled
     versions: list[int]  # −1 where not sampled
 
 
@@ -111,13 +110,12 @@ def samples(trace: Trace) -> list[Sample]:
 
 
 def _sample(nodes: list[Node], fresh: list[bool]) -> Sample:
-    made = Sample([], [], [], [], [])
+    made = Sample([], [], [], [])
     for node, new in zip(nodes, fresh, strict=True):
         count, known = len(node.tokens), node.trainable
         made.tokens.extend(node.tokens)
         made.trained.extend([known and new] * count)
         made.logprobs.extend(node.logprobs if known else [0.0] * count)
-        made.raw_logprobs.extend(node.raw_logprobs if known else [0.0] * count)
         made.versions.extend(node.versions if known else [-1] * count)
     return made
 
@@ -133,13 +131,13 @@ def check(trace: Trace) -> None:
 
 def _fault(node: Node, place: int) -> str:
     columns, wanted = (node.logprobs, node.raw_logprobs, node.versions), len(node.tokens) * node.sampled
-    numbers = [*node.logprobs, *node.raw_logprobs]
     if node.parent is not None and not 0 <= node.parent < place:
         return f"its parent is {node.parent}, which does not come before it"
     if node.sampled and node.kind not in {"turn", "summary"}:
         return f"it is sampled, but its kind is {node.kind!r}"
-    if any(len(each) != wanted for each in (columns if numbers else columns[2:])):
-        counts = " / ".join(str(len(each)) for each in columns)
+    lengths = [len(each) for each in columns]
+    if lengths[2] != wanted or not {*lengths[:2]} <= {0, wanted}:
+        counts = " / ".join(map(str, lengths))
         return f"it has {counts} log-probs / raw ones / versions, but {wanted} sampled tokens"
     reported = [
         number for each in columns[:2] if not all(map(math.isnan, each)) for number in each
@@ -160,10 +158,14 @@ def to_json(trace: Trace) -> bytes:
     Log-probs that the policy did not report (NaN, which JSON does not know) are left out.
     """
     check(trace)
-    nodes = [n if not n.sampled or n.trainable else replace(n, logprobs=[], raw_logprobs=[]) for n in trace.nodes]
+    nodes = [replace(n, logprobs=_reported(n.logprobs), raw_logprobs=_reported(n.raw_logprobs)) for n in trace.nodes]
     values = _adapter().dump_python(replace(trace, nodes=nodes), exclude_defaults=True)
     line = json.dumps(values, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n"
     return line.encode("utf-8", "replace")
+
+
+def _reported(numbers: list[float]) -> list[float]:
+    return [] if any(map(math.isnan, numbers)) else numbers
 
 
 def from_json(line: bytes, origin: str) -> Trace:

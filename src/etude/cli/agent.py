@@ -151,11 +151,13 @@ def show(
 @trace_app.command("list", epilog="Example: etude trace list runs/fix/traces.jsonl")
 def list_(file: TraceFile) -> None:
     """List the episodes of a file."""
+    from etude.report.episode import reward_of
+
     rows = []
     for number, trace in enumerate(_read(file), 1):
         turns = sum(node.kind == "turn" for node in trace.nodes)
         sampled = sum(len(node.tokens) for node in trace.nodes if node.sampled)
-        reward = f"{sum(trace.rewards.values()):.3g}" if trace.rewards else ""
+        reward = "" if (value := reward_of(trace)) is None else f"{value:.3g}"
         rows.append((number, trace.id, " ".join(trace.task.split())[:60], trace.stop, turns, sampled, reward))
     heads = (">no", "id", "task", "stop", ">turns", ">sampled", ">reward")
     Console(highlight=False).print(terminal(Table(heads, rows)))

@@ -7,7 +7,7 @@ as better or worse only where its 95 % interval says so.
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import pairwise
 from statistics import fmean
@@ -26,7 +26,7 @@ from etude.lineage.record import Lineage, Record, load_record
 from etude.models.bases import ancestors
 from etude.report.page import human
 from etude.report.rl import steps_of
-from etude.rl.metrics import smooth
+from etude.rl.metrics import ENOUGH, smooth
 from etude.rl.view import percent as share
 from etude.run.stages.release import RELEASE
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 MOST = 5  # measures of a stage before the rest is left to its report
 RESULTS = "results.json"
+PICKED = " *"
 WIDE, HIGH = 60, 6  # characters of a curve
 BLOCKS = " ▁▂▃▄▅▆▇█"
 PLAIN = str.maketrans({**dict.fromkeys("▁▂▃▄", "."), **dict.fromkeys("▅▆▇█", "#"), **dict.fromkeys("┤│", "|"), "└": "`",
@@ -87,9 +88,9 @@ def measures(stage: Ended, before: Sequence[Ended] = ()) -> list[Measure]:
         case "data":
             return [Measure("held out", f"{human(*_floats(record, 'heldout_tokens'))} tokens")]
         case "rl":
-            return [_first_to_last("reward", record), _first_to_last("solved", record)]
+            return _marked(record, [_first_to_last("reward", record), _first_to_last("solved", record)])
         case "bench":
-            return list(_bench(stage, [each for each in before if each.record.kind == "bench"]))
+            return _marked(record, list(_bench(stage, [each for each in before if each.record.kind == "bench"])))
         case "compare":
             return [Measure("best", str(summary["best"]), f"{summary['bits_per_byte']:.3f} bits/byte")]
         case "release":
@@ -100,7 +101,15 @@ def measures(stage: Ended, before: Sequence[Ended] = ()) -> list[Measure]:
     return lines or [Measure("not measured", "none held out" if stage.results else "")]
 
 
+def _marked(record: Record, lines: list[Measure]) -> list[Measure]:
+    """Mark shares of tasks that a recipe has picked: they say nothing of the others of the set."""
+    picked = PICKED * bool(record.recipe.stage.get("only"))
+    return [replace(line, what=f"{line.what}{picked}") if line.what == "solved" else line for line in lines]
+
+
 def _first_to_last(name: str, record: Record) -> Measure:
+    if record.summary[f"{name}_last"] is None:
+        return Measure(name, "not measured", "too few episodes")
     first, last = _floats(record, f"{name}_first", f"{name}_last")
     if name == "solved":
         return _points(name, first, last)
@@ -218,10 +227,12 @@ def footnote(stages: Sequence[Ended]) -> str:
     domains = list(dict.fromkeys(row["domain"] for results in trained for row in results.get("domains", [])))
     named = ", ".join(domains[:MOST]) + ", …" * (len(domains) > MOST)
     kinds = {stage.record.kind for stage in stages}
+    picked = any(stage.record.recipe.stage.get("only") for stage in stages)
     notes = {
         f"{named}: bits per byte of held-out text, lower is better": bool(domains),
         "accepted: expected acceptance rate of the first draft token": "mtp" in kinds,
-        "rl: means of the first and the last tenth of the episodes": "rl" in kinds,
+        f"{PICKED.strip()}: only of the tasks that the recipe picked (`only`), not of the whole set": picked,
+        f"rl: means of the first and the last tenth of the episodes ({ENOUGH} at least)": "rl" in kinds,
         "solved: two packages prove next to nothing": any(
             len({package for package, *_ in each.trials}) == 2 for each in stages
         ),

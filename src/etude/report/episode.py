@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.report import page
+from etude.rewards.reward import total
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -58,15 +59,22 @@ class Live:
             self.console.print(part, soft_wrap=isinstance(part, Text))
 
 
+def reward_of(trace: Trace) -> float | None:
+    """Return the reward of an episode of RL by the weights at its end; other traces have parts that do not add up to one."""
+    weights = trace.made_by.get("reward_weights")
+    return total(trace.rewards, weights) if weights else None
+
+
 def _head(trace: Trace) -> Table:
     table = Table.grid(padding=(0, 2))
     made, sampled = trace.made_by, sum(len(node.tokens) for node in trace.nodes if node.sampled)
-    parts = [f"{name} {value:+.3g}" for name, value in trace.rewards.items()]
+    parts = ", ".join(f"{name} {value:+.3g}" for name, value in trace.rewards.items())
+    reward = reward_of(trace)
     kinds = [f"{kind} {count}" for kind in _KINDS if (count := trace.counts.get(f"tokens_{kind}"))]
     rows = {
         "episode": trace.id, "task": trace.task, "policy": str(made.get("policy", "")), "format": str(made.get("format", "")),
         "sandbox": str(made.get("sandbox", "")), "stop": trace.stop,
-        "reward": f"{sum(trace.rewards.values()):.3g} = {', '.join(parts)}" if parts else "",
+        "reward": "" if reward is None else f"{reward:.3g}", "parts": f"{parts} (without weights)" if parts else "",
         "tokens": f"{sampled} sampled" + (f" ({', '.join(kinds)})" if kinds else ""),
     }  # fmt: skip
     for name, value in rows.items():

@@ -15,7 +15,7 @@ from etude.files import read_json
 from etude.jsonl import read_rows
 from etude.progress import duration
 from etude.report.page import COLOURS, RED, Page, Picture, Table, drawing, label, write_page
-from etude.rl.metrics import added, count, ends, smooth, starting
+from etude.rl.metrics import ENOUGH, added, count, ends, smooth, starting
 from etude.rl.monitor import ABOUT
 from etude.rl.view import number, percent
 
@@ -38,6 +38,7 @@ ABOUT_PICTURES = {
 SHARES = ("solved", "best_of_group", "masked", "idle_")  # shown as percentages
 SPEEDS = ("device_seconds", "episode_seconds", "sampled_per_second", "trained_per_second", "idle_", "at_once_", "swap_")
 LISTED = 30  # lines of samples
+NOT_MEASURED = f"as that takes {ENOUGH} episodes at the beginning and as many in other steps at the end"
 ACROSS = 3  # panels
 LABELS = {
     "solved": "any episode", "best_of_group": "one of its group", "sampled_per_second": "sampled", "trained_per_second": "trained",
@@ -117,7 +118,11 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     for name in ("reward", "solved", "best_of_group"):
         if tenths := ends(rows, name):
             first, last = (written(name, value) for value in tenths)
-            lines.append(f"{_words(name)}: from {first} in the first tenth of the episodes to {last} in the last")
+            lines.append(
+                f"{_words(name)}: from {first} in the first tenth of the episodes ({ENOUGH} at least) to {last} in the last"
+            )
+        else:
+            lines.append(f"{_words(name)}: change not measured, {NOT_MEASURED}")
     groups, invalid = added(rows, "groups_"), added(rows, "invalid_")
     if flat := groups["flat"]:
         share = percent(flat / groups.total())
@@ -166,8 +171,8 @@ def _table(rows: Sequence[Row], wanted: Sequence[str]) -> Table:
     lines = []
     for name in names:
         values = [row[name] for row in rows if name in row]
-        shown = (*(ends(rows, name) or ()), min(values), max(values))
-        lines.append((_words(name), *(written(name, value) for value in shown)))
+        shown = [written(name, value) for value in (*(ends(rows, name) or ()), min(values), max(values))]
+        lines.append((_words(name), *[""] * (4 - len(shown)), *shown))
     return Table(("", ">first tenth", ">last tenth", ">smallest", ">largest"), lines)
 
 

@@ -34,6 +34,7 @@ PARTS = ("sampling", "scoring", "training")  # whose idle time is reported
 SPENT = ("tokens", "flops", "seconds")  # of reports; they add up, all else is of the step alone
 SAMPLING = ("flops", "sampling_flops", "sandbox_seconds")
 CAUSE = 40  # characters
+ENOUGH = 30  # episodes: of fewer, a share is known within 18 points at best
 OF_EPISODES = ("reward", "solved", "best_of_group", "part_", "behaviour_", "episode_", "turns")
 
 
@@ -223,19 +224,28 @@ def mean(values: Sequence[Counted]) -> float:
 
 
 def ends(rows: Iterable[Row], name: str) -> tuple[float, float] | None:
-    """Return the mean of a number in the first and in the last tenth of a run; a step across the border counts in part."""
+    """Return the mean of a number in the first and in the last tenth of a run; a step across the border counts in part.
+
+    Of episodes, at least `ENOUGH` on either side, and no step on both: fewer say nothing of a change, and None is returned.
+    """
     values = weighted(rows, name)
-    return (_first_tenth(values), _first_tenth(values[::-1])) if values else None
+    least = ENOUGH if name.startswith(OF_EPISODES) else 0
+    part = max(sum(times for _, times in values) / 10, least)
+    first, last = _until(values, part), _until(values[::-1], part)
+    if not values or (least and (len(first) + len(last) > len(values) or sum(times for _, times in last) < least)):
+        return None
+    return mean(first), mean(last)
 
 
-def _first_tenth(values: Sequence[Counted]) -> float:
-    left, taken = sum(times for _, times in values) / 10, []
+def _until(values: Sequence[Counted], left: float) -> list[Counted]:
+    """Return the first numbers, until they count so much in all."""
+    taken = []
     for value, times in values:
         taken.append((value, min(times, left)))
         left -= times
         if left <= 0:
             break
-    return mean(taken)
+    return taken
 
 
 def smooth(values: Sequence[Counted], reach: int) -> list[float]:

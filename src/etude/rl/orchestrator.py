@@ -284,7 +284,7 @@ class Orchestrator:
             self._sort_groups()
             if self._may_begin():
                 self._begin(group)
-            self.view.pulse(self._queues())
+            self.view.pulse(self._queues(), self._share())
             await self._wait()
         for task in self.playing.values():
             task.cancel()
@@ -330,6 +330,12 @@ class Orchestrator:
 
     def _queues(self) -> dict[str, int]:
         return {"episodes": len(self.playing), **self.state.queues}
+
+    def _share(self) -> float:
+        """Return how much of the next step is done: its episodes that have ended."""
+        size, queues = self.settings.group_size, self.state.queues
+        begun = (queues["open"] + queues["ready"] + queues["training"]) * size
+        return min((begun - len(self.state.wanted())) / (self.settings.groups * size), 0.99)
 
     def _read_wish(self) -> None:
         """Take over the weights of the reward that a user wrote meanwhile."""
@@ -417,6 +423,7 @@ class Orchestrator:
                 name, task = f"{number:06d}-{episode:03d}", self.state.group(number).task
                 play = self.environment.run_episode
                 played = await play(task, self.policy, self.talk, name=name, seed=seed, journal=journal)
+            played.trace.made_by["reward_weights"] = dict(self.state.weights)
             await asyncio.to_thread(_write, path, to_json(played.trace))
             event = finished(number, episode, played, time.monotonic() - began, self.state.version)
             self._record(event)

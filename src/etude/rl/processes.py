@@ -72,7 +72,7 @@ class Child:
             while (status := await self._run_once()) != 0:
                 self.deaths += 1
                 self._in_a_row += 1
-                how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+                how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
                 if status == NOT_OURS:
                     raise UserError(f"the {self.name}: {self._last_lines(1)}")
                 if self._in_a_row >= DEATHS:

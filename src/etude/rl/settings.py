@@ -92,7 +92,7 @@ class RlSettings(TrainerSettings):
     engine: str = Field(default="", description="address of a running vLLM server that samples; empty: our own engine")
     engine_memory: float = Field(default=0.0, ge=0, description="KV cache in GB; 0: a share of the free memory")
     anchor_every: int = Field(default=20, ge=1, description="weight versions between full copies, not deltas")
-    checkpoint_every: int = Field(default=10, ge=1, description="steps between checkpoints of the trainer")
+    checkpoint_every: int = Field(default=10, ge=1, description="steps between checkpoints of the trainer, at most")
     keep_traces: bool = Field(default=False, description="keep all traces after the run")
 
     @field_validator("algorithm")
@@ -107,6 +107,15 @@ class RlSettings(TrainerSettings):
         self.refuse_idle(set(CHOICES) - ALGORITHMS[self.algorithm].uses, f"the algorithm {self.algorithm!r}")
         if self.window and self.window[0] >= self.window[1]:
             raise ValueError(f"window = {list(self.window)}: the first bound must be below the second")
+        if self.harness.top_p < 1 or self.harness.temperature == 0:
+            cut = (
+                "top_p below 1 draws from a part of the tokens"
+                if self.harness.top_p < 1
+                else "temperature 0 draws nothing"
+            )
+            raise ValueError(
+                f"harness: {cut}, and what is learnt from must have been drawn from all; use another temperature"
+            )
         if self.ranks > 1 and not self.processes:
             raise ValueError("ranks = 1 is all that one process can be; leave out `processes = false`")
         if self.mode == "async" and self.staleness == 0:

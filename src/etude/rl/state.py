@@ -241,4 +241,5 @@ class State:
         if len(rewards) < 2:
             return Closed(group.number, "void", rewards)
         spread = max(rewards.values()) - min(rewards.values())
-        return Closed(group.number, "flat" if spread < FLAT else "ready", rewards)
+        penalised = self.settings.kl.coefficient > 0  # by the trainer: rewards that are alike may differ after it
+        return Closed(group.number, "flat" if spread < FLAT and not penalised else "ready", rewards)

@@ -47,6 +47,7 @@ from etude.models.shape import model_shape
 from etude.rl.algorithm import ALGORITHMS, divergence
 from etude.rl.exchange import Batch, Exchange, Report
 from etude.rl.processes import BIND, RlJob, as_child, load_job
+from etude.rl.state import FLAT
 from etude.training.batch import Rows, StepRows, piece_bounds
 from etude.training.distributed import World, join, like
 from etude.training.loop import Guard, Root, Step
@@ -85,12 +86,16 @@ class Trainer:
             beyond = f"length = {self.length} is beyond the model's context of {context}"
             raise UserError(f"{beyond}; set length = 0 or extend it")
         device = self.world.device(settings.device).type
+
+        def objective(prepared: Any) -> PolicyGradient:
+            return PolicyGradient(prepared, self.algorithm.weigh, settings.harness.temperature)
+
         self.session = Session(
             load_model(model, torch.device("cpu"), torch.float32), settings, self, self.length,
             max(settings.micro, AT_ONCE[device] // self.length, 1), self.world, folder,
             lambda step: min(1.0, (step + 1) / max(1, settings.warmup)),
             # The size of a loss says nothing, as advantages change from batch to batch: only what is no number is refused.
-            Guard(GuardSettings(), outliers=False), say, lambda prepared: PolicyGradient(prepared, self.algorithm.weigh),
+            Guard(GuardSettings(), outliers=False), say, objective,
             saved_dtype(model), settings.lora, keep_start=settings.kl.reference if settings.kl.coefficient else "", graphs=False,
         )  # fmt: skip
         start = self.session.start
@@ -146,13 +151,17 @@ class Trainer:
         rewards = np.array([episode.reward for group in batch.groups for episode in group.episodes])
         rewards = rewards - self.settings.kl.coefficient * apart
         by_group = np.split(rewards, np.cumsum(sizes)[:-1])
-        gains = [gain for group in by_group for gain in self.algorithm.advantages(group.tolist())]
+        gains = [gain for group in by_group for gain in self._advantages(group.tolist())]
         tokens = Counter[int]()
         for branch in read:
             tokens[branch.episode] += int(branch.learnt.sum())
         weights = [gain * self.algorithm.share(tokens[episode]) for episode, gain in enumerate(gains)]
         divisor = self.algorithm.divisor([tokens[episode] for episode in range(len(gains))])
         return Packed(read, parts, gains, weights, divisor, float(apart.sum()))
+
+    def _advantages(self, rewards: list[float]) -> list[float]:
+        """Return the advantages of a group; 0 where rewards are alike, now that the penalty is in them."""
+        return self.algorithm.advantages(rewards) if max(rewards) - min(rewards) >= FLAT else [0.0] * len(rewards)
 
     def _read(self, batch: Batch) -> list[Branch]:
         files = [self._root / episode.file for group in batch.groups for episode in group.episodes]
@@ -287,7 +296,7 @@ class Branch:
 
     episode: int  # in the batch
     tokens: Array
-    logprobs: Array  # at temperature 1, when it was sampled; 0 where not sampled
+    logprobs: Array  # under the distribution it was drawn from; 0 where not sampled
     versions: Array  # −1 where not sampled
     fresh: Array  # sampled, and in no branch before this one
     learnt: Array  # fresh, and not of a summary if those are masked
@@ -343,7 +352,7 @@ def branches(trace: Trace, episode: int, *, train_summaries: bool) -> list[Branc
         if any(sample.trained):
             assert not sample.trained[0], f"trace {trace.id!r} begins with a sampled token, which nothing predicts"
             until = slice(1, len(sample.trained) - sample.trained[::-1].index(True))
-            columns = ((sample.raw_logprobs, np.float32), (sample.versions, np.int64), (sample.trained, np.bool_))
+            columns = ((sample.logprobs, np.float32), (sample.versions, np.int64), (sample.trained, np.bool_))
             values = [np.array(column[until], kind) for column, kind in (*columns, (other.trained, np.bool_))]
             made.append(Branch(episode, np.array(sample.tokens[: until.stop], np.int64), *values))
     return made
@@ -414,7 +423,7 @@ def run_trainer(job: RlJob, trainer: Trainer, exchange: Exchange, store: WeightS
         if trainer.done:
             _publish(trainer, exchange, store, metrics)
         for metrics in trainer.steps(arriving(exchange, trainer.done + 1, leave, trainer.world), job.folder):
-            if trainer.done % job.settings.checkpoint_every == 0:
+            if trainer.session.checkpoint_due():
                 trainer.save(metrics)
             _publish(trainer, exchange, store, metrics, again=True)
         if trainer.world.tell(leave.is_set()):

@@ -56,16 +56,16 @@ class View:
 
     def step(self, row: Row) -> None:
         self._rows.append(row)
-        self._task.advance()
+        self._task.done = len(self._rows)
         if self._live is None:
             self._reporter.say(line(row, round(self._task.total)))
         for flag in row.get("flags", {}).values():
             self._reporter.say(flag, style="yellow")
         self._show(at_once=True)
 
-    def pulse(self, now: Mapping[str, int]) -> None:
-        """Show what is under way; may be called as often as one likes."""
-        self._now = dict(now)
+    def pulse(self, now: Mapping[str, int], share: float) -> None:
+        """Show what is under way, and the share of the next step that is done; may be called as often as one likes."""
+        self._now, self._task.done = dict(now), len(self._rows) + share
         self._show()
 
     def _show(self, *, at_once: bool = False) -> None:
@@ -124,7 +124,7 @@ def sparkline(values: Sequence[float]) -> str:
 def dashboard(rows: Sequence[Row], state: Mapping[str, Any]) -> RenderableType:
     """Return the whole view; `state` is a task's, with what is under way as `now`."""
     left = f", {duration(state['seconds_left'])} left" if state["seconds_left"] is not None else ""
-    head = Text(f"step {state['done']:.0f} of {state['total']:.0f}, {duration(state['seconds'])}{left}", "bold")
+    head = Text(f"step {int(state['done'])} of {state['total']:.0f}, {duration(state['seconds'])}{left}", "bold")
     counts = (f"{name.replace('_', ' ')} {count}" for name, count in state.get("now", {}).items())
     body = [Columns([_curves(rows), _side(rows)], padding=(0, 3))] if rows else []
     return Group(head, Text("   ".join(counts), "dim"), *body)

@@ -121,8 +121,8 @@ def _divergences_and_slopes(
     """Return Σ weight · KL(target ‖ draft) and its gradient by the draft's logits, in the dtype of the head."""
     log_draft_NV = (draft_ND @ head_VD.T).float().log_softmax(-1)
     target_NV = log_target_NV.exp()
-    total = ((target_NV * (log_target_NV - log_draft_NV)).sum(-1) * weights_N).sum()
-    return total, ((log_draft_NV.exp() - target_NV) * weights_N[:, None]).to(head_VD.dtype)
+    total = ((log_target_NV - log_draft_NV).mul_(target_NV).sum(-1) * weights_N).sum()
+    return total, log_draft_NV.exp_().sub_(target_NV).mul_(weights_N[:, None]).to(head_VD.dtype)
 
 
 def distilled_sum(drafts_KND: Tensor, target_ND: Tensor, head_VD: Tensor, weights_KN: Tensor) -> Tensor:

@@ -99,6 +99,9 @@ class Loop:
     micro: int  # rows at once
     device: torch.device
     world: World
+    on_part: Callable[[float], object] = lambda _: (
+        None
+    )  # told the share of the step that each micro-batch but the last was
     graphs: Replay | None = None  # how a small model on a GPU does not wait for its host
     done: int = 0  # steps
     position: dict[str, Any] = field(default_factory=dict)  # of the source after the last step: it may be one ahead
@@ -147,10 +150,12 @@ class Loop:
         # FSDP takes the mean over ranks; the sum is meant.
         scale = torch.full((), self.world.size / weight, device=self.device)
         sums: dict[str, torch.Tensor] = {}
-        for part in parts:
+        for place, part in enumerate(parts, 1):
             values = self.graphs.rows(part, scale) if self.graphs else self.learn(part, scale)
             for name, value in values.items():
                 sums[name] = sums.get(name, 0) + value
+            if place < len(parts):
+                self.on_part(1 / len(parts))
         return sums.pop("loss"), sums
 
     def learn(self, part: Any, scale: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -2,8 +2,10 @@
 
 Weights, gradients and the optimiser's state are counted exactly. What is kept of the forward pass for the backward pass is estimated
 from the model's shape, in the computing dtype: for each position and layer about 10 vectors as wide as the model, 4 as wide as
-its feed-forward part, queries, keys and values; with recomputation one vector a layer. Then the chunk of logits. From this follows
-how many rows a device works on at once (`choose_micro`).
+its feed-forward part, queries, keys and values; with recomputation one vector a layer, and one layer whole. A trunk that only MTP
+heads learn from keeps nothing, the heads a layer a depth. Then the logits, up to a chunk of them, some copies each (`COPIES`). On a
+CPU the peaks of some shapes were measured: the estimates are within a fifth of them (tests/training/test_memory.py). From this
+follows how many rows a device works on at once (`choose_micro`).
 
 A CPU's memory is then kept between operations (`keep_freed_memory`): glibc would give every large block back to the system when it is
 freed, and the kernel would clear the pages of the next. Steps of sprout became a third faster (docs/lab-notes.md); the peak stays
@@ -27,6 +29,11 @@ from etude.training.cross_entropy import CHUNK
 
 SHARE = 0.85  # of the memory that may be planned for
 STREAMS, FEED_FORWARD = 10, 4
+COPIES = {
+    "cpu": 3.75,
+    "cuda": 3.0,
+    "distilled": 11.0,
+}  # of logits in float32: one loss, one compiled; of MTP heads on a CPU
 
 
 @dataclass(frozen=True)
@@ -36,10 +43,17 @@ class Estimate:
     fixed: int  # whatever the rows
     row: int  # for each row at once
     available: int
+    logits: int = 0  # for each row at once,
+    most_logits: int = 0  # but not more than this in all
+
+    def needed(self, rows: int) -> int:
+        """Return what so many rows at once take."""
+        return self.fixed + rows * self.row + min(rows * self.logits, self.most_logits)
 
     def rows(self) -> int:
         """Return how many rows fit at once."""
-        return max(0, int((self.available * SHARE - self.fixed) // self.row))
+        room = self.available * SHARE - self.fixed
+        return max(0, int(room // (self.row + self.logits)), int((room - self.most_logits) // self.row))
 
 
 def estimate(model: Any, length: int, device: torch.device, *, recompute: bool, sharded_over: int = 1) -> Estimate:
@@ -50,11 +64,16 @@ def estimate(model: Any, length: int, device: torch.device, *, recompute: bool, 
     half = device.type == "cuda"
     kept = 2 if half else 4  # bytes of a number kept for the backward pass
     fixed = weights * kept + trained * (16 + (kept if half else 0)) // sharded_over
-    fixed += 2 * min(CHUNK, 64 * length * config.vocab_size) * (kept + 4)
     ffn = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    layer = config.hidden_size if recompute else STREAMS * config.hidden_size + FEED_FORWARD * ffn
-    row = length * kept * (config.num_hidden_layers * layer + 4 * config.hidden_size)
-    return Estimate(fixed, row, _available(device))
+    layer = STREAMS * config.hidden_size + FEED_FORWARD * ffn
+    heads = model.mtp.depth if hasattr(model, "mtp") else 0
+    trunk = config.num_hidden_layers
+    if heads and not any(weight.requires_grad for weight in model.get_decoder().parameters()):
+        trunk = 1  # of which nothing is kept
+    streams = trunk * config.hidden_size + layer if recompute else (trunk + heads) * layer
+    row = length * kept * (streams + 4 * config.hidden_size)
+    logit = round(4 * COPIES["distilled" if heads and not half else device.type])
+    return Estimate(fixed, row, _available(device), length * config.vocab_size * logit, CHUNK * logit)
 
 
 def _available(device: torch.device) -> int:
@@ -72,10 +91,10 @@ def choose_micro(wish: int, rows: int, estimated: Estimate, *, recompute: bool) 
     other = "" if recompute else ", or recompute = true"
     there = f"{_gb(estimated.available * SHARE)} may be used, {SHARE:.0%} of what is free"
     if fits < 1:
-        raise UserError(f"not even one row fits: about {_gb(estimated.fixed + estimated.row)} are needed and {there};"
+        raise UserError(f"not even one row fits: about {_gb(estimated.needed(1))} are needed and {there};"
                         f" set a shorter `length`{other}, or take a smaller base or LoRA")  # fmt: skip
     if wish > fits:
-        raise UserError(f"micro = {wish} rows will not fit: about {_gb(estimated.fixed + wish * estimated.row)} are needed and"
+        raise UserError(f"micro = {wish} rows will not fit: about {_gb(estimated.needed(wish))} are needed and"
                         f" {there}; set micro = {fits}{other}")  # fmt: skip
     return wish or max(size for size in range(1, rows + 1) if rows % size == 0 and size <= fits)
 

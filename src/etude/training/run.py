@@ -90,14 +90,16 @@ class TrainingRun:
         with contextlib.ExitStack() as stack:
             task: Task = self._or_stop(stack.enter_context, reporter.task("training", self.steps * each, "tokens"))
             self._or_stop(task.skip, session.loop.done * each)
+            if session.world.size == 1:  # of several, all must stop after the same step
+                session.loop.on_part = lambda share: task.advance(share * each)
             for step in session.steps(self.steps):
                 self._write(step)
                 self._write_compile(step)
                 if step.number in wanted:
                     self._measured(step.number, "during")
-                if step.number % settings.checkpoint_every == 0 or step.number == self.steps:
+                if session.checkpoint_due() or step.number == self.steps:
                     session.save()
-                self._or_stop(task.advance, step.tokens)
+                self._or_stop(task.advance, step.number * each - task.done)
 
     def _or_stop(self, show: Callable[[Any], Any], what: Any) -> Any:
         """Show progress, which is where rank 0 notices a user's wish to stop; then all ranks stop, after the same step."""

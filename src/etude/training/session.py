@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -61,6 +62,7 @@ class Session:
     lora: LoraSettings | None = None
     seed: int = 0
     keep_start: Literal["", "start", "average"] = ""  # a copy of the weights at the start to compute with (`start`)
+    clock: Callable[[], float] = time.monotonic
     graphs: bool = True  # CUDA graphs for a small model; the source must give rows of few shapes
 
     def __post_init__(self) -> None:
@@ -69,6 +71,7 @@ class Session:
         self._computing_dtype = torch.bfloat16 if self._gpu else torch.float32
         wish = self.settings.dtype
         self.saved_dtype: torch.dtype = self.parent_dtype if wish == "auto" else getattr(torch, wish)
+        self._saved_at = self.clock()
         self._checkpoints = Checkpoints(self.folder, self.settings.keep, self.say)
         objective = self._prepare_model()
         self._plan_memory()
@@ -160,6 +163,11 @@ class Session:
         """Return the model FLOPs of a step, over all ranks."""
         return sum(self.loop.objective.flops(self.shape, size) * count for size, count in step.pieces.items())
 
+    def checkpoint_due(self) -> bool:
+        """Whether so many steps, or seconds since the last checkpoint, are over; rank 0 decides for all."""
+        late = self.clock() - self._saved_at >= self.settings.checkpoint_seconds
+        return bool(self.world.tell(late or self.loop.done % self.settings.checkpoint_every == 0))
+
     def save(self, state: dict[str, Any] | None = None, tensors: Tensors | None = None) -> None:
         """Begin to write a checkpoint, with what else the caller wants to find in it; every rank must take part, rank 0 writes."""
         held = {f"weights/{name}": whole(weight) for name, weight in self.weights.masters.items()}
@@ -169,6 +177,7 @@ class Session:
         if self._gpu:
             held["rng/cuda"] = torch.cuda.get_rng_state(self.device)
         own = {"micro": self.micro, "batches": self.loop.position, "guard": self.guard.state()}
+        self._saved_at = self.clock()
         if self.world.leads:
             self._checkpoints.save(self.loop.done, held, own | (state or {}))
 

@@ -103,7 +103,8 @@ class TrainerSettings(Settings):
     compile: Literal["auto", "on", "off"] = Field(default="auto", description="torch.compile; auto: on a GPU")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto, cpu or cuda")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="saved dtype; auto: the base's")
-    checkpoint_every: int = Field(default=200, ge=1, description="steps between checkpoints")
+    checkpoint_every: int = Field(default=200, ge=1, description="steps between checkpoints, at most")
+    checkpoint_seconds: float = Field(default=300.0, gt=0, description="seconds between checkpoints, at most")
     keep: int = Field(default=2, ge=1, description="checkpoints kept during training; none after it")
 
     @model_validator(mode="before")

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 RESULTS = "results.json"
 WITHOUT_EFFECT = {
-    "micro", "checkpoint_every", "keep", "ranks", "anchor_every", "engine_memory", "processes", "keep_traces", "tasks"
+    "micro", "checkpoint_every", "checkpoint_seconds", "keep",
+    "ranks", "anchor_every", "engine_memory", "processes", "keep_traces", "tasks"
 }  # fmt: skip
 LATER = {"algorithm", "window", "tau", "lora", "attention", "engine"}
 SCRATCH = ("exchange", "weights", "trainer", "job.json", "engine.log", "trainer.log", "reward_weights.json")
@@ -64,6 +65,10 @@ class RlStage(Stage):
         for name in LATER & chosen.keys():  # what was finished before these came is still what it was
             if chosen[name] == RlSettings.model_fields[name].default:
                 del chosen[name]
+        if settings.harness.temperature != 1 or settings.kl.coefficient:
+            chosen["revision"] = (
+                2  # the first was off-policy there, and its penalty did not act where rewards are alike
+            )
         return {"settings": chosen, "seed": seed, "tasks": sha256_file(find_manifest(settings.tasks, "rl.tasks"))}
 
     def run(self, settings: RlSettings, job: Job) -> Outcome:
@@ -121,13 +126,13 @@ async def _tasks_work(tasks: TaskSet) -> None:
             raise UserError(f"task {task.id}: its check is broken: {wrong}; look at the set with `etude tasks check`")
 
 
-def _summary(folder: Path) -> dict[str, float | int]:
+def _summary(folder: Path) -> dict[str, float | int | None]:
     """Return what the record tells: rewards and tasks solved at the beginning and at the end, and how much was done."""
     rows = steps_of(folder)
     rewards = {
-        f"{name}_{end}": round(value, 4)
+        f"{name}_{end}": None if value is None else round(value, 4)
         for name in ("reward", "solved")
-        for end, value in zip(("first", "last"), ends(rows, name) or (0.0, 0.0), strict=True)
+        for end, value in zip(("first", "last"), ends(rows, name) or (None, None), strict=True)
     }
     sums = {name: sum(row.get(name, 0) for row in rows) for name in ("episodes", "sampled_tokens")}
     return {"steps": len(rows), **sums, **rewards}

@@ -16,13 +16,13 @@ from etude.data.filters.licence import canonical
 from etude.data.heldout import choose_heldout
 from etude.data.loader import Batch, Corpus, Loader
 from etude.errors import UserError
-from etude.files import sha256_file
+from etude.files import digest_of, link_or_copy, sha256_file
 from etude.models.load import load_tokeniser, tell_apart
 from etude.models.shape import model_shape
 from etude.run.folder import MODEL
 from etude.run.stage import Job, Outcome, code_used, file_used
 from etude.run.stages.training import Training, TrainingStage, joint_objective, open_corpus, train_and_report
-from etude.tasks.demos import DemoSettings, licences_of, make_demos, read_samples, refuse_benchmarks
+from etude.tasks.demos import DemoSettings, licences_of, make_demos, read_samples, refuse_benchmarks, tokeniser_digest
 from etude.tasks.manifest import find_manifest, picked, read_rows
 from etude.training.measure import Bits, acceptance, bits, bits_by_domain
 from etude.training.settings import JointMtpSettings, LoraSettings, OptimiserSettings, TrainSettings
@@ -118,8 +118,15 @@ class SftStage(TrainingStage):
         if settings.demos:
             tokeniser, work = load_tokeniser(job.model.folder), job.work
             choose_template(tokeniser, settings.template)
-            made, _ = make_demos(settings.demos, tokeniser, work.folder / DEMOS, work.cache, work.reporter, job.seed)
-            settings = settings.model_copy(update={"traces": [*settings.traces, str(made.absolute())]})
+            # Beside the work folders of all settings: what decides the demonstrations is not all that decides the training.
+            decides = sha256_file(Path(settings.demos.tasks).expanduser()), tokeniser_digest(tokeniser), job.seed
+            key = digest_of([*decides, settings.demos.model_dump(mode="json", exclude={"tasks"})])[:16]
+            place = work.folder.parent / f".{DEMOS}-{key}"
+            made, _ = make_demos(settings.demos, tokeniser, place, work.cache, work.reporter, job.seed)
+            link_or_copy(made, work.folder / DEMOS / made.name)
+            settings = settings.model_copy(
+                update={"traces": [*settings.traces, str((work.folder / DEMOS / made.name).absolute())]}
+            )
         return super().run(settings, job)
 
     def train(self, training: Training, world: World, work: Work | None) -> None:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 NO_CORPUS = "trains on a corpus, and this recipe has none; describe one in [data]"
 NO_HEADS = "the model to start from has no MTP heads; put an `mtp` stage before this one"
 UNTRAINED_HEADS = "the parent's MTP heads came along untrained: they know the parent; train them again"
-WITHOUT_EFFECT = {"micro", "checkpoint_every", "keep", "loader_workers"}  # on the result
+WITHOUT_EFFECT = {"micro", "checkpoint_every", "checkpoint_seconds", "keep", "loader_workers"}  # on the result
 SIDE_FILES = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
               "chat_template*", "generation_config.json")  # fmt: skip
 

@@ -20,8 +20,18 @@ class NextToken:
     their logits; whether one does is found out by trying, not from a list of names.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.plain_head = _has_plain_head(model)
+    def __init__(self, model: Any, temperature: float = 1.0) -> None:
+        self.plain_head, self._temperature = _has_plain_head(model), temperature
+
+    def hidden(self, model: Any, rows: Rows) -> torch.Tensor:
+        """Return what the matrix of a plain head makes logits of, divided by the temperature: [B, T, D]."""
+        hidden = last_hidden(model, rows)
+        return hidden if self._temperature == 1 else hidden / self._temperature
+
+    def _own_nats(self, model: Any, rows: Rows) -> torch.Tensor:
+        logits_NV = model(**packed(rows)).logits.float().flatten(0, 1) / self._temperature
+        nats_N = torch.nn.functional.cross_entropy(logits_NV, rows.targets_BT.flatten(), reduction="none")
+        return nats_N.view_as(rows.tokens_BT)
 
     def weight(self, rows: Rows) -> float:
         return float(rows.weights_BT.sum())
@@ -32,8 +42,8 @@ class NextToken:
     def loss(self, model: Any, rows: Rows) -> Loss:
         """Return the loss of some rows, in nats."""
         if not self.plain_head:
-            return Loss((_own_nats(model, rows) * rows.weights_BT).sum(), {})
-        hidden_ND, head_VD = last_hidden(model, rows).flatten(0, 1), model.get_output_embeddings().weight
+            return Loss((self._own_nats(model, rows) * rows.weights_BT).sum(), {})
+        hidden_ND, head_VD = self.hidden(model, rows).flatten(0, 1), model.get_output_embeddings().weight
         targets_N, weights_N = rows.targets_BT.flatten(), rows.weights_BT.flatten()
         return Loss(cross_entropy.weighted_sum(hidden_ND, head_VD, targets_N, weights_N), {})
 
@@ -41,8 +51,8 @@ class NextToken:
     def nats(self, model: Any, rows: Rows) -> torch.Tensor:
         """Return −log p(next token) of every position, [B, T]; only those with a weight mean something."""
         if not self.plain_head:
-            return _own_nats(model, rows)
-        hidden = last_hidden(model, rows)
+            return self._own_nats(model, rows)
+        hidden = self.hidden(model, rows)
         head = model.get_output_embeddings().weight
         return cross_entropy.each(hidden.flatten(0, 1), head, rows.targets_BT.flatten()).view_as(rows.tokens_BT)
 
@@ -50,12 +60,6 @@ class NextToken:
 def last_hidden(model: Any, rows: Rows) -> torch.Tensor:
     """Return what a model's output head is given, [B, T, D]."""
     return model.get_decoder()(**packed(rows)).last_hidden_state
-
-
-def _own_nats(model: Any, rows: Rows) -> torch.Tensor:
-    logits_NV = model(**packed(rows)).logits.float().flatten(0, 1)
-    nats_N = torch.nn.functional.cross_entropy(logits_NV, rows.targets_BT.flatten(), reduction="none")
-    return nats_N.view_as(rows.tokens_BT)
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]

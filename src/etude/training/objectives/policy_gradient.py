@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from etude.lineage.compute import ComputeShape, forward_flops, training_flops
 from etude.training import cross_entropy
 from etude.training.objectives import Loss
-from etude.training.objectives.next_token import NextToken, last_hidden
+from etude.training.objectives.next_token import NextToken
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,10 +59,13 @@ class Observed(NamedTuple):
 
 
 class PolicyGradient:
-    """The loss of a model on sampled rows. `observed` has an entry for each call of `loss`, for the metrics of a step."""
+    """The loss of a model on sampled rows. `observed` has an entry for each call of `loss`, for the metrics of a step.
 
-    def __init__(self, model: Any, weigh: Weigh) -> None:
-        self._next, self._weigh = NextToken(model), weigh
+    π is the distribution that is sampled from: at `temperature`.
+    """
+
+    def __init__(self, model: Any, weigh: Weigh, temperature: float) -> None:
+        self._next, self._weigh = NextToken(model, temperature), weigh
         self.nats = self._next.nats
         self.observed: list[Observed] = []
 
@@ -77,7 +80,7 @@ class PolicyGradient:
         """Return the loss of some rows, in nats times advantage."""
         rows, targets_N = sampled.rows, sampled.rows.targets_BT.flatten()
         if self._next.plain_head:
-            hidden_ND, head_VD = last_hidden(model, rows).flatten(0, 1), model.get_output_embeddings().weight
+            hidden_ND, head_VD = self._next.hidden(model, rows).flatten(0, 1), model.get_output_embeddings().weight
             nats_N = cross_entropy.each(hidden_ND, head_VD, targets_N)
         else:
             nats_N = self._next.nats(model, rows).flatten()
