@@ -25,7 +25,7 @@ def test_episodes_are_listed_and_shown_by_number_or_id(etude: Etude, file: Path)
     listed = etude("trace", "list", file)
     assert listed.code == 0
     assert [line.split() for line in listed.out.splitlines()[1:]] == [
-        ["1", "fix-1", "Mend", "the", "parser.", "finished", "7", "20", "0.75"],
+        ["1", "fix-1", "Mend", "the", "parser.", "finished", "7", "20"],  # parts without weights are no reward
         ["2", "other", "Mend", "the", "parser.", "turns", "7", "20"],
     ]
     assert "fix-1" in etude("trace", "show", file).out

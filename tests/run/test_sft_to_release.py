@@ -19,6 +19,7 @@ from etude.progress import Reporter
 from etude.recipe.recipe import load_recipe
 from etude.run.runner import Runner, stage_settings
 from etude.run.stages import STAGES, sft
+from etude.run.stages.training import TrainingStage
 from etude.sandbox import probe
 from tests import tiny
 from tests.bench import calc_set
@@ -107,7 +108,7 @@ def test_demonstrations_are_not_made_again_for_another_length(
     }.items():
         monkeypatch.setattr(sft, name, value)
     monkeypatch.setattr(sft, "tokeniser_digest", lambda _: "digest")
-    monkeypatch.setattr(sft.TrainingStage, "run", lambda _self, settings, _job: learnt.extend(settings.traces))
+    monkeypatch.setattr(TrainingStage, "run", lambda _self, settings, _job: learnt.extend(settings.traces))
     changes: list[tuple[str, dict[str, Any], int]] = [
         ("a", {}, 0),
         ("b", {"length": 64}, 0),

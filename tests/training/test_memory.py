@@ -104,7 +104,7 @@ def train_and_measure(file: Path, heads: bool, recompute: bool, rows: int) -> No
         hidden_size=256, num_hidden_layers=6, intermediate_size=704, vocab_size=vocabulary, num_attention_heads=4, tie_word_embeddings=True
     ))  # fmt: skip
     if heads:
-        model.mtp = MtpHeads.for_model(model.requires_grad_(False), depth=2)  # type: ignore[attr-defined]
+        model.mtp = MtpHeads.for_model(model.requires_grad_(False), depth=2)
     before = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 - 4 * sum(
         w.numel() for w in model.parameters()
     )
@@ -115,7 +115,7 @@ def train_and_measure(file: Path, heads: bool, recompute: bool, rows: int) -> No
     source = SimpleNamespace(ahead=False, take=lambda *_: StepRows([batch], Counter({length: rows})), state=dict)
     settings = TrainSettings(tokens=1, micro=rows, recompute=recompute, device="cpu")
     training = Session(
-        model, settings, source, length, rows, World(), file.parent / "none", lambda _: 1.0, Guard(settings.guard), print,  # type: ignore[arg-type]
+        model, settings, source, length, rows, World(), file.parent / "none", lambda _: 1.0, Guard(settings.guard), print,
         partial(MultiToken, beta=0.6) if heads else NextToken,
     )  # fmt: skip
     list(training.steps(2))
@@ -136,7 +136,7 @@ def test_heads_of_a_small_model_fit_where_a_few_hundred_megabytes_are_free() -> 
     model = LlamaForCausalLM(LlamaConfig(
         hidden_size=256, num_hidden_layers=4, intermediate_size=704, vocab_size=3072, num_attention_heads=4
     ))  # fmt: skip
-    model.mtp = MtpHeads.for_model(model.requires_grad_(False), depth=2)  # type: ignore[attr-defined]
+    model.mtp = MtpHeads.for_model(model.requires_grad_(False), depth=2)
     assert estimate(model, 1024, CPU, recompute=False).needed(1) < 400e6
 
 
