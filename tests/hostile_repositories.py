@@ -101,6 +101,23 @@ def _submodule(repository: Path, program: str) -> None:
     tiny.git(repository / "sub", "config", "core.fsmonitor", program)
 
 
+def _nested(repository: Path, program: str) -> None:
+    """A repository that lies in the work tree, and is not tracked."""
+    (repository / "inner").mkdir()
+    tiny.git(repository / "inner", "init", "-q", "--template=")
+    (repository / "inner/i.py").write_text("i = 1\n")
+    tiny.git(repository / "inner", "add", ".")
+    for key in ("core.fsmonitor", "core.hooksPath", "diff.external"):
+        tiny.git(repository / "inner", "config", key, program)
+
+
+def _git_link(repository: Path, program: str) -> None:
+    """`.git` itself is a link."""
+    tiny.git(repository, "config", "core.fsmonitor", program)
+    (repository / ".git").rename(repository / "elsewhere")
+    (repository / ".git").symlink_to("elsewhere")
+
+
 def _bare(repository: Path, program: str) -> None:
     """As an agent could have written it: no .git, but HEAD, config, objects and refs in the folder itself."""
     for path in (repository / ".git").iterdir():
@@ -178,14 +195,13 @@ WAYS: dict[str, Callable[[Path, str], None]] = {
     "alternates": _alternates,
     "bare in disguise": _bare,
     "git file": _git_file,
+    "git link": _git_link,
+    "nested repository": _nested,
     "common folder": _common,
 }
 # Ways that do not stand in each other's way; the others change what a repository is, and are tried alone.
-_ALONE = [
-    name
-    for name in WAYS
-    if name.startswith("partial") or name in {"alternates", "bare in disguise", "git file", "common folder"}
-]
+_KINDS = {"alternates", "bare in disguise", "git file", "git link", "common folder"}
+_ALONE = [name for name in WAYS if name.startswith("partial") or name in _KINDS]
 _FILTERS = [name for name in WAYS if "filter" in name]
 _DIFFS = ["external diff", "diff command", "textconv", "signature", "merge driver"]
 _REST = [name for name in WAYS if name not in {*_ALONE, *_FILTERS, *_DIFFS}]
@@ -194,7 +210,7 @@ TOGETHER = [*((name,) for name in _ALONE), tuple(_FILTERS), tuple(_DIFFS), tuple
 FIRES = {
     "fsmonitor", "fsmonitor of a submodule", "hooks", "hooksPath", "clean filter", "filter process", "required filter", "external diff",
     "diff command", "textconv", "include", "includeIf", "work tree's settings", "signature", "partial clone by ssh",
-    "partial clone by upload-pack", "bare in disguise", "git file", "common folder",
+    "partial clone by upload-pack", "bare in disguise", "git file", "git link", "common folder",
 }  # fmt: skip
 USUAL = (
     ["status"],

@@ -59,7 +59,7 @@ FIXED = {
 PROGRAMS = {"SSH_ASKPASS", "PAGER", "EDITOR", "VISUAL", "LESSOPEN"}  # of the environment; git starts them
 COMMAND = ["git", "--no-pager", "-c", "safe.bareRepository=explicit"]
 PROTOCOLS = "file:git:http:https:ssh"  # for fetching; not `ext`, which is a command
-SECONDS = 600.0  # for a call that needs no network: a FIFO among the files may keep it waiting
+SECONDS = 120.0  # for a call that needs no network: a FIFO among the files may keep it waiting
 SMALL = 1 << 20  # bytes of a file in .git that is read here
 
 
