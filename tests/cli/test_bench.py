@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from etude.bench.agents import BenchSettings
 from etude.bench.trials import read_results
+from etude.cli.bench import run
 from etude.files import write_text
 from etude.sandbox import probe
 from tests.agent.chat_server import ChatServer
@@ -115,3 +118,15 @@ def test_what_a_user_gets_wrong_is_one_line(etude: Etude, calc: tuple[Path, Path
         assert (said.code, part in said.err, len(said.err.strip().splitlines())) == (2, True, 1), (part, said)
     said = etude("bench", "compare", tmp_path / "folder")
     assert (said.code, "holds no trials.jsonl" in said.err, len(said.err.strip().splitlines())) == (2, True, 1), said
+
+
+def test_the_command_and_the_stage_have_the_same_defaults() -> None:
+    options = {name: option.default for name, option in inspect.signature(run).parameters.items()}
+    settings = BenchSettings()
+    harness = settings.harness
+    assert (options["temperature"], options["turns"], 60 * options["minutes"]) == (
+        harness.temperature,
+        harness.turns,
+        harness.seconds,
+    )
+    assert all(options[name] == getattr(settings, name) for name in ("k", "limit", "style", "concurrency"))

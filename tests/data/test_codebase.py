@@ -18,6 +18,8 @@ from etude.data.codebase import (
     read_codebase,
     tracked_files,
 )
+from etude.data.document import Document, Raw
+from etude.data.filters.content import decode
 from etude.errors import UserError
 from tests import tiny
 from tests.lineage.refusals import one_line
@@ -162,6 +164,19 @@ def test_links_cannot_lead_in_circles_or_out(tmp_path: Path) -> None:
     tiny.git(root, "init", "-q")
     tiny.git(root, "add", ".")
     assert [file.path for file in read_codebase(root).files] == ["a/x.py"]
+
+
+def test_line_ends_and_marks_are_those_of_the_corpus(tmp_path: Path) -> None:
+    """A model is trained on LF without byte order marks; to score it on others would measure the marks."""
+    text = "def é():\n    return 1\n"
+    files = {"bom": b"\xef\xbb\xbf" + text.encode(), "crlf": text.replace("\n", "\r\n").encode(), "cr": text.replace("\n", "\r").encode(),
+             "utf16": text.encode("utf-16"), "latin": b"# coding: latin-1\n" + text.encode("latin-1"), "plain": text.encode()}  # fmt: skip
+    for name, content in files.items():
+        (tmp_path / f"{name}.py").write_bytes(content)
+    texts = {file.path: file.text for file in read_codebase(tmp_path).files}
+    trained = {f"{name}.py": decode(Raw("r", f"{name}.py", content)) for name, content in files.items()}
+    assert texts == {name: each.text for name, each in trained.items() if isinstance(each, Document)}
+    assert {texts[f"{name}.py"] for name in files if name != "latin"} == {text}
 
 
 def test_one_file_is_a_codebase(code_tree: Path) -> None:

@@ -13,6 +13,7 @@ import errno
 import fcntl
 import functools
 import glob
+import itertools
 import json
 import mmap
 import os
@@ -304,6 +305,9 @@ def kernel_settings(facts: Facts) -> list[str]:
 
 
 SYSTEM_CALLS = {
+    "io_setup": 206, "inotify_init1": 294, "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432,
+    "fspick": 433, "io_uring_enter": 426, "io_uring_register": 427, "request_key": 249, "kexec_file_load": 320, "finit_module": 313,
+    "name_to_handle_at": 303, "fanotify_mark": 301, "memfd_secret": 447, "process_madvise": 440, "pidfd_getfd": 438, "unshare": 272,
     "io_uring_setup": 425, "keyctl": 250, "add_key": 248, "bpf": 321, "perf_event_open": 298, "userfaultfd": 323, "kexec_load": 246,
     "init_module": 175, "swapon": 167, "acct": 163, "quotactl": 179, "settimeofday": 164, "open_by_handle_at": 304, "kcmp": 312,
     "fanotify_init": 300, "process_vm_writev": 311, "mount": 165, "pivot_root": 155, "setns": 308, "ptrace": 101, "mount_setattr": 442,
@@ -323,12 +327,103 @@ def other_architecture(facts: Facts) -> list[str]:
     """Ask for getpid as a 32-bit program would: its numbers mean other calls, so a filter that looks at numbers alone is void."""
     if not X86:
         return []
-    code = mmap.mmap(-1, 4096, prot=7)
+    code = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=7)
     code.write(b"\xb8\x14\x00\x00\x00\xcd\x80\xc3")  # mov eax, 20; int 0x80; ret
     run = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))
     return tries(
         [("int 0x80", lambda: _forked(lambda: run() == os.getpid())), ("x32", lambda: call(0x40000000 | 39) > 0)]
     )
+
+
+def socket_families(facts: Facts) -> list[str]:
+    """Packets, crypto (ALG), vsock, Bluetooth and all others; of netlink all but routes: audit, netfilter, uevents, diagnostics, …"""
+    wanted = [(family, kind) for family in range(1, 46) for kind in (1, 2, 3, 5) if family not in {1, 2, 10, 16}]
+    found = reach(wanted, lambda each: socket.socket(*each).fileno())
+    return found + reach(range(1, 24), lambda protocol: socket.socket(16, socket.SOCK_RAW, protocol).fileno())
+
+
+def port_scan(facts: Facts) -> list[str]:
+    """Look for services: of the host by all its addresses, of the cloud, of the network; a proxy for packages, a container engine."""
+    ports = [facts["tcp"], 22, 53, 80, 111, 443, 2375, 3128, 4873, 5000, 6379, 8000, 8080, 8081, 9000]
+    places = ["127.0.0.1", "127.0.0.53", facts["address"], "169.254.169.254", "172.17.0.1", "10.0.0.1", "192.168.0.1"]
+    own = facts["tcp"]  # without a sandbox the other ports and places are left alone
+    pairs = [(facts["address"], own)] if "tops" in facts else [(place, port) for place in places for port in ports]
+    found = reach(pairs, lambda each: _connect(socket.AF_INET, each, facts))
+    return found + reach(() if "tops" in facts else ports, lambda port: _connect(socket.AF_INET6, ("::1", port), facts))
+
+
+def host_ipc(facts: Facts) -> list[str]:
+    """System V queues and semaphores, and a POSIX queue, of the host."""
+    key, name = facts["shm_key"], f"/{facts['token']}".encode()
+    ways: dict[str, Callable[[], int]] = {
+        "queue": lambda: libc.msgget(key, 0),
+        "semaphore": lambda: libc.semget(key, 0, 0),
+        "mq": lambda: libc.mq_open(name, os.O_RDWR),
+    }
+    return [way for way, ask in ways.items() if ask() >= 0]
+
+
+def host_events(facts: Facts) -> list[str]:
+    """See what others do to files, or hold them up: inotify, dnotify, a lease."""
+    own = os.open("leased", os.O_RDONLY | os.O_CREAT)
+    folder = os.open("/usr/bin", os.O_RDONLY)
+    ways: dict[str, Callable[[], int]] = {"inotify": lambda: libc.inotify_init1(0), "old inotify": lambda: call(253) if X86 else -1,
+            "dnotify": lambda: libc.fcntl(folder, 1026, 1), "lease": lambda: libc.fcntl(own, 1024, fcntl.F_RDLCK)}  # fmt: skip
+    signal.signal(signal.SIGIO, signal.SIG_IGN)
+    return [way for way, ask in ways.items() if ask() >= 0]
+
+
+def kernel_parameters(facts: Facts) -> list[str]:
+    """Open all of /proc/sys for writing; nothing is written."""
+    paths = [os.path.join(folder, name) for folder, _, names in os.walk("/proc/sys") for name in names]  # noqa: PTH118
+    return reach(paths, lambda path: os.open(path, os.O_WRONLY | os.O_NONBLOCK))[:20]
+
+
+FILE_SYSTEM_IOCTLS = {
+    "GETFLAGS": 0x80086601, "SETFLAGS": 0x40086602, "FSSETXATTR": 0x401C5820, "FSGETXATTR": 0x801C581F, "FICLONE": 0x40049409,
+    "FICLONERANGE": 0x4020940D, "FIDEDUPERANGE": 0xC0189436, "XFS_SWAPEXT": 0xC0C0586D, "XFS_EXCHANGE_RANGE": 0x40285881,
+    "XFS_FREE_EOFBLOCKS": 0x8080583A, "EXT4_MOVE_EXT": 0xC028660F, "EXT4_SWAP_BOOT": 0x6611, "FIFREEZE": 0xC0045877, "FITRIM": 0xC0185879,
+    "ENABLE_VERITY": 0x40806685, "SET_ENCRYPTION": 0x800C6613, "BTRFS_SNAP": 0x50009401, "FIEMAP": 0xC020660B,
+}  # fmt: skip
+
+
+def file_system_ioctls(facts: Facts) -> list[str]:
+    """On files that may only be read, of the system and of a layer, and between one's own: exchange, clone, flags, freeze.
+
+    Without a sandbox only flags and extents are read.
+    """
+    with open("own", "wb") as file:
+        file.write(b"x" * 8192)
+    files = [os.open(path, os.O_RDONLY) for path in ("kept.txt", "/usr/bin/env", "/usr", "own")]
+    names = ["GETFLAGS", "FSGETXATTR"] if "tops" in facts else list(FILE_SYSTEM_IOCTLS)
+    found = []
+    for name in names:
+        for one, other in itertools.product(files, files):
+            argument = bytearray(struct.pack("qqQQQ", other, 0, 0, 8192, 0) + bytes(200))
+            with contextlib.suppress(OSError):
+                fcntl.ioctl(one, FILE_SYSTEM_IOCTLS[name], other if name == "FICLONE" else argument)
+                found.append(name)
+    return sorted(set(found))
+
+
+def forge_requests(facts: Facts) -> list[str]:
+    """Ask whoever runs the sandbox, by every descriptor and socket there is, to write a file; the host looks for it."""
+    asked = json.dumps({"id": 0, "op": "write", "path": "forged", "mode": 0o644}).encode()
+    message = struct.pack(">IQ", len(asked), 1) + asked + b"x"
+    listed = {line.split()[7] for line in Path("/proc/net/unix").read_text().splitlines()[1:] if len(line.split()) > 7}
+    found = reach(
+        [*listed, "\0launcher", "\0keeper"], lambda name: _connect(socket.AF_UNIX, name.replace("@", "\0", 1), facts)
+    )
+    for path in glob.glob("/proc/[0-9]*/fd/*"):
+        if path.startswith((f"/proc/{os.getpid()}/", "/proc/self/")):
+            continue
+        with contextlib.suppress(OSError):
+            os.write(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), message)
+    for number in range(3, 256):
+        with contextlib.suppress(OSError):
+            os.write(number, message)
+        found += [f"pidfd_getfd {number}"] if call(438, os.pidfd_open(1), number, 0) >= 0 else []
+    return found
 
 
 def kill_the_keeper(facts: Facts) -> list[str]:

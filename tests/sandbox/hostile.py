@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import functools
 import json
 import os
 import select
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -31,7 +33,8 @@ from tests.sandbox.hostile_host import Host, processes, remains
 LIMITS = Limits(memory=256 * MIB, processes=64, disk=64 * MIB, files=3000, output=64 << 10, seconds=30, cpu_seconds=60)
 SHARED = {"tcp", "udp_as_dns", "unix_sockets", "raw_sockets", "read_files", "read_processes", "own_environment", "descriptors",
           "walk_everything", "open_devices", "make_devices", "write_outside", "namespaces", "gain_rights", "type_for_the_host",
-          "shared_memory", "kernel_settings", "system_calls", "other_architecture", "vsock"}  # harmless without a sandbox  # fmt: skip
+          "shared_memory", "kernel_settings", "system_calls", "other_architecture", "vsock", "socket_families", "port_scan", "host_ipc",
+          "host_events", "kernel_parameters", "file_system_ioctls"}  # harmless without a sandbox  # fmt: skip
 OWN_NAMESPACE = {"mounts", "change_network", "memory_of_1"}  # these only where they change nothing but themselves
 GIB = 1 << 30
 
@@ -78,8 +81,8 @@ class Trial:
     async def attack(self, name: str, box: Sandbox) -> None:
         print(name, file=sys.stderr, flush=True)
         found = await self.inside(box, name)
-        if (await box.exec("echo works")).out != b"works\n":
-            found.append("the sandbox no longer works")
+        if (await box.exec("echo works; ls forged 2>/dev/null")).out != b"works\n":
+            found.append("the sandbox no longer works, or did what it was not asked")
         self.found[name] = found + self.host.harm()
 
     async def scenario(self, name: str, tried: Callable[[Sandbox], Awaitable[list[str]]]) -> None:
@@ -117,6 +120,10 @@ class Trial:
             self.races,
             self.marks,
             self.orphans,
+            self.forged_status,
+            self.planted,
+            self.proxy,
+            self.locks,
         ):
             await self.scenario(tried.__name__, tried)
         self.found["leaks"] = await leaks(before)
@@ -262,6 +269,81 @@ class Trial:
             else [f"{shown[0].out!r} {shown[1].out!r}"]
         )
 
+    async def forged_status(self, box: Sandbox) -> list[str]:
+        """How a call ended is told by its first process: by no descriptor of it can another be told."""
+        script = (
+            "import glob,os\nfor path in glob.glob('/proc/[0-9]*/fd/*') + ['/proc/1/fd/3']:\n"
+            " if '/%d/' % os.getpid() in path or path[-2:] in ('/0','/1','/2'): continue\n"
+            " try: os.write(os.open(path, os.O_WRONLY|os.O_NONBLOCK), b'{\"rc\": 0}')\n except OSError: pass\nos._exit(7)"
+        )
+        done = await box.exec(["python3", "-c", script])
+        again = await box.exec("exit 3")
+        return [] if (done.rc, again.rc) == (7, 3) else [f"{done} {again}"[:500]]
+
+    async def planted(self, box: Sandbox) -> list[str]:
+        """Programs, shells and what they read as they start: what a call has put there does not run in the next."""
+        script = (
+            "for target in /bin/sh /bin/bash /usr/bin/python3 $(command -v python3) /usr/bin/env /etc/profile /etc/ld.so.preload "
+            "/etc/bash.bashrc /etc/environment /usr/lib/python3/sitecustomize.py; do echo 'echo planted' > $target; ln -sf /tmp/sh $target; "
+            "mv /tmp/sh $target; done 2>/dev/null\n"
+            "for name in sh ls python3 bash .bashrc .profile .bash_profile .shrc .pythonrc.py; do for folder in . /tmp /workspace; do "
+            "printf '#!/bin/sh\\necho planted\\n' > $folder/$name; chmod 755 $folder/$name; done; done\n"
+            "for v in 3.8 3.9 3.10 3.11 3.12 3.13 3.14; do mkdir -p /tmp/.local/lib/python$v/site-packages; "
+            "for n in usercustomize sitecustomize; do echo 'print(\"planted\")' | "
+            "tee /tmp/.local/lib/python$v/site-packages/$n.py /workspace/$n.py /tmp/$n.py > /dev/null; done; done"
+        )
+        await box.exec(script)
+        words: list[str | list[str]] = [
+            "echo works",
+            ["python3", "-c", "print('works')"],
+            ["sh", "-c", "ls -d /usr > /dev/null; echo works"],
+        ]
+        shown = [(await box.exec(each)).out for each in words]
+        return [] if shown == [b"works\n"] * 3 else [str(shown)]
+
+    async def proxy(self, box: Sandbox) -> list[str]:
+        """A service on localhost is seen by nobody outside, and does not outlive its call, however it was started."""
+        serve = (
+            "import http.server,os,sys\nif os.fork(): os._exit(0) if len(sys.argv) > 1 else os.wait()\nos.setsid()\n"
+            "http.server.HTTPServer(('0.0.0.0', 4873), http.server.SimpleHTTPRequestHandler).serve_forever()"
+        )
+        ask = "import socket,sys\nsocket.create_connection((sys.argv[1], 4873), 2); print('answers')"
+        running = asyncio.create_task(box.exec(["python3", "-c", serve], timeout=6))
+        while (await box.exec(["python3", "-c", ask, "127.0.0.1"])).out != b"answers\n" and not running.done():
+            pass
+        other = await self.opened(self.place())
+        found = [f"{name} reached it" for name, out in (
+            ("another sandbox", (await other.exec(["python3", "-c", ask, "127.0.0.1"])).out), ("the host", _host_asks(4873)),
+        ) if out]  # fmt: skip
+        await other.close()
+        await running
+        await box.exec(["python3", "-c", serve, "in the background"])
+        again = await box.exec(["python3", "-c", ask, "127.0.0.1"])
+        return found + (["it lives on"] if again.out else [])
+
+    async def locks(self, box: Sandbox) -> list[str]:
+        """What a call locks is not locked for the host, nor the other way round."""
+        script = (
+            "import fcntl,os,time\nheld = []\nfor path in ('/usr/bin/env', 'kept.txt', '/usr'):\n file = os.open(path, os.O_RDONLY)\n"
+            " fcntl.flock(file, fcntl.LOCK_EX|fcntl.LOCK_NB); held.append(file)\n if path != '/usr': fcntl.lockf(file, fcntl.LOCK_SH|fcntl.LOCK_NB)\n"
+            "open('held', 'w').close()\nwhile not os.path.exists('go'): time.sleep(0.01)"
+        )
+        paths = [Path("/usr/bin/env"), self.host.layer / "kept.txt", Path("/usr")]
+        running = asyncio.create_task(box.exec(["python3", "-c", script], timeout=20))
+        while not any(entry.path == "held" for entry in await box.list()) and not running.done():
+            await asyncio.sleep(0.01)
+        found = [f"{path} is locked" for path in paths if not _lock(path)]
+        await box.write("go", b"")
+        done = await running
+        found += [] if done.rc == 0 else [f"it could lock nothing: {done.err[-200:]!r}"]
+        files = [os.open(path, os.O_RDONLY) for path in paths]
+        for file in files:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        done = await box.exec(["python3", "-c", script])  # goes at once
+        for file in files:
+            os.close(file)
+        return found + ([] if done.rc == 0 else [f"the host's lock is seen: {done.err[-200:]!r}"])
+
     async def orphans(self, box: Sandbox) -> list[str]:
         """When the process that opened a sandbox is killed, all inside dies."""
         marker = f"{self.host.token}-orphan"
@@ -283,8 +365,26 @@ class Trial:
         return [] if inside and ended == len(inside) else [f"{len(inside) - ended} of {len(inside)} live on"]
 
 
-BOMBS = ("many_processes", "many_threads", "fork_bomb", "memory_of_one", "shared_memory", "memory_of_many", "memory_files",
+BOMBS = ("unix_socket_buffers", "datagram_buffers", "tcp_buffers", "pipe_buffers", "page_tables", "hidden_mappings", "semaphores", "messages",
+         "spliced_pages", "many_processes", "many_threads", "fork_bomb", "memory_of_one", "shared_memory", "memory_of_many", "memory_files",
          "disk", "inodes", "many_descriptors", "deep_folders", "sparse_files")  # fmt: skip
+
+
+def _host_asks(port: int) -> bytes:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return b"answers"
+    return b""
+
+
+def _lock(path: Path) -> bool:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(file)
+    return True
 
 
 async def _refused(what: str, asked: Awaitable[object]) -> list[str]:

@@ -55,7 +55,10 @@ class Host:
             "terminal": self._terminal(),
             **self._listen(),
         }
-        self.shm = ctypes.CDLL(None).shmget(self.facts["shm_key"], 4096, 0o1666)
+        libc, key = ctypes.CDLL(None), self.facts["shm_key"]
+        self.shm, self.queue = libc.shmget(key, 4096, 0o1666), libc.msgget(key, 0o1666)
+        self.semaphore = libc.semget(key, 1, 0o1666)
+        libc.mq_open(f"/{self.token}".encode(), os.O_CREAT | os.O_RDWR, 0o666, None)
 
     def _terminal(self) -> str:
         """Take a terminal of our own: the sandbox must not get at it."""
@@ -111,7 +114,11 @@ class Host:
 
     def remove(self) -> None:
         """Leave nothing: a System V segment would stay for ever."""
-        ctypes.CDLL(None).shmctl(self.shm, 0, None)
+        libc = ctypes.CDLL(None)
+        libc.shmctl(self.shm, 0, None)
+        libc.msgctl(self.queue, 0, None)
+        libc.semctl(self.semaphore, 0, 0, None)
+        libc.mq_unlink(f"/{self.token}".encode())
         Path("/dev/shm", self.token).unlink()
 
 

@@ -18,7 +18,8 @@ from tests.sandbox.backends import BACKENDS
 
 ROOT = Path(__file__).parents[2]
 NOBODY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
-SCENARIOS = ("output", "forged", "daemon", "stubborn", "odd_files", "links", "races", "marks", "orphans", "leaks")
+SCENARIOS = ("output", "forged", "daemon", "stubborn", "odd_files", "links", "races", "marks", "orphans", "forged_status",
+             "planted", "proxy", "locks", "leaks")  # fmt: skip
 USERS = ("root", "unprivileged") if os.getuid() == 0 else ("unprivileged",)
 NEED_ROOT = {
     "raw_sockets",
@@ -26,6 +27,8 @@ NEED_ROOT = {
     "open_devices",
     "type_for_the_host",
     "kernel_settings",
+    "kernel_parameters",
+    "socket_families",
 }  # to succeed without a sandbox
 
 

@@ -81,7 +81,7 @@ def test_environment_is_only_what_was_given(layer: Path, monkeypatch: pytest.Mon
     async def use(box: Sandbox) -> None:
         lines = (await box.exec(["env"], env={"B": "2"})).out.decode().splitlines()
         names = {line.split("=")[0] for line in lines} - {"PWD", "OLDPWD", "SHLVL", "_"}  # what a shell adds
-        assert names == {"PATH", "HOME", "LANG", "PYTHONDONTWRITEBYTECODE", "A", "B"}
+        assert names == {"PATH", "HOME", "LANG", "PYTHONDONTWRITEBYTECODE", "PYTHONNOUSERSITE", "A", "B"}
         assert {"A=1", "B=2"} <= set(lines)
 
     within(Place((layer,), env={"A": "1", "B": "1"}), use)

@@ -11,7 +11,8 @@ import pytest
 from etude.sandbox import isolate
 
 MACHINES = ("x86_64", "aarch64")
-CALLS = isolate.REFUSED | isolate.UNCOUNTED | {name: each[:2] for name, each in isolate.CHECKED.items()}
+CHECKED = isolate.CHECKED | isolate.CHECKED_UNCOUNTED
+CALLS = isolate.REFUSED | isolate.ABSENT | isolate.UNCOUNTED | {name: each[:2] for name, each in CHECKED.items()}
 PLAIN = {
     "read": (0, 63),
     "openat": (257, 56),
@@ -57,6 +58,9 @@ def test_every_listed_call_is_refused_and_others_are_not(machine: str) -> None:
         if numbers[which] is not None:
             assert refused(machine, name) == errno.EPERM, name
     assert [refused(machine, name) for name in PLAIN] == [0] * len(PLAIN)
+    for name, numbers in isolate.ABSENT.items():
+        if numbers[which] is not None:
+            assert refused(machine, name) == errno.ENOSYS, name
     for name in isolate.UNCOUNTED:
         assert (refused(machine, name), refused(machine, name, counted=False)) == (0, errno.EPERM)
 
@@ -77,8 +81,27 @@ def test_calls_are_judged_by_their_arguments(machine: str) -> None:
         errno.EPERM,
         0,
     ]
+    clone, swap, flags, window = 0x40049409, 0xC0C0586D, 0x40086602, 0x5413
+    assert [refused(machine, "ioctl", 0, each) for each in (clone, swap, flags, window)] == [errno.ENOTTY] * 3 + [0]
+    lease, notify, pipe_size, lock = 1024, 1026, 1031, 6
+    assert [refused(machine, "fcntl", 0, each) for each in (lease, notify, pipe_size, lock)] == [errno.EPERM] * 3 + [0]
     for kind, expected in ((0o020000, errno.EPERM), (0o060000, errno.EPERM), (0o010000, 0), (0o100000, 0), (0, 0)):
         assert refused(machine, "mknodat", 0, 0, kind | 0o644) == expected
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_memory_of_no_process_is_refused_where_nothing_counts_it(machine: str) -> None:
+    shared, private, of_a_file, validated = 0x21, 0x22, 0x1, 0x23
+    wanted = [(shared, errno.EPERM), (private, 0), (of_a_file, 0), (validated, errno.EPERM), (0x4022, 0)]
+    for flags, expected in wanted:
+        assert refused(machine, "mmap", 0, 4096, 3, flags, counted=False) == expected
+        assert refused(machine, "mmap", 0, 4096, 3, flags) == 0
+    program, number = isolate.program(machine, memory_counted=False), CALLS["setsockopt"][MACHINES.index(machine)]
+    assert number is not None
+    pretended = [
+        verdict(program, isolate.ARCHITECTURE[machine], number, 3, *each) for each in ((1, 7), (1, 8), (1, 2), (6, 7))
+    ]
+    assert pretended == [isolate.ERRNO, isolate.ERRNO, isolate.ALLOW, isolate.ALLOW]
 
 
 def test_foreign_instruction_sets_are_killed_and_x32_does_not_exist() -> None:

@@ -46,7 +46,7 @@ def run(  # noqa: PLR0913, PLR0917 - an argument for every option
     style: Annotated[str, typer.Option(help="Style of the requests: terse, trace, premise, full, shown or told.")] = "terse",
     limit: Annotated[int, typer.Option(help="Number of tasks (0 = all); a larger number includes a smaller one's tasks.")] = 0,
     concurrency: Annotated[int, typer.Option(help="Concurrent attempts (0 = two a core).")] = 0,
-    tools: options.ToolNames = "", turns: options.Turns = 50, minutes: options.Minutes = 30.0, temperature: options.Temperature = 0.7,
+    tools: options.ToolNames = "", turns: options.Turns = 50, minutes: options.Minutes = 30.0, temperature: options.Temperature = 1.0,
     price_read: PriceRead = 0.0, price_cached: PriceCached = 0.0, price_written: PriceWritten = 0.0,
     token_file: options.TokenFile = None, tokeniser: options.Tokeniser = "", device: options.Device = "auto",
     cache: options.CacheFolder = None,

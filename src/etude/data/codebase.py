@@ -158,6 +158,8 @@ def git_revision(root: Path) -> str | None:
 
 def _read(path: Path, keep: Keep) -> tuple[str, str]:
     """Return the text of a source file, and the reason to leave it out, if there is one."""
+    from etude.data.filters.content import decoded
+
     if path.suffix.lower() not in (CODE_SUFFIXES if keep == "code" else PROSE_SUFFIXES):
         return "", "not source code" if keep == "code" else "not prose"
     if not path.name.isascii() and path.name != path.name.encode(errors="ignore").decode():
@@ -167,12 +169,11 @@ def _read(path: Path, keep: Keep) -> tuple[str, str]:
             return "", "a link or special file"
         if path.stat().st_size > LARGEST_FILE:
             return "", "over 1 MB"
-        content = path.read_bytes()
-        text = content.decode("utf-8")
+        text = decoded(path.read_bytes())
     except OSError:
         return "", "unreadable"
-    except UnicodeDecodeError:
-        return "", "binary" if b"\0" in content else "not UTF-8"
+    if text is None:
+        return "", "not UTF-8"
     return text, "binary" if "\0" in text else "" if text else "empty"
 
 
@@ -281,7 +282,9 @@ def _git_chain(root: Path, path: str, steps: int, most_chars: int) -> EditChain 
     commits = (git_says(root, "log", f"-{steps + 1}", "--format=%H", "--", path) or "").split()
     if len(commits) <= steps:
         return None
-    versions = tuple(git_says(root, "show", f"{commit}:./{path}") or "" for commit in reversed(commits))
+    versions = tuple(
+        (git_says(root, "show", f"{commit}:./{path}") or "").removeprefix("\ufeff") for commit in reversed(commits)
+    )
     short = all(0 < len(version) <= most_chars and FENCE not in version for version in versions)
     distinct = len({tuple(version.splitlines()) for version in versions}) == len(versions)
     return EditChain(path, versions, "git") if short and distinct else None

@@ -37,7 +37,7 @@ class Group:
         os.close(self.events)
 
 
-def _read(path: str) -> str:
+def read(path: str) -> str:
     with open(path, encoding="utf-8") as file:
         return file.read()
 
@@ -49,9 +49,9 @@ def _write(path: str, text: str) -> None:
 
 def _own_folders() -> list[str]:
     """Return the folder of this process's group and those above it, the nearest first."""
-    mounts = (line.partition(" - ") for line in _read("/proc/self/mountinfo").splitlines())
+    mounts = (line.partition(" - ") for line in read("/proc/self/mountinfo").splitlines())
     mount = next((before.split()[4] for before, _, after in mounts if after.startswith("cgroup2 ")), None)
-    own = next((line[3:] for line in _read("/proc/self/cgroup").splitlines() if line.startswith("0::")), None)
+    own = next((line[3:] for line in read("/proc/self/cgroup").splitlines() if line.startswith("0::")), None)
     if mount is None or own is None:
         return []
     parts = [part for part in own.split("/") if part and part != ".."]
@@ -64,7 +64,7 @@ def _bounds_memory(folder: str) -> bool:
         with contextlib.suppress(OSError):  # not ours, not there, or the folder has processes of its own
             _write(f"{folder}/cgroup.subtree_control", f"+{name}")
     with contextlib.suppress(OSError):
-        return "memory" in _read(f"{folder}/cgroup.subtree_control").split()
+        return "memory" in read(f"{folder}/cgroup.subtree_control").split()
     return False
 
 
@@ -105,7 +105,7 @@ def kills(events: int) -> int:
 def start_time(pid: int) -> int:
     """Return when a process started, in ticks since the machine did: with its pid it names it for ever. 0: it has ended."""
     try:
-        words = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        words = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     except OSError:
         return 0
     return 0 if words[0] in {"Z", "X"} else int(words[19])

@@ -60,7 +60,7 @@ def _shown(below: Below, prefix: str) -> Iterator[tuple[str, Path]]:
 
 WORKLOAD = "61185:61185"
 PATIENCE = 60.0  # seconds for what the engine itself has to do
-BASE_ENV = {"HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}  # noqa: S108 - inside
+BASE_ENV = {"HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONNOUSERSITE": "1"}  # noqa: S108 - inside
 RUN = '(cd "$0" && exec "$@"); rc=$?; kill -9 -1 2>/dev/null; exit $rc'  # a daemon must not hold the call's pipes open
 
 
@@ -102,10 +102,13 @@ def profile() -> dict[str, Any]:
 
     flags = [1 << bit for bit in range(32) if isolate.NAMESPACES >> bit & 1]
     families = sorted(set(range(46)) - {isolate.UNIX, isolate.INET, isolate.INET6, isolate.NETLINK})
-    rules = [{"names": sorted(isolate.REFUSED), **refuse}, {"names": ["clone3"], **refuse, "errnoRet": errno.ENOSYS}]
+    absent = sorted(["clone3", *isolate.ABSENT])
+    rules = [{"names": sorted(isolate.REFUSED), **refuse}, {"names": absent, **refuse, "errnoRet": errno.ENOSYS}]
     rules += [{"names": ["clone"], **refuse, "args": [masked(0, flag, flag)]} for flag in flags]
     rules += [{"names": ["socket"], **refuse, "args": [equal(0, family)]} for family in families]
     rules += [{"names": ["ioctl"], **refuse, "args": [equal(1, number)]} for number in isolate.TERMINAL_INJECTION]
+    rules += [{"names": ["ioctl"], **refuse, "args": [masked(1, 0xFF00, kind)]} for kind in isolate.FILE_SYSTEM_IOCTLS]
+    rules += [{"names": ["fcntl"], **refuse, "args": [equal(1, number)]} for number in isolate.FILE_CONTROLS]
     rules += [{"names": ["mknod"], **refuse, "args": [masked(1, 0xF000, kind)]} for kind in isolate.DEVICE_KINDS]
     rules += [{"names": ["mknodat"], **refuse, "args": [masked(2, 0xF000, kind)]} for kind in isolate.DEVICE_KINDS]
     native = {"x86_64": "SCMP_ARCH_X86_64", "aarch64": "SCMP_ARCH_AARCH64"}[platform.machine()]

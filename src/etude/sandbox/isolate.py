@@ -29,7 +29,7 @@ from typing import Any
 
 from etude.sandbox.inside import WORKSPACE
 
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x8, 0x1000, 0x4000, 0x40000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 0x1, 0x2, 0x4, 0x8, 0x1000, 0x4000, 0x40000
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = 0x1, 0x2, 0x4
 MNT_DETACH = 2
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
@@ -85,6 +85,28 @@ def bind(source: str, target: str, attributes: int = 0) -> None:
     mount(source, target, None, MS_BIND | MS_REC)
     if attributes:
         mount_attributes(target, attributes, below=True)
+
+
+def show_folder(source: str, target: str, *, userxattr: bool) -> None:
+    """Show a folder of the host read-only, by inodes of the sandbox's own: locks and events are not shared with the host.
+
+    Where that cannot be, as below it lies a mount of its own, it is bound. The path goes by a link, as it may hold colons; the empty
+    folder is there because an overlay without one to write to needs two.
+    """
+    os.makedirs(target, exist_ok=True)
+    os.symlink(source, "/shown/source")
+    options = (
+        "lowerdir=/shown/source:/shown/empty,redirect_dir=nofollow,metacopy=off,index=off" + ",userxattr" * userxattr
+    )
+    with open("/host/proc/self/mountinfo", encoding="utf-8") as file:
+        mounts_below = any(line.split()[4].startswith(source.replace(" ", "\\040") + "/") for line in file)
+    try:
+        if mounts_below:
+            raise OSError
+        mount("shown", target, "overlay", MS_RDONLY | MS_NOSUID | MS_NODEV, options)
+    except OSError:
+        bind(source, target, READ_ONLY)
+    os.unlink("/shown/source")
 
 
 def detach(target: str) -> None:
@@ -176,6 +198,8 @@ def enter(description: dict[str, Any], caller: tuple[int, int] | None) -> int:
     socket.sethostname("sandbox")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(control, 0x8914, struct.pack("16sH14x", b"lo", 0x1))  # SIOCSIFFLAGS, IFF_UP
+    for name in ("tcp_wmem", "tcp_rmem"):  # buffers do not grow beyond what other sockets have
+        _write(f"/proc/sys/net/ipv4/{name}", "4096 65536 212992")
     return upper
 
 
@@ -219,15 +243,18 @@ def build_root(description: dict[str, Any], keeper: int, *, userxattr: bool) -> 
     limits = description["limits"]
     workload = INSIDE if keeper else WORKLOAD
     upper = _mount_workspace(description["layers"], limits["disk"], limits["files"], workload, userxattr=userxattr)
-    _show_system()
-    _make_devices()
-    for name in ("proc", "var", "run"):
+    for name in ("proc", "var", "run", "shown"):
         os.mkdir(name)
-    os.symlink("../tmp", "var/tmp")
+    mount("shown", "/shown", "tmpfs", 0, "size=4k,nr_inodes=4")
+    os.mkdir("/shown/empty")
+    _show_system(userxattr=userxattr)
+    _make_devices(memory_counted=description["memory_counted"])
     show_processes()
     for source, target in description["readonly"]:
-        os.makedirs(target, exist_ok=True)
-        bind(f"/host{source}", target, READ_ONLY)
+        show_folder(f"/host{source}", target, userxattr=userxattr)
+    os.symlink("../tmp", "var/tmp")
+    detach("/shown")
+    os.rmdir("/shown")
     for path in description["hidden"]:
         _hide(path)
     for path in filter(os.path.isfile, (f"{WORKSPACE}/{name}" for name in description["fixed"])):
@@ -273,37 +300,27 @@ def _mount_workspace(layers: list[str], disk: int, files: int, workload: int, *,
     return upper
 
 
-def _show_system() -> None:
+def _show_system(*, userxattr: bool) -> None:
     """Show the host's programs and libraries read-only, links as links, and an /etc that tells nothing of the host."""
-    for name in SYSTEM:
-        source = f"/host/{name}"
-        if os.path.islink(source):
-            os.symlink(os.readlink(source), name)
-        elif os.path.isdir(source):
-            os.mkdir(name)
-            bind(source, f"/{name}", READ_ONLY)
     os.mkdir("etc")
     for name, text in ETC_TEXTS.items():
         _write(f"etc/{name}", text)
-    for name in ETC:
-        source, target = f"/host/etc/{name}", f"/etc/{name}"
+    for path in (*SYSTEM, *(f"etc/{name}" for name in ETC)):
+        source, target = f"/host/{path}", f"/{path}"
         if os.path.islink(source):
             os.symlink(os.readlink(source), target)
+        elif os.path.isdir(source):
+            show_folder(source, target, userxattr=userxattr)
         elif os.path.exists(source):
-            _show(source, target, READ_ONLY)
+            with open(source, "rb") as file, open(target, "wb") as copy:
+                copy.write(file.read())
 
 
-def _show(source: str, target: str, attributes: int = 0) -> None:
-    if os.path.isdir(source):
-        os.mkdir(target)
-    else:
-        _write(target, "")
-    bind(source, target, attributes)
-
-
-def _make_devices() -> None:
+def _make_devices(*, memory_counted: bool) -> None:
+    """Show the host's devices. Memory of a shared mapping of /dev/zero belongs to no process; /dev/full reads alike and has none."""
     for name in DEVICES:
-        _show(f"/host/dev/{name}", f"/dev/{name}", ATTR_NOSUID)
+        _write(f"/dev/{name}", "")
+        bind(f"/host/dev/{'full' if name == 'zero' and not memory_counted else name}", f"/dev/{name}", ATTR_NOSUID)
     for name, target in DEVICE_LINKS.items():
         os.symlink(target, f"dev/{name}")
 
@@ -344,7 +361,8 @@ def limit(limits: dict[str, Any], *, memory_counted: bool) -> None:
         resource.RLIMIT_CORE: (0, 0),
         resource.RLIMIT_CPU: (limits["cpu_seconds"], limits["cpu_seconds"] + 5),
         resource.RLIMIT_FSIZE: (limits["disk"], limits["disk"]),
-        resource.RLIMIT_NOFILE: (1024, 4096),
+        resource.RLIMIT_NOFILE: (1024, 4096 if memory_counted else 1024),
+        resource.RLIMIT_MSGQUEUE: (1 << 20, 1 << 20),
         resource.RLIMIT_NPROC: (limits["processes"], limits["processes"]),
     }
     if not memory_counted:
@@ -380,6 +398,13 @@ NAMESPACES = 0x7E020080  # all CLONE_NEW* flags
 X32 = 0x40000000
 UNIX, INET, INET6, NETLINK = 1, 2, 10, 16
 TERMINAL_INJECTION = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
+FILE_SYSTEM_IOCTLS = (
+    0x5800,
+    0x6600,
+    0x9400,
+)  # by their second byte: XFS and freezing, ext4 and flags, btrfs and clones
+FILE_CONTROLS = (0x400, 0x402, 0x407)  # F_SETLEASE and F_NOTIFY, what others do to a file; F_SETPIPE_SZ
+BUFFER_SIZES = (7, 8)  # SO_SNDBUF, SO_RCVBUF
 DEVICE_KINDS = (0x2000, 0x6000)  # S_IFCHR, S_IFBLK
 
 # name: numbers on x86_64 and aarch64; None: there is no such call
@@ -397,11 +422,15 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "clock_adjtime": (305, 266), "adjtimex": (159, 171), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
     "fanotify_init": (300, 262), "fanotify_mark": (301, 263), "sethostname": (170, 161), "setdomainname": (171, 162),
     "vhangup": (153, 58), "lookup_dcookie": (212, 18), "nfsservctl": (180, 42), "move_pages": (279, 239),
-    "migrate_pages": (256, 238), "memfd_secret": (447, 447), "iopl": (172, None), "ioperm": (173, None),
+    "migrate_pages": (256, 238), "memfd_secret": (447, 447), "io_setup": (206, 0), "iopl": (172, None), "ioperm": (173, None),
     "modify_ldt": (154, None), "uselib": (134, None), "_sysctl": (156, None), "ustat": (136, None), "sysfs": (139, None),
 }  # fmt: skip
+# Counted and bounded for each user of the machine, over all its sandboxes: programs go on without, as on a kernel that has none.
+ABSENT: dict[str, tuple[int | None, int | None]] = {"inotify_init": (253, None), "inotify_init1": (294, 26)}
 # Memory that belongs to no process: only a memory cgroup can count it.
-UNCOUNTED: dict[str, tuple[int | None, int | None]] = {"memfd_create": (319, 279), "shmget": (29, 194)}
+UNCOUNTED: dict[str, tuple[int | None, int | None]] = {
+    "memfd_create": (319, 279), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "vmsplice": (278, 75),
+}  # fmt: skip
 
 Step = tuple[int, int, int, int]  # operation, jump if true, jump if false, constant
 Code = list[Step]
@@ -434,9 +463,24 @@ CHECKED: dict[str, tuple[int | None, int | None, Code]] = {
         _load_argument(2), (EQUAL, 1, 0, 0),  # NETLINK_ROUTE
         _fail(errno.EAFNOSUPPORT), (RETURN, 0, 0, ALLOW),
     ]),
-    "ioctl": (16, 29, [_load_argument(1), *_refuse_values(TERMINAL_INJECTION, errno.EPERM), (RETURN, 0, 0, ALLOW)]),
+    "ioctl": (16, 29, [
+        _load_argument(1), *_refuse_values(TERMINAL_INJECTION, errno.EPERM),
+        (AND, 0, 0, 0xFF00), *_refuse_values(FILE_SYSTEM_IOCTLS, errno.ENOTTY), (RETURN, 0, 0, ALLOW),
+    ]),
+    "fcntl": (72, 25, [_load_argument(1), *_refuse_values(FILE_CONTROLS, errno.EPERM), (RETURN, 0, 0, ALLOW)]),
     "mknod": (133, None, _device_check(1)),
     "mknodat": (259, 33, _device_check(2)),
+}  # fmt: skip
+
+# Where no cgroup counts memory: no shared anonymous mappings, and sizes of socket buffers stay as they are.
+CHECKED_UNCOUNTED: dict[str, tuple[int | None, int | None, Code]] = {
+    "mmap": (9, 222, [
+        _load_argument(3), (AND, 0, 0, 0x21), (EQUAL, 0, 1, 0x21), _fail(errno.EPERM), (RETURN, 0, 0, ALLOW),
+    ]),
+    "setsockopt": (54, 208, [
+        _load_argument(1), (EQUAL, 1, 0, 1), (RETURN, 0, 0, ALLOW), _load_argument(2), *_refuse_values(BUFFER_SIZES, 0),
+        (RETURN, 0, 0, ALLOW),
+    ]),
 }  # fmt: skip
 
 
@@ -446,11 +490,10 @@ def program(machine: str, *, memory_counted: bool) -> bytes:
     code: Code = [(LOAD, 0, 0, ARCH), (EQUAL, 1, 0, ARCHITECTURE[machine]), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
     if machine == "x86_64":
         code += [(AT_LEAST, 0, 1, X32), _fail(errno.ENOSYS)]
-    for *numbers, check in CHECKED.values():
+    for *numbers, check in (CHECKED if memory_counted else CHECKED | CHECKED_UNCOUNTED).values():
         if (number := numbers[which]) is not None:
             code += [(EQUAL, 0, len(check), number), *check]
-    refused = REFUSED if memory_counted else REFUSED | UNCOUNTED
-    numbers = [both[which] for both in refused.values()]
-    code += _refuse_values(tuple(number for number in numbers if number is not None), errno.EPERM)
+    for refused, how in ((REFUSED if memory_counted else REFUSED | UNCOUNTED, errno.EPERM), (ABSENT, errno.ENOSYS)):
+        code += _refuse_values(tuple(number for both in refused.values() if (number := both[which]) is not None), how)
     code.append((RETURN, 0, 0, ALLOW))
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)

@@ -5,8 +5,12 @@ and the mounts and the memory of its files go with them. Each call runs in proce
 Of an output the keeper holds only the beginning and the end; where no control group counts memory, it watches how much is used.
 """
 
+# pathlib is slow to import.
+# ruff: noqa: PTH115, PTH123, PTH208
+
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -51,19 +55,30 @@ class Clip:
         return bytes(self.head + self.tail)
 
 
-def usage() -> tuple[int, int]:
-    """Return the memory, in bytes, and the number of all processes of this sandbox but the keeper."""
+PIPE = 1 << 16  # bytes that one can hold
+IN_MEMORY = ("RssAnon", "RssShmem", "VmPTE", "HugetlbPages")
+
+
+def usage(socket_memory: int) -> tuple[int, int]:
+    """Return the memory, in bytes, and the number of all processes of this sandbox but the keeper.
+
+    What sockets and pipes hold is not told; each counts as what it can hold.
+    """
     memory = processes = 0
-    for name in os.listdir("/proc"):  # noqa: PTH208
+    pipes: set[str] = set()
+    for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":
-            try:
-                with open(f"/proc/{name}/status", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
-                    sizes = [line.split()[1] for line in file if line.startswith(("RssAnon", "RssShmem"))]
-            except OSError:  # it has just ended
-                continue
-            processes += 1
-            memory += 1024 * sum(map(int, sizes))
-    return memory, processes
+            with contextlib.suppress(OSError):  # it has just ended
+                with open(f"/proc/{name}/status", encoding="utf-8", errors="replace") as file:
+                    memory += 1024 * sum(int(line.split()[1]) for line in file if line.startswith(IN_MEMORY))
+                processes += 1
+                for number in os.listdir(f"/proc/{name}/fd"):
+                    with contextlib.suppress(OSError):  # it has just closed this one
+                        pipes.add(os.readlink(f"/proc/{name}/fd/{number}"))
+    pipes = {file for file in pipes if file.startswith("pipe:")}
+    with open("/proc/net/sockstat", encoding="ascii") as file:
+        sockets = int(file.readline().split()[2])
+    return memory + PIPE * len(pipes) + socket_memory * sockets, processes
 
 
 @dataclass
@@ -89,7 +104,7 @@ class Keeper:
     def __init__(self, host: socket.socket, description: dict[str, Any], upper: int, events: int | None) -> None:
         self.host, self.upper, self.events = host, upper, events
         self.limits, self.warm = description["limits"], description["warm"]
-        self.counted = events is not None
+        self.counted, self.socket_memory = description["memory_counted"], description["socket_memory"]
         self.program = isolate.program(isolate.MACHINE, memory_counted=self.counted)
         self.selector = selectors.DefaultSelector()
         self.jobs: dict[int, Job] = {}
@@ -129,7 +144,7 @@ class Keeper:
 
     def watch(self) -> None:
         """Where no cgroup bounds them: end all calls when memory or processes exceed what is allowed."""
-        memory, processes = usage()
+        memory, processes = usage(self.socket_memory)
         if memory > self.limits["memory"] or processes > self.limits["processes"] + len(self.jobs) + 1:
             for job in self.jobs.values():
                 job.oom = job.oom or memory > self.limits["memory"]
@@ -321,6 +336,7 @@ def main(
     isolate.close_others({0, 1, 2, service, *([] if events is None else [events])})
     host = socket.socket(fileno=service)
     try:
+        description["memory_counted"] = group is not None
         upper = _above_standard(isolate.enter(description, caller))
         keeper = Keeper(host, description, upper, events)
         keeper.send({"counted": keeper.counted})

@@ -45,6 +45,9 @@ class Launcher:
         remove_stale_layers()
         self.live: dict[int, Callable[[], None]] = {}  # by the keeper's pid: what cleans up after it
         self.count = 0
+        # What a socket can hold, to send and received, each with as much again for the kernel's own use. A sandbox cannot read this.
+        defaults = (cgroups.read(f"/proc/sys/net/core/{name}_default") for name in ("wmem", "rmem"))
+        self.socket_memory = 2 * sum(map(int, defaults))
         self.trouble = ""
         for module in modules:
             try:
@@ -88,7 +91,7 @@ class Launcher:
                 os.rmdir(group.folder)
             raise
         if pid == 0:
-            keeper.main(description, service, group, self.caller)
+            keeper.main(description | {"socket_memory": self.socket_memory}, service, group, self.caller)
         if group:
             group.close()
         ended = os.pidfd_open(pid)

@@ -34,6 +34,7 @@ ENVIRONMENT = {
     "HOME": "/tmp",  # noqa: S108 - of the sandbox
     "LANG": "C.UTF-8",
     "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONNOUSERSITE": "1",  # what a call has put into /tmp does not start with the next one's Python
 }
 # Imports the launcher and nothing else of this package, whichever Python runs it and whatever it has installed.
 # It comes by the environment, which other processes cannot read as they can a command line.

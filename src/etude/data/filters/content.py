@@ -48,14 +48,11 @@ CHARACTER_SETS = re.compile(r"iso8859|cp\d|koi8|mac|euc|shift_jis|iso2022|gb|big
 
 def decode(raw: Raw) -> Document | str:
     """Return the document, or the reason to drop it."""
-    text = _decoded(raw.content)
+    text = decoded(raw.content)
     if text is None:
         return "not UTF-8"
     if "\0" in text:
         return "binary"
-    if "\r" in text:
-        text = text.replace("\r\n", "\n").replace("\r", "\n")
-    text = text.removeprefix("\ufeff")
     if not text or text.isspace():
         return "empty"
     encoded = text.encode()
@@ -65,19 +62,24 @@ def decode(raw: Raw) -> Document | str:
     return Document(raw.repository, raw.path, text, kind=raw.kind, licence=licence, evidence=evidence)
 
 
-def _decoded(content: bytes) -> str | None:
-    """Return the text of a file; one that holds a NUL where there is none in text stands for binary files."""
+def _normalised(text: str) -> str:
+    """Return a text with line ends as LF, and no byte order mark."""
+    return (text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text).removeprefix("\ufeff")
+
+
+def decoded(content: bytes) -> str | None:
+    """Return the text of a file, normalised; one that holds a NUL where there is none in text stands for binary files."""
     marked = next((name for mark, name in BOMS.items() if content.startswith(mark)), None)
     if b"\0" in content and marked is None:
         return "\0"
     try:
-        return content.decode(marked or "utf-8")
+        return _normalised(content.decode(marked or "utf-8"))
     except UnicodeDecodeError:
         declared = DECLARED.match(content[:1000])
     with contextlib.suppress(LookupError, UnicodeDecodeError):
         encoding = codecs.lookup(declared[1].decode()).name if declared else ""
         if CHARACTER_SETS.match(encoding):
-            return content.decode(encoding)
+            return _normalised(content.decode(encoding))
     return None
 
 
