@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from etude.cli.sandbox import visible, workspace_of
+from etude.cli.sandbox import workspace_of
+from tests.sandbox.test_container import SPACES, fake
 
 if TYPE_CHECKING:
     from tests.conftest import Etude
@@ -39,7 +42,7 @@ def test_shell_runs_lines_and_remembers_where_it_is(
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
     said = etude("sandbox", "shell", tmp_path / "tree")
     assert said.code == 0
-    assert said.out == "content\n/workspace/inner folder\n/tmp\n/tmp\nmore\n^[[2J"
+    assert said.out == "content\n/workspace/inner folder\n/tmp\n/tmp\nmore\n\\x1b[2J"
     assert "[exit code 3]" in said.err
     assert (tmp_path / "tree" / "inner folder" / "file").read_text() == "content\n"  # it was a copy
 
@@ -59,5 +62,26 @@ def test_a_task_folder_shows_what_its_agent_sees(tmp_path: Path) -> None:
     assert workspace_of(tmp_path) == tmp_path / "environment" / "tree"
 
 
-def test_output_cannot_command_the_terminal() -> None:
-    assert visible(b"a\tb\n\x1b]0;t\x07\x7f\xc2\x9b\xff\xe2\x80\xae") == "a\tb\n^[]0;t^G\\x7f\\x9b�\\x202e"
+def test_output_cannot_command_the_terminal(etude: Etude, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = r"printf 'a\tb\n\033]0;t\007\177\302\233\377\342\200\256'; printf '\033[31m' >&2"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(line + "\n"))
+    said = etude("sandbox", "shell", tmp_path)
+    assert said.out == "a\tb\n\\x1b]0;t\\x07\\x7f\\x9b�\\u202e"
+    assert "\x1b" not in said.err
+    assert "\\x1b[31m" in said.err
+
+
+def test_shell_in_a_container(etude: Etude, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `probe` says of containers holds: the engine named is the one that is started."""
+    if subprocess.run(SPACES, capture_output=True, check=False).returncode:
+        pytest.skip("no process namespaces here")
+    engine = fake(tmp_path / "bin", "podman")
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "file").write_text("content\n")
+    monkeypatch.setenv("PATH", f"{Path(engine).parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("cat file\n"))
+    said = etude("sandbox", "shell", tmp_path / "tree", "--backend", "podman:an-image")
+    assert (said.code, said.out) == (0, "content\n"), said.err
+    assert "an-image" in (tmp_path / "bin" / "log").read_text()
+    said = etude("sandbox", "shell", tmp_path, "--backend", "podman")
+    assert (said.code, "podman needs an image: podman:IMAGE" in said.err) == (2, True)

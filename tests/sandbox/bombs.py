@@ -101,9 +101,11 @@ def memory_files(limits: Bounds) -> list[str]:
 
 
 def _held_by_children(limits: Bounds, hold: Callable[[], Iterator[int]]) -> list[str]:
-    """Have twice the memory held, in all, by children that hold what they can; name it if it is still held when a watchdog has looked."""
+    """Have half as much again held as is allowed, by many children; name it if it is still held when a watchdog has surely looked."""
     reading, writing = os.pipe()
-    for _ in range(16):
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    for _ in range(limits["processes"] - 8):
         if os.fork() == 0:
             os.close(reading)
             with contextlib.suppress(OSError, MemoryError):
@@ -113,9 +115,9 @@ def _held_by_children(limits: Bounds, hold: Callable[[], Iterator[int]]) -> list
             signal.pause()
     os.close(writing)
     kept = 0
-    while kept < 2 * limits["memory"] and (piece := os.read(reading, 8)):
+    while kept < 1.5 * limits["memory"] and (piece := os.read(reading, 8)):
         kept += struct.unpack("Q", piece)[0]
-    if kept < 2 * limits["memory"]:
+    if kept < 1.5 * limits["memory"]:
         return []
     time.sleep(3)
     return [f"{kept} bytes"]

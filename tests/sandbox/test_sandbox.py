@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import os
 import resource
@@ -285,6 +286,31 @@ def test_place_shows_and_hides_folders(layer: Path, tmp_path: Path) -> None:
 
     (shown / "secret" / "check").write_text("hidden")
     within(Place((layer,), readonly=(shown,), hidden=(f"{shown}/secret", "/usr/share", "/no/such")), use)
+
+
+def test_locks_in_a_shown_folder_are_the_sandboxs_own(layer: Path, tmp_path: Path) -> None:
+    shown = tmp_path / "a:b, c\\d"
+    shown.mkdir()
+    (shown / "file").write_text("seen")
+    for path in (tmp_path, *tmp_path.parents[:2]):
+        path.chmod(path.stat().st_mode | 0o711) if path.stat().st_uid == os.geteuid() else None
+
+    async def use(box: Sandbox) -> None:
+        with (shown / "file").open() as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            taken = await box.exec(["flock", "-n", str(shown / "file"), "cat", str(shown / "file")])
+        assert (taken.rc, taken.out) == (0, b"seen"), taken
+        other = await open_sandbox(Place((layer,), readonly=(shown,)))
+        both = f"flock -n '{shown / 'file'}' sh -c 'touch held; while ! test -e go; do :; done'"
+        running = asyncio.create_task(box.exec(both, timeout=20))
+        while not any(entry.path == "held" for entry in await box.list()):
+            await asyncio.sleep(0)
+        assert (await other.exec(["flock", "-n", str(shown / "file"), "true"])).rc == 0
+        await box.write("go", b"")
+        assert (await running).rc == 0
+        await other.close()
+
+    within(Place((layer,), readonly=(shown,)), use)
 
 
 def test_what_was_written_can_be_a_layer(layer: Path, tmp_path: Path) -> None:

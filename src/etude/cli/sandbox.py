@@ -90,24 +90,15 @@ def _converse(runner: asyncio.Runner, box: Sandbox, seconds: float) -> None:
 
 def _show(done: Result, errors: bytes) -> None:
     """Print the output of a line. It may try to control the terminal: control characters are shown, not sent."""
+    from etude.report.tables import LAYOUT, visible
+
     for text, left_out, err in ((done.out, done.cut[0], False), (errors, done.cut[1], True)):
-        typer.echo(visible(text), err=err, nl=False)
+        typer.echo(visible(text.decode(errors="replace"), LAYOUT), err=err, nl=False)
         if left_out:
             typer.echo(f"[{left_out:,} bytes left out of the middle]", err=True)
     notes = [note for note, holds in (("out of time", done.timed_out), ("out of memory", done.oom)) if holds]
     if done.rc or notes:
         typer.echo(f"[{', '.join([*notes, f'exit code {done.rc}'])}]", err=True)
-
-
-def visible(text: bytes) -> str:
-    """Return text whose control characters are harmless: ^[ for escape, and so on; lines and tabs stay."""
-    return "".join(map(_visible_char, text.decode(errors="replace")))
-
-
-def _visible_char(char: str) -> str:
-    if char in "\n\t" or char.isprintable():
-        return char
-    return f"^{chr(ord(char) + 64)}" if ord(char) < 32 else f"\\x{ord(char):02x}"
 
 
 def _ask(where: str) -> str | None:

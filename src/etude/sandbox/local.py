@@ -217,5 +217,7 @@ async def open_sandbox(place: Place, backend: str = "auto") -> Sandbox:
     engine, _, image = backend.partition(":")
     if engine in ENGINES and image:
         return await container.ContainerSandbox.open(engine, image, place)
+    if engine in ENGINES:
+        raise UserError(f"{engine} needs an image: {engine}:IMAGE, one with python3, sh and tar")
     known = [NAMESPACES, *(f"{name}:IMAGE" for name in ENGINES), "auto"]
     raise UserError(f"there is no sandbox backend {backend!r}{nearest(backend, known)}")

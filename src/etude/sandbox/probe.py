@@ -18,6 +18,9 @@ BOUNDS = {
     True: "memory, processes and CPU bounded by a cgroup (v2); disk by a tmpfs",
     False: "no cgroup v2 to write to: memory and processes bounded by resource limits and a watchdog, CPU by process; disk by a tmpfs",
 }
+CONTAINERS = (
+    "only `etude agent --sandbox {engine}:IMAGE` and `etude sandbox shell --backend {engine}:IMAGE` use containers"
+)
 _works: bool = False
 
 
@@ -61,7 +64,7 @@ async def try_engine(name: str) -> Probe:
         return Probe(name, works=False, detail=f"cannot run {name}: {error.strerror}")
     if process.returncode:
         return Probe(name, works=False, detail=" ".join(said.decode(errors="replace").split())[-200:])
-    return Probe(name, works=True, detail=f"the engine answers; ask for it by {name}:IMAGE")
+    return Probe(name, works=True, detail=f"the engine answers; {CONTAINERS.format(engine=name)}")
 
 
 async def probe_all() -> list[Probe]:
@@ -77,7 +80,7 @@ async def strongest() -> str:
         if not tried.works:
             raise UserError(
                 f"no sandbox works here ({tried.backend}: {tried.detail}): allow user namespaces (sysctl "
-                "user.max_user_namespaces), run as root, or ask for a container engine by docker:IMAGE or podman:IMAGE"
+                f"user.max_user_namespaces) or run as root; {CONTAINERS.format(engine='docker')}"
             )
         _works = True
     return local.NAMESPACES
