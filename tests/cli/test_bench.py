@@ -103,7 +103,7 @@ def test_what_a_user_gets_wrong_is_one_line(etude: Etude, calc: tuple[Path, Path
         "k = 0: Input should be greater": ("noop", "--k", 0),
         "style = 'rude': Input should be": ("noop", "--style", "rude"),
         "limit = -1": ("noop", "--limit", -1),
-        "none.jsonl is no manifest of tasks": ("noop", "--tasks", tmp_path / "none.jsonl"),
+        "none.jsonl' is not a file": ("noop", "--tasks", tmp_path / "none.jsonl"),
         "nothing.jsonl is no manifest of tasks": ("noop", "--tasks", tmp_path / "nothing.jsonl"),
         "empty.jsonl has no task": ("noop", "--tasks", tmp_path / "empty.jsonl"),
         "folder holds no tasks": ("noop", "--tasks", tmp_path / "folder"),
