@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -305,6 +306,10 @@ def test_footnotes_tell_only_of_what_is_in_the_table() -> None:
     assert "bits per byte" not in footnote(chain("base", "rl", "bench"))
     assert footnote(chain("base", "cpt", "sft")).startswith("code, rust, chat answers, prose: bits per byte")
     assert "tenth" not in footnote(chain("base", "cpt", "sft"))
+    (bench,) = chain("bench")
+    two, four = ([(f"package{at % number}", f"task{at}", 1.0) for at in range(8)] for number in (2, 4))
+    notes = [footnote([replace(bench, trials=trials)]) for trials in (two, four)]
+    assert ["two packages prove next to nothing" in note for note in notes] == [True, False]
 
 
 def commands(*kinds: str, run: str = "runs/quickstart") -> list[str]:
