@@ -90,7 +90,7 @@ def _converse(runner: asyncio.Runner, box: Sandbox, seconds: float) -> None:
 
 def _show(done: Result, errors: bytes) -> None:
     """Print the output of a line. It may try to control the terminal: control characters are shown, not sent."""
-    from etude.report.tables import LAYOUT, visible
+    from etude.report.page import LAYOUT, visible
 
     for text, left_out, err in ((done.out, done.cut[0], False), (errors, done.cut[1], True)):
         typer.echo(visible(text.decode(errors="replace"), LAYOUT), err=err, nl=False)
