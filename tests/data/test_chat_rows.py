@@ -141,6 +141,16 @@ def test_held_out_conversations_come_once_and_are_not_trained_on() -> None:
     assert talks_in([next(Loader(corpus, batch=2))]) == as_talks(encoded([9, 8, 7]))
 
 
+def test_most_too_long_is_refused_and_half_is_not() -> None:
+    most = one_line(
+        "2 of 3 conversations are longer than a row of 16 tokens", "the median has 20", "raise length", "cut"
+    )
+    with pytest.raises(UserError, match=most):
+        packed([4, 20, 30])
+    assert packed([4, 20, 30], "cut").splits["train"]
+    assert packed([4, 5, 20, 30]).splits["train"]
+
+
 def test_nothing_to_learn_is_refused() -> None:
     with pytest.raises(
         UserError, match=one_line("a mask that hides every token", "'too long, dropped': 2", f"over {LENGTH}", "cut")

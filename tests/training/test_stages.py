@@ -65,8 +65,22 @@ def recipe(tmp_path: Path, tiny_base: Path) -> Path:
     return path
 
 
+class Watching(Reporter):
+    """Keeps what a bar would show of the training."""
+
+    def __init__(self) -> None:
+        super().__init__(quiet=True)
+        self.shown: list[float] = []
+
+    def _shower(self, stack: Any, label: str, total: float) -> Any:
+        return lambda task: self.shown.append(task.done) if label == "training" else None
+
+
 def test_interrupted_after_its_end_a_training_is_not_done_again(tmp_path: Path, recipe: Path, quiet: Reporter) -> None:
-    run(tmp_path, recipe, quiet)
+    recipe.write_text(recipe.read_text() + "micro = 1\n")
+    watching = Watching()
+    run(tmp_path, recipe, watching)
+    assert sorted(set(watching.shown)) == [128.0 * rows for rows in range(17)]  # row by row, not step by step
     stage, whole = tmp_path / "run/cpt", load_record(tmp_path / "run/cpt")
     saved = json.loads((stage / "model/generation_config.json").read_text())
     assert (saved["temperature"], saved["eos_token_id"]) == (0.5, [0, 3])

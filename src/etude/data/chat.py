@@ -225,6 +225,7 @@ def _fault(node: Function, text: str, source: str, about: str) -> str:
 
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+TOO_LONG = "too long, dropped"
 PROBE = Conversation([{"role": "user", "content": "ask"}, {"role": "assistant", "content": "reply"}], origin="a probe")
 ADVICE = 'use template = "chatml" or another .jinja file'
 
@@ -325,6 +326,13 @@ def pack_chat(
     counts = {split: counted for split, (_, counted) in fitted.items()}
     if not fitted["train"][0]:
         raise UserError(f'a mask that hides every token: {counts}; use a length over {length}, or too_long = "cut"')
+    if 2 * (dropped := counts["train"].get(TOO_LONG, 0)) > counts["train"]["conversations"]:
+        median = sorted(len(each.tokens) for each in splits["train"])[len(splits["train"]) // 2]
+        most = f"{dropped} of {counts['train']['conversations']} conversations are longer than a row of {length} tokens"
+        advice = (
+            'raise length, make them shorter (of demonstrations: fewer tools, a shorter style), or set too_long = "cut"'
+        )
+        raise UserError(f"{most} (the median has {median}), so little would be trained on; {advice}")
     shards = {split: _shard(kept, length) for split, (kept, _) in sorted(fitted.items()) if kept}
     series = {split: {"chat": Series("chat", [shard])} for split, shard in shards.items()}  # the only source and domain
     arrays: list[Any] = [
@@ -348,7 +356,7 @@ def _fitted(conversations: Sequence[Encoded], length: int, too_long: str) -> tup
     kept, counts = [], Counter({"conversations": len(conversations)})
     for tokens, learnt in conversations:
         if len(tokens) > length and too_long == "drop":
-            counts["too long, dropped"] += 1
+            counts[TOO_LONG] += 1
         elif not learnt[1:length].any():  # the first token is predicted from nothing
             counts["nothing to learn within the length, dropped"] += 1
         else:
