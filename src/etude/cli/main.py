@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 import etude
-from etude.cli import agent, bench, lineage, rl, run, sandbox, serve, tasks
+from etude.cli import agent, bench, lineage, recipe, rl, run, sandbox, serve, tasks
 from etude.errors import UserError, storage_error
 
 app = typer.Typer(
@@ -34,6 +34,8 @@ app.add_typer(agent.trace_app, name="trace")
 app.add_typer(sandbox.app, name="sandbox")
 app.add_typer(lineage.library_app, name="library")
 
+app.command(epilog="Example: etude init ~/my-project")(recipe.init)
+app.command(epilog="Example: etude schema > recipe.schema.json")(recipe.schema)
 app.command(epilog="Example: etude run recipes/quickstart.toml --set compare.max_bytes=200000")(run.run)
 app.command(epilog="Example: etude compare smollm2-135m sprout --on ~/my-project")(run.compare)
 app.command(epilog="Example: etude serve runs/quickstart")(serve.serve)

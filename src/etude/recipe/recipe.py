@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field, field_validator
+from pydantic.json_schema import models_json_schema
 
 from etude.errors import UserError, nearest
 from etude.files import digest_of
@@ -93,6 +94,20 @@ class Recipe:
     @property
     def hash(self) -> str:
         return digest_of(self.resolved())
+
+
+def recipe_schema(kinds: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
+    """Return the JSON schema of a recipe: a table for every kind of stage, and for other names those that say their `kind`."""
+    models: list[type[BaseModel]] = [Header, *kinds.values()]
+    _, listed = models_json_schema([(model, "validation") for model in models], title="Etude recipe")
+    tables: dict[str, Any] = listed["$defs"]
+    head = tables.pop(Header.__name__)
+    stages = {kind: {"$ref": f"#/$defs/{model.__name__}"} for kind, model in kinds.items()}
+    for kind, model in kinds.items():
+        if kind != DATA:
+            tables[model.__name__]["properties"]["kind"] = {"const": kind, "description": "kind of the stage"}
+    named = [{**table, "required": ["kind"]} for kind, table in stages.items() if kind != DATA]
+    return {**listed, **head, "properties": head["properties"] | stages, "additionalProperties": {"anyOf": named}}
 
 
 def as_toml(recipe: Recipe) -> str:
