@@ -157,6 +157,6 @@ def test_a_killed_engine_or_trainer_is_replaced_and_the_run_does_not_stop(run: R
         run.look()
     run.finish()
     said = run.said.read_text()
-    assert said.count("the engine was killed by signal 9; starting it again") == 2
-    assert said.count("the trainer was killed by signal 9; starting it again") == 2
+    assert said.count("the engine was ended by SIGKILL; starting it again") == 2
+    assert said.count("the trainer was ended by SIGKILL; starting it again") == 2
     assert Exchange(run.folder / "exchange").spent_again(), "the lost steps were done again"

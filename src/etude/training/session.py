@@ -225,9 +225,13 @@ class Session:
         """Return the state as the model computes with it, LoRA added in: what an engine should hold. Every rank must take part."""
         if self._adapters is not None:
             return merged_state(self._adapters, self.model)
-        weights = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        state = {name: whole(value) for name, value in self.model.state_dict().items()}
-        return {name: value.to(self._computing_dtype) if name in weights else value for name, value in state.items()}
+        weights, state = dict(self.model.named_parameters(remove_duplicate=False)), self.model.state_dict()
+        once: Tensors = {}  # by a weight's first name: those that share one share it in what is returned too
+        first = {id(weight): name for name, weight in reversed(weights.items())}
+        for name, value in state.items():
+            if name in weights and (own := first[id(weights[name])]) not in once:
+                once[own] = whole(value).to(self._computing_dtype)
+        return {name: once[first[id(weights[name])]] if name in weights else value for name, value in state.items()}
 
     def settle(self) -> None:
         """Make the model what will be saved, so that what is measured last is what is handed over."""
