@@ -453,7 +453,7 @@ KINDS: dict[str, dict[str, Files]] = {
         "an exit": appended(f"import atexit\natexit.register(exec, {PATCH!r}, {{}})\n"), "a finaliser": appended(f"class End:\n    def __del__(self): exec({PATCH!r}, {{}})\nend = End()\ndel end\n"),
     },
     "wears out the judge": {
-        "memory": in_total("    x = bytearray(1 << 40)\n"), "disk": in_total("    open('/workspace/big', 'wb').write(bytes(1 << 30))\n"),
+        "memory": in_total("    x = bytearray(1 << 40)\n"), "disk": in_total("    import os\n    os.posix_fallocate(os.open('/workspace/big', os.O_CREAT | os.O_RDWR), 0, 1 << 31)\n"),
         "folders": appended("import os\nfor n in range(11000):\n    os.mkdir(f'/workspace/d{n}')\n"), "deep folders": appended("import os\nhere = '/workspace'\nfor n in range(400):\n    here += '/deep'\n    os.mkdir(here)\n"),
         "odd names": appended("open(b'/workspace/\\xff\\n\\x1b[31m', 'w').close()\n"), "not Python": {CODE: "def ("}, "not text": {CODE: "\x00"},
     },
