@@ -147,6 +147,46 @@ def test_a_prompt_scored_under_pressure_is_scored_once() -> None:
         assert [token.raw_logprob for token in each.prompt[1:]] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+class Only:
+    """Lets a request write some tokens only, other ones at even and odd places."""
+
+    def __init__(self, even: list[int], odd: list[int]) -> None:
+        self.sets, self.place = (even, odd), 0
+
+    def allowed(self) -> bytes:
+        return sum(1 << token for token in self.sets[self.place % 2]).to_bytes(4, "little")
+
+    def take(self, token: int) -> None:
+        assert token in self.sets[self.place % 2]
+        self.place += 1
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_constraint_limits_its_own_request_alone(temperature: float, late: int) -> None:
+    model, (prompt, other) = model_of(vocab_size=32), prompts_of(9, 12, vocabulary=32)
+    sets = [3, 5, 17, 31], [0, 9]
+    wish = Sampling(12, temperature=temperature, seed=3, stop_tokens=frozenset([9]), constraint=lambda: Only(*sets))
+    plain = Sampling(12, temperature=temperature, seed=3)
+    engine = engine_of(model, page=8, pages=8, late=late)
+    limited, free, again = (
+        each.completion for each in run(engine, [Ask(prompt, wish), Ask(other, plain), Ask(prompt, wish)])
+    )
+    assert limited.token_ids == again.token_ids
+    assert free.token_ids == complete(engine_of(model), [other], plain)[0].token_ids
+    scores = logits_after(model, prompt + limited.token_ids)[len(prompt) - 1 : -1]
+    for place, (token, row) in enumerate(zip(limited.tokens, scores, strict=True)):
+        allowed = sets[place % 2]
+        assert token.id in allowed
+        assert token.raw_logprob == pytest.approx(float(row.log_softmax(0)[token.id]), abs=1e-4)
+        if temperature:
+            within = (row[allowed] / temperature).log_softmax(0)[allowed.index(token.id)]
+            assert token.logprob == pytest.approx(float(within), abs=1e-4)
+        else:
+            assert token.id == allowed[int(row[allowed].argmax())]
+    assert_all_returned(engine)
+
+
 # ---- any batch, any order, any pressure
 
 SHARED = prompts_of(40, seed=5)[0]

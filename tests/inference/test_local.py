@@ -15,7 +15,7 @@ import torch
 
 from etude.errors import UserError
 from etude.inference.local import LocalPolicy
-from etude.inference.policy import Completion, Sampling, Token
+from etude.inference.policy import Completion, EngineStopped, Sampling, Token
 from tests.inference.engines import (
     assert_all_returned,
     engine_of,
@@ -219,6 +219,29 @@ def test_closing_ends_what_is_under_way(wait: bool) -> None:
                 with pytest.raises(RuntimeError, match="the engine is closed"):
                     await asyncio.wait_for(late, 60)
             await policy.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_who_is_about_to_get_a_token_hears_that_the_engine_broke(place: int) -> None:
+    class Broken:
+        left = place
+
+        def allowed(self) -> bytes:
+            if self.left == 0:
+                raise RuntimeError("out of masks")
+            self.left -= 1
+            return b"\xff" * 64
+
+        def take(self, token: int) -> None:
+            pass
+
+    async def main() -> None:
+        policy = LocalPolicy(engine_of(the_model(), page=16), "tiny")
+        with pytest.raises(EngineStopped, match="out of masks"):
+            await policy.generate(PROMPTS[0], Sampling(8, constraint=Broken))
+        await policy.close()
 
     asyncio.run(main())
 

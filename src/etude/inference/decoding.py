@@ -62,11 +62,14 @@ class Decoder:
         # Hundreds of rows of a large vocabulary in float32: compiled, they are gone through a few times less.
         fast: Any = partial(torch.compile, dynamic=True) if graphs and runner.compiled else lambda function: function
         self._sample, self._judge, self._draw = fast(sample_packed), fast(judge), fast(_drawn)
-        self._graphs: dict[tuple[int, bool, bool], tuple[torch.cuda.CUDAGraph, Written]] | None = {} if graphs else None
+        self.bits: Tensor | None = None  # [R, words]: which tokens each row may draw, once anybody is limited
+        self._graphs: dict[tuple[int, bool, bool, bool], tuple[torch.cuda.CUDAGraph, Written]] | None = (
+            {} if graphs else None
+        )
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
-    def begin(self, requests: Sequence[Request], logits_RV: Tensor, *, cut: bool) -> Tensor:
+    def begin(self, requests: Sequence[Request], logits_RV: Tensor, *, cut: bool, bits: Tensor | None = None) -> Tensor:
         """Set rows that begin, draw their first token from the logits of their prompts' ends; return what `sample_packed` does."""
         send = self.runner.send
         index, position = send([each.row for each in requests]), send([len(each.tokens) for each in requests])
@@ -74,7 +77,7 @@ class Decoder:
         scales, shares = [float(each.temperature) for each in asked], [float(each.top_p) for each in asked]
         counts, seeds = [min(each.top_k, most) for each in asked], [each.seed for each in requests]
         choice = Choice(*map(send, (scales, shares, counts, seeds)))
-        packed = sample_packed(logits_RV, choice, position, cut=cut)
+        packed = sample_packed(logits_RV, choice, position, cut=cut, bits_RW=bits)
         token = packed[0].long()
         for target, values in zip(self.choice, choice, strict=True):
             target[index] = values
@@ -100,15 +103,20 @@ class Decoder:
             self.active[index] = 0
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
-    def step(self, rows: int, *, cut: bool, ahead: bool, watched: bool = False) -> Written:
+    def step(self, rows: int, *, cut: bool, ahead: bool, watched: bool = False, bits: Tensor | None = None) -> Written:
         """Do a step or a round of the first rows. On a GPU the result is overwritten by the next one.
 
-        `watched`: somebody looks into the model meanwhile, which a graph does not allow.
+        `watched`: somebody looks into the model meanwhile, which a graph does not allow. `bits`: see `sample`; for steps only.
         """
-        function = self._round if ahead else self._single
+        single = partial(self._single, limited=bits is not None)
+        function: Callable[..., Written] = self._round if ahead else single
+        if bits is not None:
+            if self.bits is None:
+                self.bits = torch.full((self.rows, bits.shape[1]), -1, dtype=torch.int32, device=bits.device)
+            self.bits[:rows] = bits
         if self._graphs is None or watched:
             return function(rows, cut=cut)
-        if (key := (rows, cut, ahead)) not in self._graphs:
+        if (key := (rows, cut, ahead, bits is not None)) not in self._graphs:
             self._graphs[key] = self._record(function, rows, cut=cut)
         graph, result = self._graphs[key]
         graph.replay()
@@ -137,10 +145,11 @@ class Decoder:
             where.counts, where.lengths, where.pages = [each] * rows, length.tolist(), self._pages[:rows]
         return where
 
-    def _single(self, rows: int, *, cut: bool) -> Written:
+    def _single(self, rows: int, *, cut: bool, limited: bool) -> Written:
         position = self.position[:rows]
         logits, hidden = self.runner.run(self.token[:rows], self._plan(rows, position, 1))
-        packed = self._sample(logits, self.choice.rows(slice(rows)), position + 1, cut=cut)
+        bits = self.bits[:rows] if limited and self.bits is not None else None
+        packed = self._sample(logits, self.choice.rows(slice(rows)), position + 1, cut=cut, bits_RW=bits)
         token = packed[0].long()
         if self.drafts:
             self.trail[:rows] = torch.cat([self.trail[:rows, 1:], hidden[:, None].to(self.trail.dtype)], 1)

@@ -79,6 +79,7 @@ class Engine:
         seed = secrets.randbits(62) if sampling.seed is None else sampling.seed % (1 << 62)
         stop = Stop(sampling, self.decode)
         request = Request(next(self._numbers), sampling, seed, list(prompt), stop, on_tokens, on_end)
+        request.constraint = sampling.constraint() if sampling.constraint else None
         self.waiting.append(request)
         self.counts.submitted += 1
         return request
@@ -211,8 +212,8 @@ class Engine:
                 request.trail = torch.cat([*before, states])[-self.decoder.window :].clone()
             self.prefix_cache.publish(request.held, request.tokens, request.computed)
         if ready := [request for (request, _), finished in zip(parts, done, strict=True) if finished]:
-            self.prefilling = [request for request in self.prefilling if request not in ready]
             self._start(ready, logits)
+            self.prefilling = [request for request in self.prefilling if request not in ready]  # not before: see `fail`
 
     def _score(self, request: Request, logits: torch.Tensor) -> None:
         """Note how likely the tokens of a prompt are that follow those just read."""
@@ -227,13 +228,22 @@ class Engine:
 
     def _start(self, ready: list[Request], logits: torch.Tensor) -> None:
         """Draw the first token of requests whose prompt is read, and make their rows active."""
-        packed = self.decoder.begin(ready, logits, cut=any(request.cut for request in ready))
+        bits = self._bits(ready) if any(request.constraint for request in ready) else None
+        packed = self.decoder.begin(ready, logits, cut=any(request.cut for request in ready), bits=bits)
         for request in ready:
             request.trail = None
             self.rows.start(request.row, request, len(request.held.pages) * self.prefix_cache.size)
             self.rows.left[request.row] -= 1
         self._show_pages([request.row for request in ready])
         self._launch(list(ready), packed[..., None], logits)
+
+    def _bits(self, requests: Sequence[Request | None]) -> torch.Tensor:
+        """Return which tokens each may draw next: all, unless its constraint says otherwise."""
+        bits = np.full((len(requests), -(-self.runner.vocabulary // 32)), -1, np.int32)
+        for row, request in zip(bits, requests, strict=True):
+            if request and request.constraint:
+                row[:] = np.frombuffer(request.constraint.allowed(), np.int32)[: len(row)]
+        return self.runner.send(bits)
 
     # ---- rows
 
@@ -254,7 +264,8 @@ class Engine:
         watched = self.rows.watched > 0
         with self.speculation.timed(len(self.rows), ahead=ahead, written=lambda: self.counts.written_tokens):
             with self.runner.routers.recording(wanted=watched) as routes:
-                result, logits = self.decoder.step(size, cut=self.rows.cut > 0, ahead=ahead, watched=watched)
+                bits = self._bits(self.rows.of[:size]) if self.rows.limited else None
+                result, logits = self.decoder.step(size, cut=self.rows.cut > 0, ahead=ahead, watched=watched, bits=bits)
             for row, routed in enumerate(split_routes(routes, [1] * size)):
                 if (request := self.rows.of[row]) and request.sampling.experts:
                     request.routed.append(routed)
@@ -361,7 +372,9 @@ class Engine:
             request.tokens.append(token.id)
             if request.stop.feed(token.id):
                 ended = "stop"
-            elif len(request.written) == request.sampling.max_tokens:
+            elif request.constraint:
+                request.constraint.take(token.id)
+            if not ended and len(request.written) == request.sampling.max_tokens:
                 ended = "length"
             if ended:
                 new = new[: index + 1]
@@ -428,6 +441,7 @@ class Request:
     trail: torch.Tensor | None = None  # hidden states of the last positions read, for heads
     routed: list[Any] = field(default_factory=list)  # experts, pass by pass
     scored: list[Token] = field(default_factory=list)  # tokens of the prompt after the first, as far as read
+    constraint: Any = None
     over: bool = False
 
     @property
@@ -448,7 +462,7 @@ class Request:
     @property
     def alone(self) -> bool:
         """Whether it asks for what only single steps give."""
-        return self.sampling.alternatives > 0 or self.sampling.experts
+        return self.sampling.alternatives > 0 or self.sampling.experts or self.constraint is not None
 
 
 @dataclass(frozen=True)
@@ -492,8 +506,8 @@ class Rows:
         self.left = np.full(count, NEVER)  # tokens it may still be asked for
         self.room = np.full(count, NEVER)  # positions its pages have
         self.active = np.zeros(count, bool)
-        # How many ask for top-k or top-p; for single steps; to be looked into; for the same tokens again.
-        self.cut = self.alone = self.watched = self.seeded = 0
+        # How many ask for top-k or top-p; for single steps; to be looked into; for the same tokens again; for some tokens only.
+        self.cut = self.alone = self.watched = self.seeded = self.limited = 0
         self._free = list(range(count))
 
     def __len__(self) -> int:
@@ -530,6 +544,7 @@ class Rows:
         self.alone += by * request.alone
         self.seeded += by * request.seeded
         self.watched += by * request.sampling.experts
+        self.limited += by * (request.constraint is not None)
 
     def requests(self) -> list[Request]:
         """Return those of active rows."""

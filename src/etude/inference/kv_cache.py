@@ -99,7 +99,7 @@ def plan(requests: Sequence[tuple[Sequence[int], int, int]], size: int, device: 
     return Plan(*located, table, length, begin, each, max(counts), counts, lengths, pages)
 
 
-def send(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def send(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return values as a tensor on the device, without waiting for it."""
     made = torch.tensor(values, dtype=dtype)
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made

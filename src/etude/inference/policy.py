@@ -34,6 +34,8 @@ class Sampling:
     alternatives: int = 0  # likeliest tokens to return at each place, with their log-probs at temperature 1
     experts: bool = False  # return which experts each token went to
     score: bool = False  # return the log-probs of the prompt's tokens, too
+    # Makes what limits one completion: `allowed()` gives a bit for every token that may come next, `take(token)` goes on.
+    constraint: Callable[[], Any] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself."""

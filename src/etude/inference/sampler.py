@@ -100,21 +100,31 @@ def distribution(logits_RV: Tensor, choice: Choice, *, cut: bool) -> Tensor:
     return truncated(scaled_RV, choice) if cut else scaled_RV
 
 
-def sample(logits_RV: Tensor, choice: Choice, position: Tensor, *, cut: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return token, log-prob as sampled and raw log-prob for each request. `cut`: some has top-k or top-p (it costs a sort)."""
-    raw_RV = logits_RV.float()
+def sample(
+    logits_RV: Tensor, choice: Choice, position: Tensor, *, cut: bool, bits_RW: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return token, log-prob as sampled and raw log-prob for each request. `cut`: some has top-k or top-p (it costs a sort).
+
+    `bits_RW`: which tokens each may draw, int32, a bit a token, the lowest first.
+    """
+    raw_RV = open_RV = logits_RV.float()
+    if bits_RW is not None:
+        allowed = (bits_RW[..., None] >> torch.arange(32, device=bits_RW.device, dtype=torch.int32)) & 1
+        open_RV = raw_RV.masked_fill(allowed.flatten(1)[:, : raw_RV.shape[1]] == 0, -torch.inf)
     greedy = choice.temperature == 0
-    scaled_RV = distribution(raw_RV, choice, cut=cut)
+    scaled_RV = distribution(open_RV, choice, cut=cut)
     weights_RV = (scaled_RV - scaled_RV.amax(-1, keepdim=True)).exp()
     drawn = draw(weights_RV, uniform(choice.seed, position))
-    token = torch.where(greedy, raw_RV.argmax(-1), drawn)
+    token = torch.where(greedy, open_RV.argmax(-1), drawn)
     logprob = weights_RV.gather(1, token[:, None])[:, 0].log() - weights_RV.sum(-1).log()
     return token, torch.where(greedy, 0.0, logprob), raw_logprobs(raw_RV, token)
 
 
-def sample_packed(logits_RV: Tensor, choice: Choice, position: Tensor, *, cut: bool) -> Tensor:
+def sample_packed(
+    logits_RV: Tensor, choice: Choice, position: Tensor, *, cut: bool, bits_RW: Tensor | None = None
+) -> Tensor:
     """Return token, log-prob and raw log-prob as one tensor, [3, R], which one copy brings to the host; float64 holds any token."""
-    return torch.stack([each.double() for each in sample(logits_RV, choice, position, cut=cut)])
+    return torch.stack([each.double() for each in sample(logits_RV, choice, position, cut=cut, bits_RW=bits_RW)])
 
 
 def raw_logprobs(logits_RV: Tensor, token: Tensor) -> Tensor:

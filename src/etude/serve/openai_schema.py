@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 from pydantic_core import from_json
 
 from etude.inference.http import Listed, StreamOptions, Wire
@@ -44,7 +44,7 @@ class Function(Wire):
     name: str = Field(min_length=1)
     description: str = ""
     parameters: dict[str, Any] = Field(default={})
-    strict: Literal[False] = Field(default=False, exclude=True)  # nobody here forces the model to keep to a schema
+    strict: bool = Field(default=False, exclude=True)  # not for the template
 
 
 class Tool(Wire):
@@ -52,6 +52,39 @@ class Tool(Wire):
 
     type: Literal["function"]
     function: Function
+
+
+class FunctionName(Wire):
+    """A tool by its name."""
+
+    name: str
+
+
+class NamedTool(Wire):
+    """The one tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class JsonSchema(Wire):
+    """A schema that the reply must keep to; it always does, strict or not."""
+
+    name: str = ""
+    description: str = ""
+    given: dict[str, Any] = Field(default={}, alias="schema")
+    strict: bool = False
+
+
+class ResponseFormat(Wire):
+    """What the reply must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def schema_of(self) -> dict[str, Any]:
+        """Return the schema of a reply in JSON."""
+        return self.json_schema.given if self.type == "json_schema" and self.json_schema else {"type": "object"}
 
 
 class FunctionCall(Wire):
@@ -104,7 +137,8 @@ class ChatRequest(Request):
     prompts: ClassVar = 1
     messages: list[Message] = Field(min_length=1)
     tools: list[Tool] = Field(default=[])
-    tool_choice: Literal["auto", "none"] = "auto"  # a call cannot be forced here
+    tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
+    response_format: ResponseFormat | None = None
     max_completion_tokens: int | None = Field(default=None, ge=1)
     # the template's to heed
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
@@ -114,7 +148,30 @@ class ChatRequest(Request):
     @property
     def offered(self) -> list[Tool]:
         """The tools the model hears of."""
-        return self.tools if self.tool_choice == "auto" else []
+        return self.tools if self.tool_choice != "none" else []
+
+    @property
+    def forces_one(self) -> bool:
+        """Whether one tool is named that must be called, once."""
+        return isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def forced(self) -> list[Tool]:
+        """The tools of which one must be called; none: the model may answer in text."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
+        return self.tools if self.tool_choice == "required" else []
+
+    @model_validator(mode="after")
+    def _has_what_is_forced(self) -> Self:
+        known = {tool.function.name for tool in self.tools}
+        if self.tool_choice == "required" and not known:
+            raise ValueError("tool_choice is required, but there are no tools")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in known:
+            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not among the tools")
+        if self.response_format and self.response_format.type == "json_schema" and not self.response_format.json_schema:
+            raise ValueError("response_format json_schema has no json_schema")
+        return self
 
     @property
     def alternatives(self) -> int | None:

@@ -11,6 +11,7 @@ from etude.data.chat import ChatTemplate
 from etude.errors import UserError, one_line
 from etude.inference.http import ApiError
 from etude.inference.policy import Sampling
+from etude.serve.constrained import Grammars
 from etude.serve.openai_schema import ChatRequest, CompletionRequest
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Preparer:
         with contextlib.suppress(UserError):  # a template without a token for it: the model's own end has to do
             if tokeniser.chat_template:
                 self.turn_ends = frozenset({ChatTemplate(tokeniser, "base").end_token})
+        self.grammars = Grammars(tokeniser, info.vocabulary, stop_tokens | self.turn_ends)
         try:
             self._style = choose_format(tokeniser, "native").style
         except UserError as error:
@@ -71,10 +73,11 @@ class Preparer:
         if wanted > most:  # before the work
             raise ApiError(400, f"{wanted} completions in one request; at most {most} here", param="n")
         asked, usual, stops = request.max_tokens, COMPLETION, self.stop_tokens
-        style, in_thinking, echo = None, False, False
+        style, in_thinking, echo, constraint = None, False, False, None
         if isinstance(request, ChatRequest):
             style, text = self._tool_style(request), self._render(request)
             prompts, in_thinking = [self._encode(text)], text.rstrip().endswith(THINK)
+            constraint = self.grammars.constraint(request, style, in_thinking=in_thinking)
             asked, usual = request.max_completion_tokens or asked, self.context
             stops |= self.turn_ends
         else:
@@ -85,6 +88,7 @@ class Preparer:
         sampling = Sampling(
             max_tokens=1, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k,
             stop_tokens=stops, stop=tuple(request.stop), alternatives=request.alternatives or 0, score=echo,
+            constraint=constraint,
         )  # fmt: skip
         orders = []
         for prompt in prompts:
