@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FIRST = 8  # steps tried of each way at the beginning
 AGAIN, EVERY = 3, 200  # so many steps of the slower way in so many of both
-MEMORY = 16  # steps
+MEMORY, ROUNDS = 16, 64  # steps whose time is remembered, and whose tokens: how many are accepted varies far more
 MARGIN = 1.05  # times faster the other way must be: what is equal would change sides all the time
 
 
@@ -28,7 +28,7 @@ class Way:
     """One way of going on, for one size of batch."""
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))  # of the last steps
-    tokens: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))  # a request and step
+    tokens: deque[float] = field(default_factory=lambda: deque(maxlen=ROUNDS))  # a request and step
     steps: int = 0
 
     def note(self, seconds: float, tokens: float, *, counts: bool) -> None:
@@ -37,6 +37,12 @@ class Way:
         if counts or not self.seconds:
             self.seconds.append(seconds)
             self.tokens.append(tokens)
+
+    @property
+    def doubt(self) -> float:
+        """Standard error of the mean of tokens, as a share of it: what a few rounds accept says little."""
+        mean = statistics.fmean(self.tokens)
+        return statistics.pstdev(self.tokens, mean) / max(mean, 1e-9) / len(self.tokens) ** 0.5
 
     @property
     def rate(self) -> float:
@@ -68,7 +74,8 @@ class SpeculationSwitch:
             if way.steps < FIRST:
                 return ahead
         gain, before = drafting.rate / plain.rate, self._chosen.get(size, True)
-        faster = gain * MARGIN > 1 if before else gain > MARGIN
+        doubt = drafting.doubt
+        faster = gain * (1 + doubt) * MARGIN > 1 if before else gain * (1 - doubt) > MARGIN
         if before != faster:
             many = f"{1 << (size - 1)} to {(1 << size) - 1} requests at once" if size > 1 else "one request at a time"
             self.say(
