@@ -8,6 +8,7 @@ then, for each size of batch.
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import time
 from collections import defaultdict, deque
@@ -42,7 +43,7 @@ class Way:
     def doubt(self) -> float:
         """Standard error of the mean of tokens, as a share of it: what a few rounds accept says little."""
         mean = statistics.fmean(self.tokens)
-        return statistics.pstdev(self.tokens, mean) / max(mean, 1e-9) / len(self.tokens) ** 0.5
+        return statistics.pstdev(self.tokens, mean) / max(mean, 1e-9) / math.sqrt(len(self.tokens))
 
     @property
     def rate(self) -> float:
