@@ -82,7 +82,7 @@ def test_torch_is_never_loaded(tmp_path: Path) -> None:
         "import sys; from pathlib import Path; from etude.progress import Reporter;"
         "from etude.lineage.audit.examine import examine, open_model; from etude.lineage.audit.sketch import known_sketches;"
         "import etude.lineage.audit.examine, etude.cli.lineage;"
-        f"model = open_model(Path({str(model)!r})); examine(model, model, Reporter(quiet=True)); known_sketches(None);"
+        f"model = open_model(Path({str(model)!r})); examine(model, model, Reporter(quiet=True)); known_sketches(None, Reporter(quiet=True));"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

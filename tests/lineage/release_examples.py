@@ -35,7 +35,7 @@ def release(lineage: Lineage | None = None, **changes: Any) -> Release:
             Measured("quick | tasks", "avg@5", 0.25, (0.125, 0.5), "12 tasks"),
             Measured("mine", "pass@1", 0.0),
         ],
-        "audit": {"reference": "tiny", "verdict": {"sentence": "evidence of shared initialisation"}},
+        "audited": "against tiny: evidence of shared initialisation",
         "product": Product(
             intended_use="writing code",
             release_date="2026-12-01",

@@ -12,10 +12,12 @@ from safetensors.numpy import load_file, save_file
 from etude.files import read_json, sha256_file, write_json
 from etude.lineage.audit.examine import open_model
 from etude.lineage.audit.sketch import Facts, digest_weights, make_sketch
+from etude.lineage.card import model_card
 from etude.lineage.facts import in_order
 from etude.lineage.record import FileDigest, Lineage, Record, load_lineage
-from etude.lineage.release import Order, attestation_name, make_release
+from etude.lineage.release import Order, as_released, attestation_name, make_release
 from etude.lineage.signing import SIGNATURE, make_key, seal, sign_folder, statement
+from etude.lineage.tree import draw_svg
 from etude.lineage.verify import Verification, verify_release
 from etude.progress import Reporter
 from tests.run.toy import ScaleStage, recipe_of, runner
@@ -105,6 +107,9 @@ def rewrite(folder: Path, key: Path, changed: Lineage) -> None:
             text = text.replace(word, other)
         (folder / name).write_text(text, encoding="utf-8")
     changed.save(folder)
+    facts = as_released(folder, changed)
+    (folder / "tree.svg").write_text(draw_svg(changed, facts.name), encoding="utf-8")
+    (folder / "README.md").write_text(model_card(facts), encoding="utf-8")
     for number, record in enumerate(in_order(changed), 1):
         write_json(folder / attestation_name(number, record), seal(statement(record, changed), key))
 

@@ -159,6 +159,39 @@ def test_a_card_that_names_another_base(shop: Workshop, folder: Path) -> None:
     assert "huge" in told
 
 
+@pytest.mark.parametrize(("name", "old", "new", "said"), [
+    ("README.md", "grown from `tiny`", "trained from scratch", "its section 'tiny-scaled' is not what"),
+    ("README.md", "| one | scale |", "| one | distil |", "its section 'How it was made' is not what"),
+    ("README.md", "   └─ base", "   └─ ours", "its section 'The family tree' is not what"),
+    ("README.md", "| unknown text, read it |", "| MIT |", "its section 'Licences and attribution' is not what"),
+    ("README.md", "## Limits", "## Warranty\n\nNone of the above holds.\n\n## Limits", "its section 'Warranty' is not known here"),
+    ("README.md", "## Limits", "## Hopes", "its section 'Limits' is missing"),
+    ("tree.svg", "tiny (base)", "ours (base)", "tree.svg draws another tree"),
+])  # fmt: skip
+def test_the_text_of_a_card_and_the_drawn_tree_are_held_against_the_records(
+    shop: Workshop, folder: Path, name: str, old: str, new: str, said: str
+) -> None:
+    assert old in (folder / name).read_text()
+    (folder / name).write_text((folder / name).read_text().replace(old, new))
+    shop.sign_again(folder)
+    assert said in failures(shop, folder)["card"][0]
+
+
+def test_the_text_of_another_version_is_left_open(shop: Workshop, folder: Path) -> None:
+    write_json(folder / "audit.json", read_json(folder / "audit.json") | {"etude": "0.0.1"})
+    shop.sign_again(folder)
+    found = shop.verify(folder)
+    assert not found.failed
+    assert [check.name for check in found.checks if check.outcome == "open"] == ["card"]
+
+
+def test_scores_are_the_card_s_own(shop: Workshop, folder: Path) -> None:
+    card = folder / "README.md"
+    card.write_text(card.read_text().replace("No evaluation was given to this release.", "It is good."))
+    shop.sign_again(folder)
+    assert not failures(shop, folder)  # nothing else in the folder has them: only the signature stands for them
+
+
 @pytest.mark.parametrize(("name", "check"), [("bom.cdx.json", "bills of materials"), ("spdx.json", "bills of materials"),
                                              ("README.md", "card"), ("audit.json", "duties"), ("lineage.json", "records"),
                                              ("config.json", "weights"), ("tokenizer.json", "weights")])  # fmt: skip
@@ -216,6 +249,10 @@ def refused(shop: Workshop, run: Path, out: Path, **wishes: object) -> list[str]
     with pytest.raises(RefusedError) as found:
         make_release(run, out, Order(out.name, shop.key, **wishes), shop.sketches, {}, shop.quiet)  # type: ignore[arg-type]
     assert list(out.parent.glob(f"*{out.name}*")) == []
+    deep = out.parent / "a" / "b" / out.name
+    with pytest.raises(RefusedError):
+        make_release(run, deep, Order(out.name, shop.key, **wishes), shop.sketches, {}, shop.quiet)  # type: ignore[arg-type]
+    assert not (out.parent / "a").exists()
     return [f"{refusal.reason}: {refusal}" for refusal in found.value.refusals]
 
 

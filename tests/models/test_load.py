@@ -63,6 +63,22 @@ def test_a_missing_tensor_is_refused_and_not_made_up(model: Path, name: str) -> 
         load_model(model, CPU)
 
 
+def test_a_tensor_that_the_model_has_no_place_for_is_refused_and_not_dropped(model: Path) -> None:
+    known = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}  # computed anyway
+    change_weights(model, lambda tensors: tensors.update(known))
+    load_model(model, CPU)
+    change_weights(model, lambda tensors: tensors.update({"model.layers.0.mlp.extra.weight": torch.ones(2, 2)}))
+    with pytest.raises(UserError, match=one_line(model, "no place for 1", "model.layers.0.mlp.extra.weight", "lose")):
+        load_model(model, CPU)
+
+
+def test_a_config_with_fewer_layers_than_the_weights_is_refused(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text("utf-8"))
+    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}), encoding="utf-8")
+    with pytest.raises(UserError, match=one_line(model, "no place for 9", "model.layers.1")):
+        load_model(model, CPU)
+
+
 def test_a_missing_embedding_is_missing_as_the_head_too(model: Path) -> None:
     change_weights(model, lambda tensors: tensors.pop("model.embed_tokens.weight"))
     with pytest.raises(UserError, match=one_line(model, "lack 2 tensors", "lm_head.weight")):

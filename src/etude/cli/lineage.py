@@ -294,7 +294,7 @@ def verify(
 def _sketches(cache: Path | None) -> list[Sketch]:
     from etude.lineage.audit.sketch import known_sketches
 
-    return known_sketches(sketch_folder(cache))
+    return known_sketches(sketch_folder(cache), Reporter())
 
 
 def _show(result: Verification) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from etude.lineage.record import Lineage
 
 WIDTH = 160  # of a line of the tree; the sources of a corpus can fill pages
+UNPROVEN = ("Compute", "Evaluation")  # sections that hold what a release's other files do not
 LIMITS = (
     "It writes text and code that can be wrong, insecure or a copy of what it learned from; read it before you run it.",
     "What is in no record is in no section above: in particular the data of a base that was trained elsewhere.",
@@ -71,6 +72,25 @@ def card_disagreements(text: str, lineage: Lineage) -> list[str]:
     keys = dict.fromkeys(["base_model", "base_model_relation", "datasets", *wanted])
     wrong = [key for key in keys if said.get(key) != wanted.get(key)]
     return [f"{key} is {said.get(key)!r}, the lineage says {wanted.get(key)!r}" for key in wrong]
+
+
+def edited_sections(text: str, release: Release) -> list[str]:
+    """Return which sections of a card are not those that the facts of its release make, its own words on scores and compute aside."""
+    said, wanted = (_sections(card) for card in (text, model_card(release)))
+    known = {title for title in wanted if title not in UNPROVEN}
+    changed = [title for title in wanted if title in known and title in said and said[title] != wanted[title]]
+    return [
+        *(f"its section {title!r} is missing" for title in wanted if title not in said),
+        *(f"its section {title!r} is not known here" for title in said if title not in wanted),
+        *(f"its section {title!r} is not what the records and files say" for title in changed),
+    ]
+
+
+def _sections(card: str) -> dict[str, str]:
+    """Return the body of a card by heading; the name of the model heads the first."""
+    body = card.partition("\n---\n")[2]
+    parts = re.split(r"^##? ", body, flags=re.MULTILINE)
+    return {title: text.strip() for title, _, text in (part.partition("\n") for part in parts if part.strip())}
 
 
 def counted(amounts: Mapping[str, int], most: int = 5) -> str:

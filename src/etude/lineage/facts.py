@@ -62,19 +62,12 @@ class Release:
     compute_lines: Sequence[str] = ()  # the shares of compute in words, `Shares.lines()`
     compute: Mapping[str, Any] = field(default_factory=dict)  # the same for programs, `Shares.to_json()`
     evaluation: Sequence[Measured] = ()
-    audit: Mapping[str, Any] | None = None  # a `Finding`; None: not audited
+    audited: str = "compared with no known base"  # what the audit of the weights says, and against what
 
     @property
     def head(self) -> Record:
         """The record of the released model."""
         return self.lineage.records[self.lineage.head]
-
-    @property
-    def audited(self) -> str:
-        """What the audit of the weights says, and against what."""
-        if self.audit is None:
-            return "compared with no known base"
-        return f"against {self.audit['reference']}: {self.audit['verdict']['sentence']}"
 
 
 def read_architecture(folder: Path) -> Architecture:

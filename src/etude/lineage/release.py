@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import etude
 from etude.errors import UserError
-from etude.files import files_below, publish_folder, sha256_file, write_json, write_text
+from etude.files import files_below, publish_folder, read_json, sha256_file, write_json, write_text
 from etude.lineage.audit.examine import examine, examine_library, open_model
 from etude.lineage.audit.sketch import digest_weights
 from etude.lineage.bom import bom, spdx
@@ -40,9 +41,9 @@ if TYPE_CHECKING:
 
     from etude.lineage.audit.examine import Finding
     from etude.lineage.audit.sketch import Sketch
-    from etude.lineage.compute import Known, Shares
+    from etude.lineage.compute import Known
     from etude.lineage.duties import Duty, Product
-    from etude.lineage.facts import Claim, Measured
+    from etude.lineage.facts import Architecture, Claim, Measured
     from etude.lineage.record import Lineage, Record
     from etude.progress import Reporter
 
@@ -106,8 +107,11 @@ def make_release(
     compared = compare_claims(folder, order.name, bases, sketches, reporter)
     with _work_folder(out) as work:
         _copy_small_files(folder, work, lineage, order)
-        audit = next((finding for match, finding in compared if in_tree(match, lineage)), None)
-        facts = _facts(folder, work, lineage, order, product, compute_shares(lineage, known), audit)
+        measured = (f"against {match.name}: {match.sentence}" for match, _ in compared if in_tree(match, lineage))
+        facts = _facts(work, lineage, order.name, product, read_architecture(folder))
+        shares = compute_shares(lineage, known)
+        facts = replace(facts, compute_lines=shares.lines(), compute=shares.to_json(), evaluation=order.evaluation,
+                        audited=next(measured, facts.audited))  # fmt: skip
         documents = _documents(facts, order, [finding for _, finding in compared])
         missing = unmet(facts.duties, product, documents[CARD], documents[NOTICE])
         _refuse(
@@ -144,11 +148,15 @@ def _work_folder(out: Path) -> Iterator[Path]:
     beside = out.absolute().parent / f".{out.name}.part"
     shutil.rmtree(beside, ignore_errors=True)  # of a release that was killed
     work = beside / out.name
+    made = [folder for folder in beside.parents if not folder.exists()]
     work.mkdir(parents=True)
     try:
         yield work
     finally:
         shutil.rmtree(beside)
+        for folder in made:
+            with suppress(OSError):  # not empty: it was made
+                folder.rmdir()
 
 
 def released_files(record: Record) -> dict[str, FileDigest]:
@@ -188,32 +196,36 @@ def _copy(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
 
 
-def _facts(
-    folder: Path, work: Path, lineage: Lineage, order: Order, product: Product, shares: Shares, audit: dict[str, Any] | None
-) -> Release:  # fmt: skip
+def _facts(work: Path, lineage: Lineage, name: str, product: Product, architecture: Architecture) -> Release:
+    """Return what the records and the small files of a release say."""
     own = work / LICENSE
     digests = [(file, FileDigest(sha256=sha256_file(file), bytes=file.stat().st_size)) for file in files_below(work)]
     small = {file.relative_to(work).as_posix(): digest for file, digest in digests}
     return Release(
-        name=order.name,
+        name=name,
         version=lineage.head[:12],
         lineage=lineage,
         files=dict(sorted((small | lineage.records[lineage.head].weights).items())),
-        architecture=read_architecture(folder),
+        architecture=architecture,
         product=product,
         licence=identify(own.read_text(encoding="utf-8", errors="replace")) if own.exists() else None,
         duties=evaluate(licence_uses(work), product),
-        compute_lines=shares.lines(),
-        compute=shares.to_json(),
-        evaluation=order.evaluation,
-        audit=audit,
     )
+
+
+def as_released(folder: Path, lineage: Lineage) -> Release:
+    """Return the facts of a finished release, as its files have them; scores and shares of compute are only in its documents."""
+    audit = read_json(folder / AUDIT)
+    product = released(load_product(folder / PRODUCT) if (folder / PRODUCT).exists() else None, str(audit["release"]))
+    facts = _facts(folder, lineage, product.model_name or "", product, read_architecture(folder))
+    return replace(facts, audited=str(audit["measured"]))
 
 
 def _documents(facts: Release, order: Order, findings: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Return the texts of a release by path."""
     bases = [{"name": claim.name, "digest": claim.digest} for claim in claims(facts.lineage)]
-    audit = {"release": facts.name, "claims": bases, "findings": findings, "acknowledged": sorted(order.acknowledged)}
+    audit = {"release": facts.name, "claims": bases, "measured": facts.audited, "findings": findings,
+             "acknowledged": sorted(order.acknowledged), "etude": etude.__version__}  # fmt: skip
     return {
         CARD: model_card(facts),
         NOTICE: notice(facts.duties, facts.name),

@@ -7,21 +7,24 @@ edited, licences that were dropped, a base that the weights do not come from.
 
 from __future__ import annotations
 
+import html
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+import etude
 from etude.errors import UserError, one_line
 from etude.files import read_json
 from etude.lineage import release, signing
 from etude.lineage.bom import bom_errors, spdx_errors
-from etude.lineage.card import card_disagreements
+from etude.lineage.card import card_disagreements, edited_sections
 from etude.lineage.duties import evaluate, licence_uses, load_product, released, unmet
 from etude.lineage.facts import claims, in_order
 from etude.lineage.licences import held
 from etude.lineage.record import LINEAGE_FILE, Record, load_lineage
 from etude.lineage.release import ATTESTATIONS, AUDIT, BOM, CARD, NOTICE, PRODUCT, SPDX
 from etude.lineage.signing import PUBLIC_KEY, SIGNATURE, BadSignatureError, fingerprint, statement, statement_errors
-from etude.lineage.tree import wrong_files
+from etude.lineage.tree import draw_svg, wrong_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -196,9 +199,26 @@ def _check_documents(result: Verification, lineage: Lineage) -> None:
         data = release.data_refusals(release.unknown_data(duties), audit["acknowledged"])
         return [*unmet(duties, product, text(CARD), text(NOTICE)), *map(str, data)]
 
-    result.check("card", lambda: card_disagreements(text(CARD), lineage), "says what the records say")
+    def card() -> list[str]:
+        wrong, version = card_disagreements(text(CARD), lineage), read_json(folder / AUDIT).get("etude")
+        if version != etude.__version__ and not wrong:
+            why = (
+                f"written by {f'Etude {version}' if version else 'an older Etude'}, whose words this one does not know"
+            )
+            raise OpenError(f"its metadata are right; its text was {why}")
+        facts = release.as_released(folder, lineage)
+        drawn = [_words(text("tree.svg")), _words(draw_svg(lineage, facts.name))]
+        other = ["tree.svg draws another tree than the records have"] if drawn[0] != drawn[1] else []
+        return [*wrong, *edited_sections(text(CARD), facts), *other]
+
+    result.check("card", card, "says what the records and files say, scores aside; tree.svg draws them")
     result.check("bills of materials", formats, f"{BOM} and {SPDX} are valid and name these weights")
     result.check("duties", duties, "the card and the notice say what the licences ask for, as far as it is known")
+
+
+def _words(svg: str) -> list[str]:
+    """Return the words of a picture, which stay words in it."""
+    return [html.unescape(found) for found in re.findall(r"<text[^>]*>([^<]*)</text>", svg)]
 
 
 def _bases(lineage: Lineage, sketches: Sequence[Sketch]) -> str:

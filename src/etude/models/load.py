@@ -1,6 +1,7 @@
 """Load a model and its tokeniser from a Hugging Face folder, or say in one line why not.
 
-Missing tensors are refused: transformers would fill them with random numbers and go on.
+Missing tensors are refused: transformers would fill them with random numbers and go on. So are tensors that the model has no place
+for, which it would drop: the model is then not the one that its config names, and its descendants would be without them.
 
 Special tokens that a base never learnt are found by their rows, and told apart before they are taught. A token that no text of
 pretraining holds is never the answer, so each step moves its row of the output away from where the hidden states are, and in the same
@@ -57,6 +58,7 @@ def digest_files(files: Iterable[Path], folder: Path, reporter: Reporter, label:
     return digests
 
 
+COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")  # old checkpoints hold what is computed anyway
 TOKENISER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 DeviceWish = Literal["auto", "cpu", "cuda"]
 
@@ -87,6 +89,9 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = N
     lacking = sorted(info["missing_keys"]) + [str(entry[0]) for entry in info.get("mismatched_keys", [])]
     if lacking:
         raise UserError(f"{folder}: its weights lack {len(lacking)} tensors of its config, such as {lacking[0]}")
+    if unknown := sorted(name for name in info["unexpected_keys"] if not name.endswith(COMPUTED)):
+        what = f"{folder}: {type(model).__name__} has no place for {len(unknown)} of its tensors, such as {unknown[0]}"
+        raise UserError(f"{what}, and would lose them; correct config.json, or take them out of the weights")
     return model.to(device).eval()
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from safetensors.numpy import save_file
 
 from etude.errors import UserError
@@ -15,6 +17,7 @@ from etude.files import digest_of_files
 from etude.lineage.audit.examine import compare_tokens, open_model
 from etude.lineage.audit.read_weights import Tokens, shared
 from etude.lineage.audit.sketch import (
+    SUFFIX,
     Facts,
     Sketch,
     digest_weights,
@@ -121,10 +124,24 @@ def test_files_that_are_no_sketches_are_refused(tmp_path: Path) -> None:
             Sketch.load(path)
 
 
+def test_a_damaged_sketch_is_named_and_the_others_serve(tmp_path: Path) -> None:
+    (tmp_path / f"broken{SUFFIX}").write_bytes(b"nothing")
+    sketch_in(tmp_path / "base").save(tmp_path / f"whole{SUFFIX}")
+    lines = io.StringIO()
+    reporter = Reporter(console=Console(file=lines, width=300))
+    assert [each.name for each in known_sketches(tmp_path, reporter)] == ["smollm2-135m", "sprout", "base"]
+    assert "left out" in lines.getvalue()
+    assert f"broken{SUFFIX} is no sketch" in lines.getvalue()
+
+
 def test_no_base_is_replaced_unseen(tmp_path: Path) -> None:
     path = place_for("base", tmp_path / "mine")
     sketch_in(tmp_path / "base").save(path)
-    assert [each.name for each in known_sketches(tmp_path / "mine")] == ["smollm2-135m", "sprout", "base"]
+    assert [each.name for each in known_sketches(tmp_path / "mine", Reporter(quiet=True))] == [
+        "smollm2-135m",
+        "sprout",
+        "base",
+    ]
     taken = (("base", f"has a 'base' already: {path}"), ("sprout", "has a 'sprout' already"))
     for name, why in (*taken, ("../x", "no name for a sketch"), ("", "no name for a sketch")):
         with pytest.raises(UserError, match=why):
@@ -132,7 +149,7 @@ def test_no_base_is_replaced_unseen(tmp_path: Path) -> None:
 
 
 def test_the_shipped_sketches_are_of_the_bases_they_name() -> None:
-    known = {each.name: each for each in known_sketches(None)}
+    known = {each.name: each for each in known_sketches(None, Reporter(quiet=True))}
     assert set(known) == {"smollm2-135m", "sprout"}
     for name, sketch in known.items():
         assert sketch.facts.licence == known_bases()[name].licence
@@ -145,7 +162,7 @@ def test_the_shipped_sketches_are_of_the_bases_they_name() -> None:
 def test_the_sketch_of_sprout_is_that_of_the_sprout_that_ships() -> None:
     """If this fails, sprout was trained anew: delete its sketch and make it again with `etude library add sprout sprout`."""
     sprout, lineage = open_model(resolve("sprout").folder), load_lineage(resolve("sprout").folder)
-    kept = next(each for each in known_sketches(None) if each.name == "sprout")
+    kept = next(each for each in known_sketches(None, Reporter(quiet=True)) if each.name == "sprout")
     assert kept.facts.model_digest == lineage.records[lineage.head].model_digest
     assert kept.facts.model_digest == digest_weights(sprout.weights.path, Reporter(quiet=True))
     again = make_sketch(sprout.weights, sprout.tokens, kept.facts)

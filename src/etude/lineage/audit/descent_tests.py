@@ -38,12 +38,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -136,15 +136,17 @@ class RowMatch:
 
     rows: NDArray[np.intp]  # of A
     partners: NDArray[np.intp]  # of B
-    cosine: float  # mean size over the pairs
+    cosine: float  # mean over the pairs
     sampled: bool = False  # too many rows to assign: some rows of A chose their best of all rows of B
 
 
-def match_rows(a: NDArray[np.float32], b: NDArray[np.float32], *, seed: int = 0) -> RowMatch:
-    """Pair rows of A [h, d] with rows of B [k, d] so that the summed size of their cosines is largest; h and k may differ (pruned).
+def match_rows(a: NDArray[np.float32], b: NDArray[np.float32], *, signed: bool = True, seed: int = 0) -> RowMatch:
+    """Pair rows of A [h, d] with rows of B [k, d] so that the summed cosine is largest; h and k may differ (pruned).
 
-    Its sign says nothing: an up row and its column of down can both be negated, and the model computes the same.
+    Not `signed`: so that the summed size of the cosines is. An up row and its column of down can both be negated, and the model
+    computes the same. Twice the partners to choose from find less, so this is tried beside the signed pairing, not in its place.
     """
+    size = np.asarray if signed else np.abs
     chance = np.random.default_rng(seed)
     # Rows of zeros (padding) resemble nothing, and equal ones each other: in the order of their indices if not shuffled.
     rows_a, rows_b = np.flatnonzero(a.any(axis=1)), chance.permutation(np.flatnonzero(b.any(axis=1)))
@@ -152,7 +154,7 @@ def match_rows(a: NDArray[np.float32], b: NDArray[np.float32], *, seed: int = 0)
     if sampled:
         rows_a = chance.choice(rows_a, min(SAMPLED_ROWS, len(rows_a)), replace=False)
     a, b = unit_rows(a[rows_a]), unit_rows(b[rows_b])
-    chosen, partners, cosines = _best(a, b) if sampled else assign(np.abs(a @ b.T))
+    chosen, partners, cosines = _best(a, b, size) if sampled else assign(size(a @ b.T))
     cosine = float(cosines.mean()) if len(cosines) else 0.0
     return RowMatch(rows_a[chosen], rows_b[partners], cosine, sampled)
 
@@ -165,11 +167,11 @@ def assign(similarity: NDArray[np.floating]) -> Pairing:
     return rows, columns, similarity[rows, columns]
 
 
-def _best(a: NDArray[np.float32], b: NDArray[np.float32]) -> Pairing:
+def _best(a: NDArray[np.float32], b: NDArray[np.float32], size: Callable[[Any], Any]) -> Pairing:
     """Let every row choose for itself. Exchangeable rows choose exchangeable partners: the permutation null holds."""
-    blocks = (np.abs(a[start : start + BLOCK] @ b.T) for start in range(0, len(a), BLOCK))
+    blocks = (size(a[start : start + BLOCK] @ b.T) for start in range(0, len(a), BLOCK))
     columns = np.concatenate([block.argmax(axis=1) for block in blocks])
-    return np.arange(len(a)), columns, np.abs(np.einsum("ij,ij->i", a, b[columns]))
+    return np.arange(len(a)), columns, size(np.einsum("ij,ij->i", a, b[columns]))
 
 
 def unit_rows(matrix: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -157,7 +157,8 @@ def judge(tests: Sequence[Test], tokens: TokenEvidence | None, shapes: ShapeEvid
     surest: dict[str, tuple[float, Test]] = {}  # a test before and after rotating back is one kind, not two
     for test in tests:
         if test.log10_p is not None:
-            log10_p = min(0.0, test.log10_p + math.log10(compared * max(1, len(test.layers))))
+            tries = sum(other.name == test.name for other in tests)  # before and after rotating back
+            log10_p = min(0.0, test.log10_p + math.log10(compared * tries * max(1, len(test.layers))))
             surest[test.name] = min(surest.get(test.name, (1.0, test)), (log10_p, test), key=itemgetter(0))
     same = any(test.name == IDENTITY and test.effect == 1 for test in tests)
     word: Word = "same" if same else _word({name: log10_p for name, (log10_p, _) in surest.items()})
@@ -348,26 +349,26 @@ class _Matched:
             self.equal.append(np.array_equal(rows_a, rows_b))
             return rows_a, carry(rows_b)
 
-        def match(part_a: str, part_b: str, expert: int = 0) -> RowMatch | None:
+        def match(part_a: str, part_b: str, expert: int = 0, signs: Sequence[bool] = (True,)) -> list[RowMatch]:
             if (rows := both(part_a, part_b, expert)) is None:
-                return None
-            return descent_tests.match_rows(rows[0], project(rows[1]) if isinstance(a, Sketch) else rows[1])
+                return []
+            carried = project(rows[1]) if isinstance(a, Sketch) else rows[1]
+            return [descent_tests.match_rows(rows[0], carried, signed=signed) for signed in signs]
 
         for part in ("key", "query"):
             if (rows := both(part, part)) is not None:
                 self.attention.append((at_a, descent_tests.unbiased_cka(*rows)))
         experts = match("router", "router")
-        self.routers += [(at_a, experts)] if experts else []
-        twin = dict(zip(experts.rows.tolist(), experts.partners.tolist(), strict=True)).get(0, 0) if experts else 0
+        self.routers += [(at_a, match) for match in experts]
+        twins = {row: twin for match in experts for row, twin in zip(match.rows, match.partners, strict=True)}
         both_ways = any(isinstance(side, Opened) and side.weights.renamed for side in (a, b))
         ways = [("up", "gate"), ("gate", "up")][: 1 + both_ways]
         for (block_a, block_b), (like_up, like_gate) in itertools.product(_blocks(a.shape, b.shape), ways):
-            ups, gates = (
-                match(f"{block_a}up", block_b + like_up, twin),
-                match(f"{block_a}gate", block_b + like_gate, twin),
-            )
-            self.ups += [(at_a, ups)] if ups else []
-            self.units += [(at_a, ups, gates)] if ups and gates else []
+            twin = int(twins.get(0, 0))
+            ups = match(f"{block_a}up", block_b + like_up, twin, signs=(True, False))
+            self.ups += [(at_a, up) for up in ups]
+            gates = match(f"{block_a}gate", block_b + like_gate, twin)
+            self.units += [(at_a, up, gate) for up, gate in itertools.product(ups, gates)]
 
     def tests(self) -> list[Test]:
         tests = [descent_tests.neuron_test(self.ups)] if self.ups else []

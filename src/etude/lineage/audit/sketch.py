@@ -204,10 +204,18 @@ def shipped() -> Path:
     return Path(str(resources.files("etude.lineage.audit"))) / FOLDER
 
 
-def known_sketches(extra: Path | None) -> list[Sketch]:
-    """Open the shipped sketches and those of a folder, by name; nothing but their headers is read yet."""
-    folders = [shipped(), *([extra] if extra else [])]
-    return [Sketch.load(path) for folder in folders for path in sorted(folder.glob(f"*{SUFFIX}"))]
+def known_sketches(extra: Path | None, reporter: Reporter) -> list[Sketch]:
+    """Open the shipped sketches and those of a folder, by name; nothing but their headers is read yet.
+
+    A damaged one is named and left out: a claim of that very base then counts as one that could not be compared.
+    """
+    sketches = []
+    for path in [path for folder in (shipped(), extra) if folder for path in sorted(folder.glob(f"*{SUFFIX}"))]:
+        try:
+            sketches.append(Sketch.load(path))
+        except UserError as damaged:
+            reporter.say(f"left out: {damaged}")
+    return sketches
 
 
 def place_for(name: str, folder: Path) -> Path:

@@ -74,7 +74,7 @@ class ReleaseStage(Stage):
         from etude.lineage.release import AUDIT, PRODUCT
         from etude.lineage.verify import verify_release
 
-        out, sketches = job.work.folder / RELEASE, known_sketches(job.work.cache / FOLDER)
+        out, sketches = job.work.folder / RELEASE, known_sketches(job.work.cache / FOLDER, job.work.reporter)
         if not out.exists():
             _make(settings, job, out, sketches)
         verification = verify_release(out, None, sketches, job.work.reporter)
