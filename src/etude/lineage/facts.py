@@ -7,6 +7,7 @@ and each document says so in the words of `NOT_KNOWN`.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -147,6 +148,11 @@ def carried(lineage: Lineage) -> list[CarriedLicence]:
     own = lineage.records[lineage.head].licences
     others = {each.sha256: each for record in in_order(lineage) for each in record.licences}
     return [*own, *(each for sha256, each in others.items() if sha256 not in {mine.sha256 for mine in own})]
+
+
+def shown_source(source: str) -> str:
+    """Return where something came from as strangers may read it: of a path on somebody's machine the last part."""
+    return re.sub(r"^(folder|file|git) \S*/(?=[^/\s]+$)", r"\1 …/", source)
 
 
 def is_notice(file: str, *others: str) -> bool:

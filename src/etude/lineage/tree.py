@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from etude.errors import UserError
 from etude.files import read_json, sha256_file
 from etude.lineage.compute import compute_shares, percent, since_base
-from etude.lineage.facts import is_notice
+from etude.lineage.facts import is_notice, shown_source
 from etude.lineage.record import LINEAGE_FILE, Record
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def describe(record: Record, role: str) -> list[str]:
     ]
     if origin := record.origin:
         revision = f" at {origin.revision}" if origin.revision else ""
-        lines.append(f"origin: {origin.name}, {origin.source}{revision}")
+        lines.append(f"origin: {origin.name}, {shown_source(origin.source)}{revision}")
         lines += [f"conversion: {origin.conversion}"] if origin.conversion else []
         on_top = f", on top of {origin.continues}" if origin.continues else ""
         unknown = "see below" if record.parents else "not known"
@@ -250,7 +250,10 @@ def _node(record: Record | Parent) -> Node:
     lines += [f"of it {spent.sampling_flops:.2e} FLOP sampling"] if spent.sampling_flops else []
     if origin is not None:
         unknown = "see above" if record.parents else "compute not known"
-        lines = [origin.source, f"before: {_spent(origin.pretraining) if origin.pretraining else unknown}"]
+        lines = [
+            shown_source(origin.source),
+            f"before: {_spent(origin.pretraining) if origin.pretraining else unknown}",
+        ]
         lines += [f"on top of {origin.continues}"] if origin.continues else []
     lines.append(f"weights {record.model_digest[:12]}, record {record.id[:12]}")
     sizes = [f"{_count(use.tokens)} tokens" if use.tokens else f"{use.files:,} file(s)" for use in record.data]

@@ -1,7 +1,7 @@
 """Which tensor is which where no name is known: by number and by shape.
 
-A renamed model still has a stack of layers, each with the same matrices. The number that most kinds of names have, with the same
-count of values, is the layer, another one the expert; without numbers, the order of the names tells, if the shapes repeat in it.
+A renamed model still has a stack of layers, each with the same matrices. The number that most names have, with the same count of
+values, is the layer, another one the expert; without numbers, the order of the names tells, if the shapes repeat in it.
 D being the width of most matrices, a feed-forward part is two [F, D] beside one [D, F] (which is down), or one [2F, D] that holds up
 and gate; the router of E experts is [E, D]; the keys of grouped queries are the first of two [K, D] with no [D, K] beside them; the
 embedding has the most rows of all outside the layers. Up and gate cannot be told apart by shape: whoever compares them has to try
@@ -46,18 +46,19 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _numbered(matrices: Shapes) -> list[list[str]]:
-    """Return the names of each layer, by the number that takes the same count of values in most kinds of names."""
-    kinds: dict[str, list[str]] = defaultdict(list)
-    for name in matrices:
-        kinds[NUMBER.sub("#", name)].append(name)
-    places = [(names, list(zip(*map(NUMBER.findall, names), strict=True))) for names in kinds.values()]
-    votes = Counter(len(set(place)) for _, numbers in places for place in numbers if len(set(place)) > 1)
-    depth = max(votes, key=lambda count: (votes[count], count), default=0)
+    """Return the names of each layer: by the numbers that, after the same words, take as many values as those of most names."""
+    places = {
+        name: [(NUMBER.sub("#", name[: at.start()]), int(at[0])) for at in NUMBER.finditer(name)] for name in matrices
+    }
+    values: dict[str, set[int]] = defaultdict(set)
+    for before, number in (place for numbers in places.values() for place in numbers):
+        values[before].add(number)
+    votes = Counter(len(values[before]) for numbers in places.values() for before, _ in numbers)
+    depth = max((count for count in votes if count > 1), key=lambda count: (votes[count], count), default=0)
     layers: dict[int, list[str]] = defaultdict(list)
-    for names, numbers in places:
-        fit = [place for place in numbers if 1 < len(set(place)) <= depth]  # some layers may lack a part
-        for name, layer in zip(names, max(fit, key=lambda place: len(set(place)), default=()), strict=False):
-            layers[int(layer)].append(name)
+    for name, numbers in places.items():
+        for layer in [number for before, number in numbers if len(values[before]) == depth][:1]:
+            layers[layer].append(name)
     alike = Counter(frozenset(matrices[name] for name in names) for names in layers.values())
     shapes, times = alike.most_common(1)[0] if alike else ((), 0)
     return [layers[key] for key in sorted(layers)] if len(shapes) > 2 and times > 1 else []
