@@ -160,8 +160,8 @@ def _stages(lineage: Lineage) -> str:
 def _data(lineage: Lineage) -> str:
     header = ["stage", "data", "source", "files", "bytes", "tokens", "licences (bytes)", "left out"]
     rows = [
-        [record.stage, use.name, textwrap.shorten(facts.shown_source(use.source), 120, placeholder=" … (in full in lineage.json)"), use.files,
-         use.bytes, use.tokens, counted(use.licences) or NOT_KNOWN, sum(use.left_out.values())]
+        [record.stage, use.name, textwrap.shorten(facts.shown_source(use.source), 120, placeholder=" … (in full in lineage.json)"),
+         use.files, use.bytes, use.tokens, counted(use.licences) or NOT_KNOWN, sum(use.left_out.values())]
         for record, use in facts.trained_on(lineage)
     ]  # fmt: skip
     unknown = [
