@@ -88,7 +88,7 @@ def attempt(calc: Codebase, *calls: Call) -> tuple[Trace, Left]:
 
 
 def test_what_an_agent_breaks_is_its_own_fault(calc: Codebase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a sandbox without its work runs tests, it has failed; where none does, nothing is known of it."""
+    """A sandbox that has ended is ours (tests/rl/test_environment.py kills one); one that goes on, and whose files cannot be read, is not."""
 
     async def unreadable(*_: object) -> list[Entry]:
         raise SandboxError("file work ended with 1")
@@ -97,11 +97,6 @@ def test_what_an_agent_breaks_is_its_own_fault(calc: Codebase, monkeypatch: pyte
     trace, left = attempt(calc, *MENDING)
     assert (left.entries, trace.made_by["lost"]) == ([], "file work ended with 1")
     assert small.run(score(small.task(), calc, left.entries)).outcome == "fail"
-    with pytest.raises(SandboxError, match="ended with 1"):
-        attempt(
-            dataclasses.replace(calc, ids=("test_calc.py::test_name",), seconds={"test_calc.py::test_name": -8.0}),
-            *MENDING,
-        )
 
 
 def test_code_that_ends_the_sandbox_has_failed(calc: Codebase, monkeypatch: pytest.MonkeyPatch) -> None:

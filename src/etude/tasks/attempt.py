@@ -27,7 +27,7 @@ from etude.sandbox.box import Entry, SandboxError
 from etude.sandbox.layers import lookup
 from etude.sandbox.local import open_sandbox
 from etude.tasks.prompts import not_at_fault
-from etude.tasks.score import MOST_LEFT, sandbox_fails, visible
+from etude.tasks.score import MOST_LEFT, visible
 from etude.tasks.seal import FOLDERS
 from etude.tasks.suite import layers_of, place_of
 
@@ -91,7 +91,7 @@ async def work_on(
 ) -> Left:
     """Have an agent work on a task in a sandbox of its own, and put its diff into its trace. `begin`: its harness, on tools.
 
-    SandboxError: the sandbox failed, and one without the agent's work would fail as well. Cancelled, nothing is left behind.
+    SandboxError: the sandbox has ended, or could not be opened. Cancelled, nothing is left behind.
     """
     async with layers_of(codebase.tree, visible(task, codebase)) as layers:
         async with _opened(place_of(codebase, layers)) as sandbox:
@@ -103,8 +103,7 @@ async def work_on(
                 await harness.run(SYSTEM, trace.task)
                 entries = await sandbox.diff(MOST_LEFT)
             except SandboxError as error:
-                if await sandbox_fails(codebase):
-                    raise
+                await sandbox.exec("true")  # raises if the sandbox has ended, which nothing inside can bring about
                 trace.made_by["lost"] = str(error)  # the agent's doing: it has left nothing
                 entries = []
         below = (*layers, codebase.tree)

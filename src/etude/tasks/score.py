@@ -250,7 +250,9 @@ def suspicious(path: str, content: bytes, known: Iterable[bytes]) -> str:
     return f"touches what runs the tests: {what} in {path}, line {uses[what]}" if what else ""
 
 
-async def tried(task: Task, codebase: Codebase, changes: Sequence[Entry], ignored: tuple[str, ...] = ()) -> Score:
+async def tried(
+    task: Task, codebase: Codebase, changes: Sequence[Entry], ignored: tuple[str, ...] = (), *, again: bool = False
+) -> Score:
     """Run the tests of a task on the broken tree with changes: all as they are, and if they pass, the failing ones with some spoilt.
 
     The first run alone decides what fails: nobody can cheat by failing. It can be told from the others, so what is forged in it is
@@ -276,6 +278,8 @@ async def tried(task: Task, codebase: Codebase, changes: Sequence[Entry], ignore
     except SandboxError as error:
         if await sandbox_fails(codebase):
             return Score("invalid", reason=str(error), ignored=ignored)
+        if not again:  # it may have been an accident
+            return await tried(task, codebase, changes, ignored, again=True)
         return Score("fail", reason=f"its code ends the sandbox: {error}", ignored=ignored)
     return Score("fail" if why else "pass", shares[0], shares[1], why, ignored, seconds)
 
