@@ -1,4 +1,4 @@
-"""The two ways a command can end without being done.
+"""The two ways a command can end without being done, and how strangers' words in a message are made harmless.
 
 `UserError` is for what a user can cause and can put right: the command line shows its one line and exits with 2.
 `Interrupted` is for Ctrl-C and SIGTERM: work is saved, and the command line says how to go on.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import unicodedata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,6 +35,20 @@ def nearest(word: str, known: Iterable[str]) -> str:
     if close:
         return f"; did you mean {' or '.join(repr(name) for name in close)}?"
     return f"; known: {', '.join(names)}" if names else ""
+
+
+LAYOUT = "\n\t"
+
+
+def visible(text: str, layout: str = "") -> str:
+    r"""Return a text that does nothing to a terminal: what does not show, or changes how the rest does, as escapes such as \x1b.
+
+    Names, paths and messages may be the words of strangers. Characters in `layout` stay. Applied twice it is as applied once.
+    """
+    if text.isprintable():
+        return text
+    shows = (char in layout or char.isprintable() or unicodedata.category(char) == "Zs" for char in text)
+    return "".join(c if plain else c.encode("unicode_escape").decode() for c, plain in zip(text, shows, strict=True))
 
 
 def one_line(error: BaseException) -> str:

@@ -12,11 +12,14 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich import console as rich_console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.segment import Segment
+
+from etude.errors import LAYOUT, visible
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 LONG = 2.0  # seconds after which a task deserves to be seen
 LINE_EVERY = 10.0  # seconds between two lines in a log
@@ -24,6 +27,14 @@ STATE_EVERY = 0.5  # seconds between two states for the listener
 BYTES = "B"
 MULTIPLES = ((1e3, "kB"), (1e6, "MB"), (1e9, "GB"))
 SLOW = 0.1  # units a second; fewer would be shown as 0.0
+
+
+class Console(rich_console.Console):
+    """A terminal that only we steer: control codes in what is printed are shown, whoever wrote them."""
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        ours = (part if part.control else Segment(visible(part.text, LAYOUT), part.style) for part in buffer)
+        return super()._render_buffer(ours)
 
 
 @dataclass
@@ -86,6 +97,17 @@ def amount(value: float, unit: str) -> str:
     return f"{value / size:.1f} {multiple}"
 
 
+def counted(counts: Any) -> str:
+    """Return counts by name as people write them: 3 kept, 1 too easy."""
+    if not isinstance(counts, dict):
+        return f"{counts:,}"
+    listed = (
+        f"{name} ({counted(each)})" if isinstance(each, dict) else f"{each:,} {name or 'none'}"
+        for name, each in counts.items()
+    )
+    return ", ".join(listed) or "none"
+
+
 def of_total(task: Task) -> str:
     done = amount(task.done, BYTES) if task.unit == BYTES else f"{task.done:,.0f}"
     return f"{done} of {amount(task.total, task.unit)}"
@@ -115,7 +137,7 @@ def duration(seconds: float) -> str:
 class Reporter:
     """Says things and shows tasks, on standard error."""
 
-    def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
+    def __init__(self, console: rich_console.Console | None = None, *, quiet: bool = False) -> None:
         self.console = console or Console(stderr=True, highlight=False)
         self.quiet = quiet
         self.listener: Callable[[dict[str, Any]], object] | None = None

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from etude.report.page import abridged, fenced, human, in_html, in_markdown, visible
+from etude.errors import visible
+from etude.report.page import abridged, fenced, human, in_html, in_markdown
 from tests.report.parsed import Parsed, parsed_markdown
 
 

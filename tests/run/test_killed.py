@@ -56,7 +56,7 @@ def test_a_signal_stops_in_order_and_says_how_to_go_on(outcome: Any) -> None:
     assert [stop["ended"] for stop in outcome["stops"]] == [130, 143]
     for stop in outcome["stops"]:
         assert "stopping at the next safe place" in stop["said"]
-        assert "Resume with:\n  etude run " in stop["said"]
+        assert "; resume with: etude run " in stop["said"]
         assert "Traceback" not in stop["said"]
         assert stop["again"] == 0, stop["said again"]
         assert "ended without finishing" not in stop["said again"]

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from etude.cli import options
 from etude.errors import UserError, one_line
-from etude.progress import Reporter
+from etude.progress import Console, Reporter
 from etude.report.page import Table, terminal
 
 if TYPE_CHECKING:
@@ -176,7 +175,7 @@ def export(
     traces = _read(file, episode)
     for number, trace in enumerate(traces, 1):
         write_json(atif / f"trajectory-{number}.json", to_atif(trace))
-    typer.echo(f"{len(traces)} in {atif}")
+    options.echo(f"{len(traces)} in {atif}")
 
 
 @trace_app.command("import", epilog="Example: etude trace import out/*.json --out traces.jsonl")
@@ -199,7 +198,7 @@ def import_(
             raise UserError(f"{path} is not a JSON file: {one_line(error)}") from None
         traces.append(from_atif(document, str(path)))
     write_traces(out, traces)
-    typer.echo(f"{len(traces)} in {out}")
+    options.echo(f"{len(traces)} in {out}")
 
 
 def _read(path: Path, episode: str | None = None) -> list[Trace]:
@@ -208,7 +207,7 @@ def _read(path: Path, episode: str | None = None) -> list[Trace]:
 
     traces, torn = read_traces(path)
     if torn:
-        typer.echo(f"note: the last line of {path} is torn ({torn} bytes); its episode is left out", err=True)
+        options.echo(f"note: the last line of {path} is torn ({torn} bytes); its episode is left out", err=True)
     if not traces:
         raise UserError(f"{path} has no whole trace in it")
     if episode is None:

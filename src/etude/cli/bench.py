@@ -11,14 +11,10 @@ from typer.core import TyperGroup
 
 from etude.cli import options
 from etude.errors import UserError
-from etude.files import digest_of, read_json
 from etude.progress import Reporter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from etude.bench.agents import Agent
-    from etude.tasks.manifest import TaskSet
 
 
 class _RunUnlessNamed(TyperGroup):
@@ -28,6 +24,12 @@ class _RunUnlessNamed(TyperGroup):
         if args and args[0] not in {*self.commands, *ctx.help_option_names}:
             args = ["run", *args]
         return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Show its commands, and the options of the one that is meant where none is named."""
+        super().format_help(ctx, formatter)
+        run = self.commands["run"]
+        run.format_help(run.make_context("run", [], ctx, resilient_parsing=True), formatter)
 
 
 about = "Benchmark agents: `etude bench MODEL... --tasks SET`; compare results."
@@ -52,8 +54,8 @@ def run(  # noqa: PLR0913, PLR0917 - an argument for every option
     cache: options.CacheFolder = None,
 ) -> None:  # fmt: skip
     """Run k attempts of every model at every task; an interrupted benchmark resumes with the same command."""
-    from etude.bench.agents import BenchSettings, run_benchmark
-    from etude.run.folder import lock_run
+    from etude.bench.agents import BenchSettings
+    from etude.cli.api import measure
     from etude.tasks.manifest import find_manifest, read_rows
 
     offered = options.chosen_tools(tools).tools
@@ -67,16 +69,9 @@ def run(  # noqa: PLR0913, PLR0917 - an argument for every option
         read_rows(find_manifest(str(tasks), "--tasks"))  # before a server is asked or a model is loaded
     place = options.cache_folder(cache)
 
-    async def work() -> Path:
-        agents = await _agents(models, token_file, device, place, tokeniser)
-        task_set = _tasks(tasks, place, reporter)
-        folder = out or Path("runs", "bench", task_set.name)
-        with lock_run(folder, reporter.say):
-            await run_benchmark(task_set, agents, settings, folder, place, reporter)
-        return folder
-
+    server = {"device": device, "token": options.token_in(token_file), "tokeniser": tokeniser}
     with options.interruptible(reporter, "all finished trials are kept; run the same command to resume"):
-        folder = asyncio.run(work())
+        folder = asyncio.run(measure(models, tasks, settings, out, place, reporter, **server))
     _report([folder], folder, read=price_read, cached=price_cached, written=price_written)
 
 
@@ -91,46 +86,10 @@ def compare(
     _report(folders, target, read=price_read, cached=price_cached, written=price_written)
 
 
-async def _agents(
-    words: Sequence[str], token_file: Path | None, device: str, cache: Path, tokeniser: str
-) -> list[Agent]:
-    """Return the models to measure. All are found before any is loaded."""
-    from etude.agent.policies import find
-    from etude.bench.agents import BUILT_IN, model_agent
-
-    token, reporter = options.token_in(token_file), Reporter()
-    made: dict[str, Agent] = {}
-    for word in words:
-        each = BUILT_IN.get(word)
-        each = each or model_agent(await find(word, device, cache, reporter, token=token, tokeniser=tokeniser))
-        if each.name in made:
-            raise UserError(f"{each.name} is named twice; measure endpoints of one name into folders of their own")
-        made[each.name] = each
-    return list(made.values())
-
-
-def _tasks(path: Path, cache: Path, reporter: Reporter) -> TaskSet:
-    """Build a set from its manifest, or from task folders that `etude tasks build --harbor` wrote."""
-    from etude.tasks.formats import read_task
-    from etude.tasks.manifest import TaskSet, load_set
-
-    if path.is_dir():
-        folders = [path] if (path / "task.toml").exists() else sorted(each.parent for each in path.glob("*/task.toml"))
-        read = [read_task(folder, cache, reporter) for folder in folders]
-        codebases = {f"{codebase.name}=={codebase.version}": codebase for _, codebase in read}
-        digest = digest_of([read_json(folder / "tests" / "etude.json") for folder in folders])
-        task_set = TaskSet(path.absolute().name, digest, tuple(task for task, _ in read), codebases)
-    else:
-        task_set = load_set(path, cache, reporter)
-    if not task_set.tasks:
-        raise UserError(f"{path} holds no tasks; make a set with `etude tasks make`")
-    return task_set
-
-
 def _report(folders: Sequence[Path], target: Path, **prices: float) -> None:
     from etude.bench.axes import Prices
     from etude.report.benchmark import write_report
 
     for line in write_report(folders, target, Prices(**prices) if any(prices.values()) else None):
-        typer.echo(line)
-    typer.echo(f"{target / 'report.md'}, {target / 'report.html'}; pictures beside them")
+        options.echo(line)
+    options.echo(f"{target / 'report.md'}, {target / 'report.html'}; pictures beside them")

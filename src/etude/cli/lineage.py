@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from etude.cli.options import AsJson, CacheFolder, cache_folder, print_json
+from etude.cli.options import AsJson, CacheFolder, cache_folder, echo, print_json
 from etude.errors import UserError
 from etude.files import whole_file
 from etude.lineage.compute import Item, compute_shares
@@ -26,7 +25,7 @@ from etude.lineage.licences import identify, licence_files
 from etude.lineage.record import Lineage, load_lineage
 from etude.lineage.tree import changed_weights, draw_png, draw_svg, find_model, render
 from etude.models.bases import ancestors, locate, resolve
-from etude.progress import Reporter
+from etude.progress import Console, Reporter
 from etude.report.page import Table, print_parts, terminal
 
 if TYPE_CHECKING:
@@ -50,9 +49,9 @@ def show(model: ModelFolder, verify: Verify = False, as_json: AsJson = False) ->
     if as_json:
         print_json(lineage.model_dump(mode="json"))
         return
-    typer.echo("\n".join(render(lineage, str(folder))))
+    echo("\n".join(render(lineage, str(folder))))
     if verify:
-        typer.echo("the weights agree with the record")
+        echo("the weights agree with the record")
 
 
 def _tree(model: Path) -> tuple[Path, Lineage]:
@@ -96,7 +95,7 @@ def draw(
             beside.write_text(draw_svg(lineage, title or str(folder)), encoding="utf-8")
         else:
             draw_png(lineage, title or str(folder), beside)
-    typer.echo(f"drawn: {out}")
+    echo(f"drawn: {out}")
 
 
 library_app = typer.Typer(help="Sketches of known bases, for the audit.", no_args_is_help=True)
@@ -146,7 +145,7 @@ def add(
     make_sketch(opened.weights, opened.tokens, facts).save(file)
     size = file.stat().st_size
     about = facts.model_dump() | {"file": str(file), "bytes": size}
-    print_json(about) if as_json else typer.echo(f"{name}: {file}, {size / 1e6:.1f} MB")
+    print_json(about) if as_json else echo(f"{name}: {file}, {size / 1e6:.1f} MB")
 
 
 @library_app.command("list", epilog="Example: etude library list --json")
@@ -215,7 +214,7 @@ def licences(
         print_json({"licences": [asdict(use) for use in uses], "duties": plain, "unmet": missing})
         return
     for line in [*_lines(uses, duties), *(f"not met yet: {line}" for line in missing), ADVICE]:
-        typer.echo(line)
+        echo(line)
 
 
 def _uses(word: str, cache: Path | None) -> list[LicenceUse]:
@@ -270,11 +269,11 @@ def release(  # noqa: PLR0913, PLR0917 - an argument for every option
         make_release(model, out, order, _sketches(cache), ancestors(), Reporter())
     except RefusedError as refused:
         for refusal in refused.refusals:
-            typer.echo(f"refused ({refusal.reason}): {refusal}", err=True)
-        typer.echo(f"{out} was not made: {len(refused.refusals)} reason(s)", err=True)
+            echo(f"refused ({refusal.reason}): {refusal}", err=True)
+        echo(f"{out} was not made: {len(refused.refusals)} reason(s)", err=True)
         raise typer.Exit(1) from None
-    typer.echo(f"{order.name} is released in {out}, signed with key {fingerprint(public_pem(order.key))}")
-    typer.echo(f"publish the key's fingerprint where buyers trust it; they run: etude verify {out}")
+    echo(f"{order.name} is released in {out}, signed with key {fingerprint(public_pem(order.key))}")
+    echo(f"publish the key's fingerprint where buyers trust it; they run: etude verify {out}")
 
 
 def verify(

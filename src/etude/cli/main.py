@@ -9,11 +9,12 @@ import sys
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
 
 import etude
 from etude.cli import agent, bench, lineage, recipe, rl, run, sandbox, serve, tasks
-from etude.errors import UserError, storage_error
+from etude.cli.options import echo
+from etude.errors import UserError, storage_error, visible
+from etude.progress import Console
 
 app = typer.Typer(
     help="From an open base model to your own coding agent: one recipe, every stage measured, its lineage recorded.",
@@ -41,6 +42,7 @@ app.command(epilog="Example: etude compare smollm2-135m sprout --on ~/my-project
 app.command(epilog="Example: etude serve runs/quickstart")(serve.serve)
 app.command(epilog='Example: etude agent "the parser drops the last line" --model runs/quickstart')(agent.agent)
 app.command(epilog="Example: etude status runs/quickstart --watch")(run.status)
+app.command(epilog="Example: etude summary runs/quickstart")(run.summary)
 app.command(epilog="Example: etude bases smollm2-135m")(run.bases)
 app.command(epilog="Example: etude licences runs/quickstart --product docs/product.toml")(lineage.licences)
 app.command(epilog="Example: etude audit runs/quickstart smollm2-135m")(lineage.audit)
@@ -73,22 +75,22 @@ def main() -> NoReturn:
     except Exception as error:
         if not hasattr(error, "show"):  # only click's own usage errors have it
             raise
+        setattr(error, "message", visible(str(getattr(error, "message", ""))))  # noqa: B010 - words of the command line
         error.show()
         code = int(getattr(error, "exit_code", 2))
     sys.exit(code)
 
 
 def _complain(error: Exception) -> int:
-    from etude.report.page import LAYOUT, visible
-
-    message = visible(f"error: {error}", LAYOUT)  # it may quote names from anywhere
-    Console(stderr=True, highlight=False).print(message, style="red", markup=False, soft_wrap=True)
+    Console(stderr=True, highlight=False).print(
+        f"error: {visible(str(error))}", style="red", markup=False, soft_wrap=True
+    )
     return 2
 
 
 def _version(wanted: bool) -> None:  # noqa: FBT001 - called by typer
     if wanted:
-        typer.echo(f"etude {etude.__version__}")
+        echo(f"etude {etude.__version__}")
         raise typer.Exit
 
 

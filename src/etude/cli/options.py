@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from rich.console import Group
 from rich.live import Live
 
-from etude.errors import Interrupted, UserError, nearest
+from etude.errors import LAYOUT, Interrupted, UserError, nearest, visible
 from etude.models.fetch import default_cache
 from etude.report.page import print_parts
 
@@ -61,8 +62,15 @@ def watch(look: Callable[[], tuple[list[RenderableType], bool]], console: Consol
     print_parts(console, parts)
 
 
+def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
+    """Print plain lines; what strangers wrote in them cannot steer a terminal."""
+    typer.echo(visible(text, LAYOUT), err=err, nl=nl)
+
+
 def print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=1, ensure_ascii=False))
+    """Print JSON; control codes are written as JSON writes them, so that it reads back the same."""
+    text = json.dumps(value, indent=1, ensure_ascii=False)
+    echo(re.sub(r"[^\x20-\x7e\n]", lambda each: each[0] if each[0].isprintable() else json.dumps(each[0])[1:-1], text))
 
 
 def checked(kind: type[Settings], given: dict[str, Any]) -> Settings:

@@ -61,7 +61,7 @@ def init(
     out.write_text(f"{runnable}{LATER}{commented}", encoding="utf-8")
     filled = {"file": tasks, "name": f"{name}-tasks", "repository": folder, "licence": known["LICENCE"]}
     tasks.write_text(TASKS.format(**filled), encoding="utf-8")
-    typer.echo(f"{out} and {tasks} are written. Next:\n  etude run {out} --dry-run\n  etude run {out}\n  etude tasks make {tasks}\n"
+    options.echo(f"{out} and {tasks} are written. Next:\n  etude run {out} --dry-run\n  etude run {out}\n  etude tasks make {tasks}\n"
                f"then uncomment the rest of {out}, with {_stages(first)}")  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def report(run: RunFolder, out: PageFolder = None) -> None:
     whole = stage.finished and (stage.folder / PAGE).exists()  # it was written with the stage, and is in its record
     place = out or stage.folder
     lines = verdict(steps_of(stage.folder)) if whole and out is None else write_report(stage.folder, place)
-    typer.echo("\n".join([*lines, f"report: {place / PAGE}"]))
+    options.echo("\n".join([*lines, f"report: {place / PAGE}"]))
 
 
 @app.command(epilog="Example: etude rl weights runs/agent length=0.2 conduct=0.1")
@@ -58,8 +58,8 @@ def weights(
     wanted = (read_json(path) if path.exists() else {}) | wanted
     now = reweighted(events[-1].weights, wanted)
     write_json(path, wanted)
-    typer.echo("wanted: " + ", ".join(f"{part} {weight:g}" for part, weight in now.items()))
-    typer.echo("groups that close from now on are weighed so; `etude rl watch` and the report show from which step")
+    options.echo("wanted: " + ", ".join(f"{part} {weight:g}" for part, weight in now.items()))
+    options.echo("groups that close from now on are weighed so; `etude rl watch` and the report show from which step")
 
 
 def _change(word: str) -> tuple[str, float]:

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from etude.cli import options
 from etude.errors import UserError, nearest, storage_error
-from etude.progress import Reporter
+from etude.progress import Console, Reporter
 from etude.report.page import Table, human, print_parts, terminal
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def _run_recipe(
     if dry_run:
         _print_plan(runner, recipe, until, as_json=as_json)
         return
-    with options.interruptible(reporter, f"all finished steps are kept in {folder}. Resume with:\n  {command_line()}"):
+    with options.interruptible(reporter, f"all finished steps are kept in {folder}; resume with: {command_line()}"):
         if int(os.environ.get("RANK", "0")) > 0:  # torchrun started several of us, and this is not the one that leads
             join_trainings()
             return
@@ -91,12 +90,12 @@ def _print_plan(runner: Runner, recipe: Recipe, until: str | None, *, as_json: b
                    "lacks": step.lacks} for step in steps]  # fmt: skip
         options.print_json({"recipe": recipe.resolved(), "hash": recipe.hash, "folder": folder, "steps": listed})
     else:
-        typer.echo(f"# resolved recipe {recipe.hash[:12]}, to run in {folder}\n{as_toml(recipe)}")
+        options.echo(f"# resolved recipe {recipe.hash[:12]}, to run in {folder}\n{as_toml(recipe)}")
         for step in steps:
             words = {"kept": "is finished, would be kept", "finish": "is finished, would be published",
                      "reuse": f"would be reused from {step.source}", "run": "would run"}  # fmt: skip
             state = f"cannot run yet: {step.lacks}" if step.lacks else words[step.action]
-            typer.echo(f"{step.entry.name}: {state}")
+            options.echo(f"{step.entry.name}: {state}")
     if lacking := [step.lacks for step in steps if step.lacks]:
         more = f" ({len(lacking) - 1} more above)" if len(lacking) > 1 else ""
         raise UserError(f"{lacking[0]}{more}")
@@ -118,21 +117,36 @@ def _print_outcome(steps: list[Step], folder: Path, *, as_json: bool) -> None:
         sys.stdout.reconfigure(errors="replace")  # a terminal without → must not spoil the end of a long run
     for step in steps:
         print_parts(console, STAGES[step.entry.kind].show(folder / step.entry.name))
-    models = [step.entry.name for step in steps if STAGES[step.entry.kind].makes_model]
-    if models and sum(step.entry.kind not in {BASE, DATA} for step in steps) > 1:
-        _print_ending(names, models[-1], folder, console)
+    trained = [step for step in steps if step.entry.kind not in {BASE, DATA}]
+    if len(trained) > 1 and any(STAGES[step.entry.kind].makes_model for step in steps):
+        _print_ending(names, folder, console)
     print_parts(console, [f"done: {folder}; record: {folder / names[-1] / 'record.json'}"])
 
 
-def _print_ending(names: list[str], model: str, folder: Path, console: Console) -> None:
+def summary(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]) -> None:
+    """Show the results of a run again: what each stage changed, RL's reward, the family tree, what to try next."""
+    from etude.report.status import headline, run_status
+
+    status, console = run_status(run_folder), Console()
+    done = [stage.name for stage in status.stages if stage.state == "done"]
+    if not done:
+        raise UserError(f"{run_folder}: no stage is finished; etude status {run_folder} shows how it stands")
+    _print_ending(done, run_folder, console)
+    print_parts(console, [headline(status)] * (len(done) < len(status.stages)))
+
+
+def _print_ending(names: list[str], folder: Path, console: Console) -> None:
     """Print the results of a chain of stages on one screen."""
     from etude.lineage.record import load_lineage
     from etude.report.ending import next_steps, read_ended, screen
 
     stages = [read_ended(folder / name) for name in names]
+    models = [stage.record.stage for stage in stages if stage.record.weights]
+    if not models:
+        raise UserError(f"{folder} has made no model; etude status {folder} shows its results")
     plain = console.options.ascii_only
     console.rule(f"results of {folder.absolute().name}", characters="-" if plain else "─")
-    console.print(screen(stages, load_lineage(folder / model / "model"), wide=console.width, plain=plain))
+    console.print(screen(stages, load_lineage(folder / models[-1] / "model"), wide=console.width, plain=plain))
     listed = enumerate(next_steps(folder, stages), 1)
     steps = [f"{number}. {what}\n   {command}" for number, (what, command) in listed]
     print_parts(console, [Text("\nnext steps", "bold"), *steps])
@@ -216,7 +230,7 @@ def _print_base(name: str, base: KnownBase) -> None:
             lines += [f"    from: {base.sources[fact]}"] if fact in base.sources else []
     lines += [f"  note: {base.caveat}"] if base.caveat else []
     lines.append(f"  duties: {'; '.join(headline_duties(base.licence))} (facts, not legal advice)")
-    typer.echo("\n".join(lines))
+    options.echo("\n".join(lines))
 
 
 def corpus_report(
@@ -249,4 +263,4 @@ def export(
     """Write MTP heads in a layout that transformers or vLLM loads."""
     from etude.models.mtp_heads import export_heads
 
-    typer.echo(export_heads(model, out, layout))
+    options.echo(export_heads(model, out, layout))

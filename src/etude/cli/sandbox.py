@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from etude.cli.options import AsJson, print_json
+from etude.cli.options import AsJson, echo, print_json
 
 if TYPE_CHECKING:
     from etude.sandbox.box import Result, Sandbox
@@ -35,7 +35,7 @@ def probe(as_json: AsJson = False) -> None:
         print_json([{"backend": each.backend, "works": each.works, "detail": each.detail} for each in results])
     else:
         for each in results:
-            typer.echo(f"{each.backend:<12}{'works' if each.works else 'no':<8}{each.detail}")
+            echo(f"{each.backend:<12}{'works' if each.works else 'no':<8}{each.detail}")
     if not any(each.works for each in results):
         raise typer.Exit(1)
 
@@ -54,14 +54,14 @@ def shell(task: Task, backend: Backend = "auto", seconds: Seconds = 120.0) -> No
     with tempfile.TemporaryDirectory(prefix="etude-shell-") as folder, asyncio.Runner() as runner:
         Path(folder).chmod(0o755)  # the workload is another user
         if left_out := prepare(tree, Path(folder) / "layer"):
-            typer.echo(f"left out: {left_out} special files", err=True)
+            echo(f"left out: {left_out} special files", err=True)
         try:
             box = runner.run(open_sandbox(Place((Path(folder) / "layer",)), backend))
         except SandboxError as error:
             raise UserError(f"{one_line(error)}; `etude sandbox probe` says what works here") from error
         try:
             about = f"sandbox: {box.backend}, with a copy of {tree}; no network; `exit` leaves and discards changes"
-            typer.echo(about, err=True)
+            echo(about, err=True)
             _converse(runner, box, seconds)
         finally:
             runner.run(box.close())
@@ -80,7 +80,7 @@ def _converse(runner: asyncio.Runner, box: Sandbox, seconds: float) -> None:
         try:
             done = runner.run(box.exec(["sh", "-c", LINE, "sh", where, line, mark], timeout=seconds))
         except KeyboardInterrupt:
-            typer.echo(f"^C: no longer waited for; it ends after {seconds:g} s at most", err=True)
+            echo(f"^C: no longer waited for; it ends after {seconds:g} s at most", err=True)
             continue
         errors, marked, ended = done.err.partition(mark.encode())
         if marked:  # else it was killed, or has left the shell
@@ -90,15 +90,13 @@ def _converse(runner: asyncio.Runner, box: Sandbox, seconds: float) -> None:
 
 def _show(done: Result, errors: bytes) -> None:
     """Print the output of a line. It may try to control the terminal: control characters are shown, not sent."""
-    from etude.report.page import LAYOUT, visible
-
     for text, left_out, err in ((done.out, done.cut[0], False), (errors, done.cut[1], True)):
-        typer.echo(visible(text.decode(errors="replace"), LAYOUT), err=err, nl=False)
+        echo(text.decode(errors="replace"), err=err, nl=False)
         if left_out:
-            typer.echo(f"[{left_out:,} bytes left out of the middle]", err=True)
+            echo(f"[{left_out:,} bytes left out of the middle]", err=True)
     notes = [note for note, holds in (("out of time", done.timed_out), ("out of memory", done.oom)) if holds]
     if done.rc or notes:
-        typer.echo(f"[{', '.join([*notes, f'exit code {done.rc}'])}]", err=True)
+        echo(f"[{', '.join([*notes, f'exit code {done.rc}'])}]", err=True)
 
 
 def _ask(where: str) -> str | None:
@@ -113,6 +111,6 @@ def _ask(where: str) -> str | None:
     except EOFError:
         return None
     except KeyboardInterrupt:
-        typer.echo(err=True)
+        echo(err=True)
         return ""
     return None if line.strip() == "exit" else line

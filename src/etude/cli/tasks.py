@@ -10,14 +10,13 @@ from statistics import median_high
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from etude.cli import options
 from etude.cli.options import AsJson, CacheFolder  # noqa: TC001 - typer reads annotations at run time
 from etude.errors import UserError
 from etude.jsonl import MetricsLog
-from etude.progress import Reporter
+from etude.progress import Console, Reporter, counted
 
 if TYPE_CHECKING:
     from etude.tasks.manifest import TaskSet
@@ -61,9 +60,10 @@ def _show_header(header: dict[str, Any]) -> None:
     for package in sorted({name for counts in kept.values() for name in counts}):
         table.add_row(package, *(str(counts.get(package, 0)) for counts in kept.values()))
     Console().print(table)
-    typer.echo(f"{header['name']}: {header['tasks']} tasks; tries: {header['tries']}; {header['seconds']} s of trying")
+    tries = counted(header["tries"])
+    options.echo(f"{header['name']}: {header['tasks']} tasks; tries: {tries}; {header['seconds']} s of trying")
     for package, why in header["left_out"].items():
-        typer.echo(f"left out: {package}: {why}")
+        options.echo(f"left out: {package}: {why}")
 
 
 def _loaded(manifest: Path, cache: Path | None, only: str) -> TaskSet:
@@ -87,7 +87,7 @@ def build(
     if swebench:
         write_swebench(tasks, swebench)
     counts = f"{len(tasks.tasks)} tasks of {len(tasks.codebases)} codebases"
-    typer.echo(f"{tasks.name}: {counts}, digest {tasks.digest[:16]}")
+    options.echo(f"{tasks.name}: {counts}, digest {tasks.digest[:16]}")
 
 
 @app.command(epilog="Example: etude tasks show recipes/tasks/bench.jsonl")
@@ -104,8 +104,8 @@ def show(manifest: ManifestFile, only: Only = "", as_json: AsJson = False) -> No
     else:
         _show_header(header)
         lines, files = (median_high(row["difficulty"][what] for row in wanted) for what in ("lines", "files"))
-        categories = dict(Counter(row["category"] for row in wanted))
-        typer.echo(f"categories: {categories}; median lines: {lines:g}; median files: {files:g}")
+        categories = counted(Counter(row["category"] for row in wanted))
+        options.echo(f"categories: {categories}; median lines: {lines:g}; median files: {files:g}")
 
 
 @app.command(epilog="Example: etude tasks check recipes/tasks/bench.jsonl --sample 20")
@@ -126,11 +126,11 @@ def check(
         reasons = asyncio.run(_checked(loaded, tasks, results))
     wrong = {task: why for task, why in sorted(reasons.items()) if why}
     for task, why in wrong.items():
-        typer.echo(f"{task}: {why}")
-    typer.echo(f"{len(tasks) - len(wrong)} of {len(tasks)} tasks are right")
+        options.echo(f"{task}: {why}")
+    options.echo(f"{len(tasks) - len(wrong)} of {len(tasks)} tasks are right")
     if drop:
         write_without(manifest, wrong, drop)
-        typer.echo(f"{drop} holds those")
+        options.echo(f"{drop} holds those")
     raise typer.Exit(1 if wrong and not drop else 0)
 
 
@@ -179,6 +179,6 @@ def demos(  # noqa: PLR0913, PLR0917 - an argument for every option
     choose_template(tokeniser, template)  # as the sft stage will leave it
     with options.interruptible(reporter, "what was made is kept; run the same command to go on"):
         traces, made = make_demos(settings, tokeniser, out, options.cache_folder(cache), reporter, seed)
-    typer.echo(f"{made['kept']} of {made['wanted']} demonstrations in {traces}")
+    options.echo(f"{made['kept']} of {made['wanted']} demonstrations in {traces}")
     for what in ("tokens", "styles", "wrong turns", "left out", "other ways"):
-        typer.echo(f"{what}: {made[what]}")
+        options.echo(f"{what}: {counted(made[what])}")

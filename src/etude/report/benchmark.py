@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Scores = Mapping[str, Estimate | None]  # by model
     Line = tuple[str | float, ...]
 
-TITLE = "What do these agents do with these tasks?"
+TITLE = "what do these agents do with these tasks?"
 MARKERS = "osD^vPX*"
 BARS = 30
 HEAD = 20  # characters of a model's name over a column
@@ -90,13 +90,17 @@ class Scored:
         rows = metric.rows(trials)
         return estimate(rows, statistic, rate=metric.rate, signed=metric.signed, least=least)
 
+    def limit(self, name: str, most: float) -> float:
+        """Return how far an axis of turns or tokens goes: as far as a trial may, so that pictures under one set of rules compare."""
+        return max(most, 2.0, float(self.results.header.sampling.get("harness", {}).get(name, 1)))
+
     def apart(self, one: str, other: str, metric: Metric = SCORE) -> Estimate | None:
         """Return by how much one model is above another on the tasks of both."""
         rows, against = (metric.rows(self.valid[model]) for model in (one, other))
         return estimate(rows, against=against, rate=metric.rate)
 
 
-def write_report(folders: Sequence[Path], target: Path, prices: Prices | None = None) -> list[str]:
+def write_report(folders: Sequence[Path], target: Path, prices: Prices | None = None, stage: str = "") -> list[str]:
     """Write report.md, report.html and pictures on one folder of trials, or on several to be compared; return its first lines."""
     scored = Scored(read_together(folders))
     if not any(scored.valid.values()):
@@ -109,9 +113,10 @@ def write_report(folders: Sequence[Path], target: Path, prices: Prices | None = 
     draw_score_against_tokens(target / TOKENS.file, scored)
     draw_groups(target / CATEGORIES.file, scored.by["category"], CATEGORIES.about)
     draw_groups(target / PACKAGES.file, scored.by["package"], PACKAGES.about)
-    draw_lengths(target / LENGTHS.file, scored.valid)
+    draw_lengths(target / LENGTHS.file, scored)
     lines = verdict(scored)
-    write_page(target, TITLE, _page(scored, prices, lines), wide=True)
+    titled = f"{stage or ', '.join(folder.absolute().name for folder in folders)}: {TITLE}"
+    write_page(target, titled, _page(scored, prices, lines), wide=True, in_run=bool(stage))
     return lines
 
 
@@ -244,7 +249,7 @@ def wrapped(name: str, line: int = 26, lines: int = 2) -> str:
 
 def draw_score_against_tokens(path: Path, scored: Scored) -> None:
     """Draw what a score takes; the line joins the models that no other beats in both."""
-    places, highest = [], 0.0
+    places = []
     with drawing(path, 10, 4.6) as figure:
         axis: Any = figure.subplots()
         for at, (model, score) in enumerate((model, score) for model, score in scored.scores.items() if score):
@@ -254,11 +259,9 @@ def draw_score_against_tokens(path: Path, scored: Scored) -> None:
             spread = [[value - low], [high - value]]
             axis.errorbar(tokens, value, spread, label=wrapped(model), markersize=7, capsize=3, clip_on=False, **look)
             places.append((tokens, value))
-            highest = max(highest, high)
         best = frontier(places)
         axis.plot([tokens for tokens, _ in best], [value for _, value in best], color=SOFT, zorder=0)
-        axis.set_ylim(0, max(5.0, 1.08 * highest))
-        axis.margins(x=0.15)
+        axis.set(xlim=(1, scored.limit("tokens", max((tokens for tokens, _ in places), default=1))), ylim=(0, 100))
         token_scale(axis)
         axis.set_title("Score against tokens: up and left is better", loc="left")
         axis.set(xlabel="tokens written in a trial, median", ylabel="avg@k, %")
@@ -296,21 +299,24 @@ def draw_groups(path: Path, groups: Mapping[str, Scores], title: str) -> None:
         figure.suptitle(title, fontsize=10, fontweight="bold", x=0.02, ha="left")
 
 
-def draw_lengths(path: Path, valid: Mapping[str, Sequence[Trial]]) -> None:
+def draw_lengths(path: Path, scored: Scored) -> None:
     """Draw how many turns and tokens trials take, a line a model, fails upon passes."""
     import numpy as np
 
+    valid, attempts = scored.valid, max(Counter(trial.model for trial in scored.results.trials).values(), default=1)
     turns = {model: [trial.turns for trial in trials] for model, trials in valid.items()}
     written = {model: [max(trial.tokens.get("written", 0), 1) for trial in trials] for model, trials in valid.items()}
-    most = max((count for counts in turns.values() for count in counts), default=1)
-    tokens = [count for counts in written.values() for count in counts] or [1]
-    step = math.ceil(most / BARS) or 1
-    steps, powers = np.arange(0.5, most + 1 + step, step), np.geomspace(min(tokens) * 0.95, max(tokens) * 1.05, BARS)
+    most, longest = (
+        scored.limit(name, max((count for counts in each.values() for count in counts), default=1))
+        for name, each in (("turns", turns), ("tokens", written))
+    )
+    step = math.ceil(most / BARS)
+    steps, powers = np.arange(0.5, most + 1 + step, step), np.geomspace(0.95, longest * 1.05, 2 * BARS)
     with drawing(path, 10, 1.3 + 1.15 * len(valid)) as figure:
         axes = figure.subplots(len(valid), 2, sharex="col", squeeze=False)
         for (model, trials), (left, right) in zip(valid.items(), axes, strict=True):
-            _histogram(left, turns[model], trials, steps)
-            _histogram(right, written[model], trials, powers)
+            _histogram(left, turns[model], trials, steps, attempts)
+            _histogram(right, written[model], trials, powers, attempts)
             token_scale(right)
             left.set_ylabel(wrapped(model), rotation=0, ha="right", va="center")
         axes[0, 0].set_title("Turns of a trial", loc="left")
@@ -318,11 +324,13 @@ def draw_lengths(path: Path, valid: Mapping[str, Sequence[Trial]]) -> None:
         axes[0, 1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.05), frameon=False)
 
 
-def _histogram(axis: Any, counts: Sequence[int], trials: Sequence[Trial], edges: Any) -> None:
+def _histogram(axis: Any, counts: Sequence[int], trials: Sequence[Trial], edges: Any, attempts: int) -> None:
     from matplotlib.ticker import MaxNLocator
 
     parts = [[n for n, trial in zip(counts, trials, strict=True) if trial.outcome == kind] for kind in ("pass", "fail")]
-    axis.hist(parts, edges, stacked=True, color=[COLOURS[2], SOFT], label=["pass", "fail"])
+    bars, *_ = axis.hist(parts, edges, stacked=True, color=[COLOURS[2], SOFT], label=["pass", "fail"])
     axis.yaxis.set_major_locator(MaxNLocator(3, integer=True))
+    steps = (attempts * share for share in (0.25, 0.5, 1))  # so that most pictures have the same axis
+    axis.set_ylim(0, next(most for most in steps if most >= max(map(max, bars))))
     if counts:
         axis.axvline(median(counts), color="black", linewidth=1.2, label="median")

@@ -48,7 +48,7 @@ SOURCES, LICENCES = 15, 8  # bars; the rest is added up
 NAME = 26  # characters beside a bar
 
 
-def write_report(corpus: Path, target: Path) -> None:
+def write_report(corpus: Path, target: Path, *, in_run: bool = False) -> None:
     """Write report.md, report.html and report.png; the same corpus gives the same files."""
     manifest = load_manifest(corpus)
     try:
@@ -58,7 +58,8 @@ def write_report(corpus: Path, target: Path) -> None:
     except (FileNotFoundError, ValueError) as error:
         raise UserError(f"{corpus} is not a whole corpus: {error}; build it again") from None
     draw(manifest, target / PICTURE.file)
-    page.write_page(target, TITLE, {**_contents(manifest), **_left_out(manifest, samples, hits), **_made(manifest)})
+    blocks = {**_contents(manifest), **_left_out(manifest, samples, hits), **_made(manifest)}
+    page.write_page(target, TITLE, blocks, in_run=in_run)
 
 
 def shown(folder: Path, target: Path) -> list[RenderableType]:

@@ -6,6 +6,7 @@ as better or worse only where its 95 % interval says so.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -18,20 +19,21 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.agent.tools import ToolSettings
-from etude.bench.statistics import estimate
 from etude.bench.trials import read_results
+from etude.errors import UserError
 from etude.files import read_json
 from etude.lineage.compute import compute_shares, percent
 from etude.lineage.record import Lineage, Record, load_record
 from etude.models.bases import ancestors
+from etude.report import page
 from etude.report.page import human
 from etude.report.rl import steps_of
 from etude.rl.metrics import ENOUGH, smooth
 from etude.rl.view import percent as share
-from etude.run.stages.release import RELEASE
+from etude.run.folder import RELEASE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
 
@@ -163,7 +165,11 @@ def _bench(stage: Ended, earlier: Sequence[Ended]) -> Iterator[Measure]:
         return
     solved, low, high, calls = _floats(stage.record, "solved", "solved_low", "solved_high", "valid_calls")
     old = next((each for each in reversed(earlier) if _asked(each.record) == asked and each.trials), None)
-    gain = estimate(stage.trials, against=old.trials) if old else None
+    gain = None
+    if old:
+        from etude.bench.statistics import estimate  # scipy: `etude status` must not wait for it
+
+        gain = estimate(stage.trials, against=old.trials)
     if old is None or gain is None:
         yield from (_rate("solved", solved, (low, high)), Measure("valid calls", share(calls)))
     else:
@@ -187,6 +193,36 @@ def _asked(record: Record) -> tuple[list[str], dict[str, Any]]:
     """Return the tasks and the settings that decide what a benchmark measures."""
     without = {"tasks", "against", "concurrency", "device"}
     return [use.digest for use in record.data], {k: v for k, v in record.recipe.stage.items() if k not in without}
+
+
+def in_short(stage: Ended, before: Sequence[Ended] = ()) -> str:
+    """Return how much a stage did, and the first thing it measured, in one line."""
+    try:
+        first = measures(stage, before)[0]
+    except (KeyError, TypeError, ValueError, IndexError):  # of another version of Etude
+        return ""
+    measured = " ".join(part for part in (first.what, first.value, first.change, first.verdict) if part)
+    return "; ".join(part for part in (did(stage.record).replace("\n", ", "), measured) if part)
+
+
+def write_overview(run: Path, name: str, stages: Sequence[Ended]) -> None:
+    """Write the run's own page: what each stage measured, and the way to its report."""
+    rows = []
+    for at, stage in enumerate(stages):
+        about = (stage.record.stage, did(stage.record).replace("\n", ", "))
+        for each in measures(stage, stages[:at]):
+            rows.append((*about, each.what, each.value, each.change, each.verdict))
+            about = ("", "")
+    heads = ("stage", "what it did", "measured", "before → after", "change", "")
+    links = []
+    for record in (stage.record for stage in stages):
+        file = next((file for file in ("report.html", "report.md") if file in record.outputs), None)
+        links += [page.Link(record.stage, f"{record.stage}/{file}")] if file else []
+    page.write_page(
+        run,
+        f"{name}: what did each stage change?",
+        {"": [page.Table(heads, rows), footnote(stages)], "Reports": [*links]},
+    )
 
 
 def took(record: Record) -> str:
@@ -350,6 +386,15 @@ def _reward(stage: Ended, wide: int) -> list[str]:
     means = smooth([(reward, episodes) for _, reward, episodes in stage.rewards], reach)
     title = f"reward of {name} by step" + f", moving mean of {2 * reach + 1} steps" * (reach > 0)
     return [title, *curve(means, stage.rewards[0][0], stage.rewards[-1][0], wide)]
+
+
+def read_all(run: Path, names: Iterable[str]) -> list[Ended]:
+    """Read the finished stages of a run; one whose files cannot be read is left out."""
+    stages = []
+    for name in names:
+        with contextlib.suppress(OSError, ValueError, KeyError, UserError):
+            stages.append(read_ended(run / name))
+    return stages
 
 
 def read_ended(folder: Path) -> Ended:

@@ -12,7 +12,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from etude.report import page
+from etude import errors
 from etude.rewards.reward import total
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _KINDS = ("thinking", "calls", "said", "answers", "summary")
 
 def visible(text: str) -> str:
     """Return a text that does nothing to a terminal; lines and tabs stay."""
-    return page.visible(text.replace("\r\n", "\n"), page.LAYOUT)
+    return errors.visible(text.replace("\r\n", "\n"), errors.LAYOUT)
 
 
 def show(trace: Trace, console: Console, *, full: bool = False) -> None:

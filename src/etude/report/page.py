@@ -1,7 +1,7 @@
 """What every report is made of: tables, pages and pictures.
 
-Names and excerpts are the words of strangers. `visible` spells out characters that do not show or that change how others do, so that
-nothing can steer a terminal; each writer then escapes at the one place where it writes.
+Names and excerpts are the words of strangers: `errors.visible` spells out what does not show or changes how the rest does, and each
+writer then escapes at the one place where it writes.
 
 A page is blocks under headings, put together once and written twice, as Markdown and as HTML that needs no other file. Pictures lie
 beside the page; the HTML holds them, too. All pictures have one style, axes with labels, and a file that is whole or not there.
@@ -13,15 +13,16 @@ from __future__ import annotations
 import base64
 import html
 import re
-import unicodedata
 from contextlib import contextmanager
 from importlib import resources
 from string import Template
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
 
 from rich import table as rich_table
 from rich.text import Text
 
+from etude.errors import LAYOUT, visible
 from etude.files import whole_file, write_text
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console, RenderableType
 
-LAYOUT = "\n\t"
 Cell = str | float
 ESCAPES = str.maketrans(
     {sign: f"\\{sign}" for sign in "\\`*_{}[]~$!#"} | {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;"}
@@ -51,11 +51,10 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[Cell]]
 
 
-def visible(cell: Cell, layout: str = "") -> str:
-    r"""Write a cell out, its hidden characters as escapes such as \x1b; those in `layout` stay."""
+def written(cell: Cell, layout: str = "") -> str:
+    """Write a cell out, its hidden characters as escapes; those in `layout` stay."""
     text = cell if isinstance(cell, str) else f"{cell:,}" if isinstance(cell, int) else f"{cell:.1%}"
-    plain = (char in layout or char.isprintable() or unicodedata.category(char) == "Zs" for char in text)
-    return "".join(c if shows else c.encode("unicode_escape").decode() for c, shows in zip(text, plain, strict=True))
+    return visible(text, layout)
 
 
 def terminal(table: Table, **look: Any) -> rich_table.Table:
@@ -64,7 +63,7 @@ def terminal(table: Table, **look: Any) -> rich_table.Table:
         title = Text(visible(head.removeprefix(">"), LAYOUT))
         drawn.add_column(title, justify="right" if head.startswith(">") else "left", overflow="fold")
     for row in table.rows:
-        drawn.add_row(*(Text(visible(cell, LAYOUT)) for cell in row))
+        drawn.add_row(*(Text(written(cell, LAYOUT)) for cell in row))
     return drawn
 
 
@@ -100,12 +99,21 @@ class Picture(NamedTuple):
     about: str
 
 
-Block = str | Table | Folded | Picture
+class Link(NamedTuple):
+    """Another page, by its address relative to this one."""
+
+    text: str
+    address: str
+
+
+Block = str | Table | Folded | Picture | Link
 Page = dict[str, list[Block]]  # by heading
 
 
-def write_page(folder: Path, title: str, page: Page, *, wide: bool = False) -> None:
-    """Write report.md and report.html beside the pictures that are already there."""
+def write_page(folder: Path, title: str, page: Page, *, wide: bool = False, in_run: bool = False) -> None:
+    """Write report.md and report.html beside the pictures that are already there. `in_run`: a stage's, with the way to the others."""
+    if in_run:
+        page = {**page, "The run": [Link("All stages of this run, and their reports", "../report.html")]}
     write_text(folder / "report.md", markdown(title, page))
     template = resources.files("etude.report").joinpath("page.html").read_text(encoding="utf-8")
     content = _joined(page, "<h2>{}</h2>", lambda block: block_in_html(block, folder), "\n")
@@ -124,11 +132,11 @@ def _joined(page: Page, head: str, write: Callable[[Block], str], between: str) 
 
 def in_markdown(cell: Cell) -> str:
     """Return what Markdown shows as this text, in one line, also in a table."""
-    return visible(cell).translate(ESCAPES)
+    return written(cell).translate(ESCAPES)
 
 
 def in_html(cell: Cell, layout: str = "") -> str:
-    return html.escape(visible(cell, layout))
+    return html.escape(written(cell, layout))
 
 
 def fenced(text: str) -> str:
@@ -142,6 +150,8 @@ def block_in_markdown(block: Block) -> str:
         return in_markdown(block)
     if isinstance(block, Picture):
         return f"![{in_markdown(block.about)}]({block.file})"
+    if isinstance(block, Link):
+        return f"[{in_markdown(block.text)}]({quote(block.address)})"
     if isinstance(block, Folded):
         texts = [f"{in_markdown(name)}\n\n{fenced(text)}" for name, text in block.texts]
         return "\n\n".join([f"### {in_markdown(block.title)}", *texts])
@@ -158,6 +168,8 @@ def block_in_html(block: Block, folder: Path) -> str:
     if isinstance(block, Picture):
         source = f"data:image/png;base64,{base64.b64encode((folder / block.file).read_bytes()).decode()}"
         return f'<figure class="wide"><img alt="{in_html(block.about)}" src="{source}"></figure>'
+    if isinstance(block, Link):
+        return f'<p><a href="{html.escape(quote(block.address))}">{in_html(block.text)}</a></p>'
     if isinstance(block, Folded):
         texts = [f"<p>{in_html(name)}</p>\n<pre>\n{in_html(text, LAYOUT)}</pre>" for name, text in block.texts]
         return "\n".join([f"<details><summary>{in_html(block.title)}</summary>", *texts, "</details>"])
@@ -202,6 +214,7 @@ def token_scale(axis: Any, linear_to: float = 0.0) -> None:
         axis.set_xscale("symlog", linthresh=linear_to)
     else:
         axis.set_xscale("log")
-        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        low, high = axis.get_xlim()
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(FuncFormatter(lambda count, _: human(count)))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Points = list[tuple[int, float]]  # step, value
 
 METRICS, PAGE = "metrics.jsonl", "report.html"
-TITLE = "What did this agent learn, and what did it cost?"
+TITLE = "what did this agent learn, and what did it cost?"
 ABOUT_PICTURES = {
     "reward.png": "Reward, its parts, and tasks solved, by step",
     "health.png": "Entropy, KL, mismatch of log-probs, importance ratio, gradient",
@@ -100,14 +100,15 @@ def steps_of(folder: Path) -> list[Row]:
     return sorted(rows, key=lambda row: row["step"])
 
 
-def write_report(folder: Path, target: Path) -> list[str]:
+def write_report(folder: Path, target: Path, stage: str = "") -> list[str]:
     """Write report.md, report.html and their pictures; return the first lines."""
     rows = steps_of(folder)
     drawn = pictures(rows)
     for file, panels in drawn.items():
         draw(target / file, panels, rows)
     lines = verdict(rows)
-    write_page(target, TITLE, _page(rows, lines, list(drawn), _samples(folder)), wide=True)
+    titled = f"{stage or folder.absolute().name}: {TITLE}"
+    write_page(target, titled, _page(rows, lines, list(drawn), _samples(folder)), wide=True, in_run=bool(stage))
     return lines
 
 
@@ -284,8 +285,8 @@ def _scale(axis: Any, panel: Panel) -> None:
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_minor_formatter(NullFormatter())
     elif axis.dataLim.ymin >= 0:
-        least = 0.05 if panel.look == "percent" else 1e-9  # or nothing but zeros get ticks of a millionth
-        axis.set_ylim(0, 1 if panel.look == "stacked" else max(1.08 * axis.dataLim.ymax, least))
+        most = 1.08 * axis.dataLim.ymax or 1.0  # nothing but zeros: a line at the bottom of a plain axis
+        axis.set_ylim(0, 1 if panel.look == "stacked" else max(most, 0.05) if panel.look == "percent" else most)
     shares = panel.look in {"percent", "stacked"}
     axis.yaxis.set_major_formatter(PercentFormatter(1) if shares else FuncFormatter(lambda value, _: number(value)))
 

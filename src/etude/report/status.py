@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from etude.errors import UserError
 from etude.files import read_json
 from etude.lineage.record import RECORD_FILE
 from etude.progress import Task, duration, of_total, speed
+from etude.report.ending import in_short, read_all
 from etude.run.folder import PROGRESS, all_work, missing_files, readable_record, running_owner
 
 STALE = 30.0  # seconds without news after which a running stage's rate is no longer believed
@@ -84,12 +86,13 @@ def _progress(work: Path) -> dict[str, Any] | None:
 
 def status_table(status: RunStatus) -> Table:
     """Draw it for the terminal."""
-    table = Table("stage", "state", "progress", "rate", "time left", "best")
+    table = Table("stage", "state", "progress", "rate", "time left", "result", box=None, pad_edge=False)
     colours = {"done": "green", "running": "cyan", "stopped": "yellow", "waiting": "dim", "damaged": "red"}
+    finished = read_all(Path(status.run), [stage.name for stage in status.stages if stage.state == "done"])
+    results = {ended.record.stage: in_short(ended, finished[:at]) for at, ended in enumerate(finished)}
     for stage in status.stages:
-        shown = f"[{colours[stage.state]}]{stage.state}[/]"
-        best = ", ".join(_metric(*pair) for pair in stage.summary.items())
-        table.add_row(stage.name, shown, *_progress_cells(stage), best)
+        cells = (*_progress_cells(stage), results.get(stage.name, ""))
+        table.add_row(Text(stage.name), Text(stage.state, colours[stage.state]), *map(Text, cells))
     return table
 
 
@@ -116,7 +119,3 @@ def _progress_cells(stage: StageStatus) -> tuple[str, str, str]:
         return (done, "", f"no news for {duration(stage.progress['age'])}")
     left = task.seconds_left
     return (done, speed(task), duration(left) if left is not None else "")
-
-
-def _metric(name: str, value: Any) -> str:
-    return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 MODEL = "model"
 METRICS = "metrics.jsonl"
 PROGRESS = "progress.json"
+RELEASE = "release"  # the folder that a release stage makes inside its own
 SHORT = 12  # characters of a digest in a folder name
 
 

@@ -33,6 +33,7 @@ from etude.lineage.record import (
 )
 from etude.models.load import choose_device, digest_files
 from etude.recipe.recipe import DATA, Recipe, StageEntry, as_toml
+from etude.report.ending import read_all, write_overview
 from etude.run import folder as layout
 from etude.run.folder import METRICS, MODEL, PROGRESS, finished, readable_record
 from etude.run.stage import Ahead, Job, Model, Outcome, Stage
@@ -108,6 +109,8 @@ class Runner:
             for entry in wanted:
                 step = self._step(entry, recipe.seed, model.record if model else None, corpus)
                 steps.append(self._do(step, recipe, model))
+                ended = read_all(self.folder, [each.entry.name for each in steps])
+                write_overview(self.folder, recipe.name, ended)
                 if self.stages[entry.kind].makes_model:
                     model = self._model(entry)
                 elif entry.kind == DATA:

@@ -38,6 +38,7 @@ from etude.data.chat import Encoded
 from etude.errors import UserError
 from etude.files import digest_of, whole_file
 from etude.jsonl import MetricsLog
+from etude.progress import counted
 from etude.sandbox.box import SandboxError
 from etude.tasks.attempt import searcher_for, work_on
 from etude.tasks.generators.mutation import OPERATORS
@@ -464,8 +465,10 @@ def make_demos(
     with MetricsLog(folder / "log.jsonl") as log:
         made = asyncio.run(make(made_by, folder, log, reporter, jobs(tasks.tasks, settings)))
     if not made["kept"]:
-        raise UserError(f"none of {made['wanted']} demonstrations of {settings.tasks} passed: {made['left out']}")
-    reporter.say(f"{made['kept']} of {made['wanted']} demonstrations; left out: {made['left out'] or 'none'}")
+        raise UserError(
+            f"none of {made['wanted']} demonstrations of {settings.tasks} passed: {counted(made['left out'])}"
+        )
+    reporter.say(f"{made['kept']} of {made['wanted']} demonstrations; left out: {counted(made['left out'])}")
     return folder / TRACES, made
 
 

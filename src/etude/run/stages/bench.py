@@ -84,7 +84,7 @@ class BenchStage(Stage):
         asyncio.run(run_benchmark(tasks, agents, settings, folder, work.cache, work.reporter))
         free_gpu_memory()
         _count_compute(folders, time.monotonic() - began, job)
-        write_json(folder / RESULTS, {"lines": write_report([folder], folder)})
+        write_json(folder / RESULTS, {"lines": write_report([folder], folder, stage=job.name)})
         return Outcome(
             parents=[job.model.as_parent("compared")],
             data=[file_used(manifest, f"{manifest.name} ({len(tasks.tasks)} tasks)")],

@@ -59,7 +59,7 @@ class DataStage(Stage):
 
     def run(self, settings: DataSettings, job: Job) -> Outcome:
         manifest = Build(settings, job.work, _seed(settings, job.seed), job.parent.folder if job.parent else None).run()
-        write_report(job.work.folder, job.work.folder)
+        write_report(job.work.folder, job.work.folder, in_run=True)
         teachers = [job.model] if any(source.generated_by for source in manifest.sources) else []
         return Outcome(
             parents=[model.as_parent("teacher") for model in teachers],

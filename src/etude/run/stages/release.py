@@ -17,12 +17,12 @@ from etude.lineage.audit.sketch import FOLDER, known_sketches
 from etude.lineage.duties import evaluate, licence_uses, load_product, released
 from etude.lineage.facts import base_names
 from etude.models.bases import ancestors
+from etude.run.folder import RELEASE
 from etude.run.stage import Ahead, Job, Outcome, Stage
 
 if TYPE_CHECKING:
     from etude.lineage.verify import Verification
 
-RELEASE = "release"
 RESULTS = "results.json"
 
 

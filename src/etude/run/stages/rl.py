@@ -108,7 +108,7 @@ def _trained(tasks: TaskSet, settings: RlSettings, job: Job) -> None:
     start = parent.absolute()
     asyncio.run(orchestrate(environment, start, settings, work, job.seed, before=lambda: _tasks_work(tasks)))
     carried = complete_model(parent, work.folder / MODEL)
-    write_report(work.folder, work.folder)
+    write_report(work.folder, work.folder, job.name)
     results = {
         "device": device_name(choose_device(settings.device).type),
         "tasks": len(tasks.tasks),

@@ -19,6 +19,7 @@ from etude.errors import UserError
 from etude.files import digest_of, link_or_copy, sha256_file
 from etude.models.load import load_tokeniser, tell_apart
 from etude.models.shape import model_shape
+from etude.progress import counted
 from etude.run.folder import MODEL
 from etude.run.stage import Job, Outcome, code_used, file_used
 from etude.run.stages.training import Training, TrainingStage, joint_objective, open_corpus, train_and_report
@@ -202,7 +203,7 @@ def _packed(settings: SftSettings, template: ChatTemplate, length: int, seed: in
     if settings.code:
         made, counts = conversations_from_code(read_codebase(Path(settings.code).expanduser()), seed=seed)
         every += made
-        notes.append(f"made from {settings.code}: {_words(counts)}")
+        notes.append(f"made from {settings.code}: {counted(counts)}")
     parts = zip(("train", "heldout"), split(every, settings.heldout, seed), strict=True)
     encoded = {name: [each for chat in chats for each in template.encode(chat)] for name, chats in parts}
     episodes = [each for name in settings.traces for each in read_samples(Path(name).expanduser(), template.tokeniser)]
@@ -212,7 +213,7 @@ def _packed(settings: SftSettings, template: ChatTemplate, length: int, seed: in
     chats, became = pack_chat(
         encoded, length=length, separator=template.end_token, vocabulary=len(template.tokeniser), too_long=settings.too_long
     )  # fmt: skip
-    notes += [f"{name}: {_words(counts)}" for name, counts in became.items() if counts]
+    notes += [f"{name}: {counted(counts)}" for name, counts in became.items() if counts]
     return chats, notes
 
 
@@ -226,10 +227,6 @@ def _untrained(settings: SftSettings, model: Any, tokeniser: Any, chats: Corpus,
     done = "drawn anew" if draw else "left as they are, so that it can hardly tell them apart"
     named = ", ".join(tokeniser.convert_ids_to_tokens(untrained))
     return [f"special tokens the base never learnt, their embeddings {done}: {named}"] if untrained else []
-
-
-def _words(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count:,} {what}" for what, count in counts.items())
 
 
 def _measurement(settings: SftSettings, heldout: list[Batch], tokeniser: Any, corpus: Corpus | None) -> Evaluate:
