@@ -99,9 +99,8 @@ class Loop:
     micro: int  # rows at once
     device: torch.device
     world: World
-    on_part: Callable[[float], object] = lambda _: (
-        None
-    )  # told the share of the step that each micro-batch but the last was
+    # told the share of the step that each micro-batch but the last was
+    on_part: Callable[[float], object] = lambda _: None
     graphs: Replay | None = None  # how a small model on a GPU does not wait for its host
     done: int = 0  # steps
     position: dict[str, Any] = field(default_factory=dict)  # of the source after the last step: it may be one ahead
