@@ -20,7 +20,21 @@ SMALL = ["--set", "window=64", "--set", "stride=32", "--set", "state_tasks=2", "
          "--set", "speed_prompt=8", "--set", "speed_steps=2", "--set", "speed_batch=2"]  # fmt: skip
 
 
-COMMANDS = ["run", "compare", "serve", "agent", "status", "summary", "bases", "licences", "audit", "release", "verify"]
+COMMANDS = [
+    "run",
+    "init",
+    "schema",
+    "compare",
+    "serve",
+    "agent",
+    "status",
+    "summary",
+    "bases",
+    "licences",
+    "audit",
+    "release",
+    "verify",
+]
 GROUPED = [["lineage", "show"], ["lineage", "compute"], ["lineage", "draw"], ["tasks", "make"], ["tasks", "build"], ["tasks", "show"], ["tasks", "check"], ["tasks", "demos"],
            ["trace", "show"], ["trace", "list"], ["trace", "export"], ["trace", "import"], ["sandbox", "probe"], ["sandbox", "shell"],
            ["bench", "compare"], ["rl", "report"], ["rl", "weights"], ["rl", "watch"],
