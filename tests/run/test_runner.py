@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,13 @@ from etude.errors import Interrupted, UserError
 from etude.files import sha256_file
 from etude.lineage.record import load_lineage, load_record
 from etude.progress import Reporter
+from etude.recipe.recipe import Recipe, check
+from etude.run.runner import Runner
+from etude.run.stage import Job, Outcome, Stage
+from etude.run.stages import STAGES
+from etude.toml import Layer
 from tests import tiny
-from tests.run.toy import ScaleStage, recipe_of, runner
+from tests.run.toy import ScaleSettings, ScaleStage, recipe_of, runner
 
 FOUR: dict[str, dict[str, object]] = {
     "one": {"by": 1.5},
@@ -274,3 +280,35 @@ def test_the_run_folder_says_how_to_go_on(
     assert head["stages"] == [{"name": "base", "kind": "base"}, {"name": "one", "kind": "scale"}]
     assert head["command"] == "/somewhere/etude run 'my recipe.toml'"
     assert 'kind = "scale"' in (tmp_path / "run/recipe.toml").read_text()
+
+
+class NoteStage(Stage):
+    """A report: writes down a setting and the benchmarks it was handed."""
+
+    settings = ScaleSettings
+    reads_benchmarks = True
+
+    def inputs(self, settings: ScaleSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:
+        return settings.model_dump()
+
+    def run(self, settings: ScaleSettings, job: Job) -> Outcome:
+        (job.work.folder / "note.json").write_text(json.dumps([settings.by, *(place.name for place in job.benchmarks)]))
+        return Outcome(parents=[job.model.as_parent()])
+
+
+def test_a_stage_that_reads_benchmarks_gets_those_before_it_and_is_done_again_when_one_changes(
+    tmp_path: Path, tiny_base: Path, quiet: Reporter
+) -> None:
+    stages: dict[str, Stage] = {"base": STAGES["base"], "bench": NoteStage(), "note": NoteStage()}
+    worker = Runner(tmp_path / "run", tmp_path / "cache", quiet, stages)
+
+    def recipe(by: float) -> Recipe:
+        table = {"name": "toy", "base": str(tiny_base), "stages": ["before", "bench", "note", "late"]}
+        kinds = {"before": {"kind": "bench"}, "bench": {"by": by}, "note": {}, "late": {"kind": "bench"}}
+        return check([Layer("test", {**table, **kinds})], {"bench": ScaleSettings, "note": ScaleSettings})
+
+    worker.execute(recipe(1.0))
+    assert json.loads((tmp_path / "run/note/note.json").read_text()) == [1.5, "before", "bench"]
+    assert actions(worker.plan(recipe(1.0)))["note"] == "kept"
+    assert [step.fingerprint for step in worker.plan(recipe(2.0))][3] == ""  # not known before the benchmark has run
+    assert actions(worker.execute(recipe(2.0)))["note"] == "run"

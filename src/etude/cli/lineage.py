@@ -20,7 +20,6 @@ from etude.errors import UserError
 from etude.files import whole_file
 from etude.lineage.compute import Item, compute_shares
 from etude.lineage.duties import Duty, LicenceUse, evaluate, licence_uses, load_product, notice, unmet
-from etude.lineage.facts import Measured
 from etude.lineage.licences import identify, licence_files
 from etude.lineage.record import Lineage, load_lineage
 from etude.lineage.tree import changed_weights, draw_png, draw_svg, find_model, render
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from etude.lineage.audit.sketch import Sketch
+    from etude.lineage.facts import Measured
     from etude.lineage.verify import Verification
 
 app = typer.Typer(help="Lineage: what a model was made from.", no_args_is_help=True)
@@ -312,22 +312,10 @@ def _show(result: Verification) -> None:
 
 
 def _measured(folder: Path, model: Path) -> Sequence[Measured]:
-    """Return the scores of this model, and of no other, from a benchmark's folder; a stage calls it by the stage that made it."""
-    from etude.bench.agents import weights_mark
     from etude.bench.trials import read_results
-    from etude.report.benchmark import Scored
-    from etude.run.folder import readable_record
+    from etude.run.stages.bench import scores_of
 
-    results = read_results(folder)
-    scored = Scored(results)
-    stage, lineage = readable_record(folder), load_lineage(model)
-    digest = lineage.records[lineage.head].model_digest
-    stages = [each.name for each in stage.parents if each.model_digest == digest] if stage else []
-    mine = [name for name in scored.valid if name.endswith(f"@{weights_mark(model)}") or name in stages]
-    scores = [score for name in mine if (score := scored.scores[name])]
-    if not scores:
-        others = ", ".join(results.models)
-        raise UserError(f"{folder} has no valid trial of {model}, only of {others}; measure this model first")
-    rules = f"harness {results.header.harness}, task set {results.header.tasks[:12]}"
-    task, metric = f"etude bench {folder.absolute().name}", f"avg@{results.attempts}"
-    return [Measured(task, metric, each[0], each[1:3], f"{each.tasks} tasks, {rules}") for each in scores]
+    if scores := scores_of(folder, model):
+        return scores
+    others = ", ".join(read_results(folder).models)
+    raise UserError(f"{folder} has no valid trial of {model}, only of {others}; measure this model first")

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 STAGE_NAME = re.compile(r"[a-z][a-z0-9_-]*")
 DATA = "data"  # the table of the corpus
+BENCH = "bench"  # the kind of stages whose results a release carries
 RESERVED = {"base", DATA, "record", "recipe", "lock"}  # names a run's folder uses itself
 
 

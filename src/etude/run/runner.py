@@ -9,6 +9,7 @@ they were made.
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import shlex
 import sys
@@ -32,7 +33,7 @@ from etude.lineage.record import (
     load_lineage,
 )
 from etude.models.load import choose_device, digest_files
-from etude.recipe.recipe import DATA, Recipe, StageEntry, as_toml
+from etude.recipe.recipe import BENCH, DATA, Recipe, StageEntry, as_toml
 from etude.report.ending import read_all, write_overview
 from etude.run import folder as layout
 from etude.run.folder import METRICS, MODEL, PROGRESS, finished, readable_record
@@ -78,19 +79,23 @@ class Runner:
         steps: list[Step] = []
         model: Record | None = None
         corpus: Record | None = None
+        benchmarks: list[Record | None] = []
         model_known = corpus_known = True
         wanted = _wanted(recipe, until)
         self._refuse_foreign_folder()
         for entry, lacks in zip(wanted, self._lacks(recipe, wanted), strict=True):
             stage = self.stages[entry.kind]
             step = Step(entry, lacks=lacks)
-            if step.lacks is None and model_known and (corpus_known or not stage.reads_corpus):
-                step = self._step(entry, recipe.seed, model, corpus)
+            known = model_known and (corpus_known or not stage.reads_corpus)
+            if step.lacks is None and known and (all(benchmarks) or not stage.reads_benchmarks):
+                step = self._step(entry, recipe.seed, model, corpus, benchmarks)
             steps.append(step)
             if stage.makes_model:
                 model, model_known = step.record, step.record is not None
             elif entry.kind == DATA:
                 corpus, corpus_known = step.record, step.record is not None
+            elif entry.kind == BENCH:
+                benchmarks.append(step.record)
         return steps
 
     def execute(self, recipe: Recipe, until: str | None = None) -> list[Step]:
@@ -106,8 +111,9 @@ class Runner:
             steps: list[Step] = []
             model: Model | None = None
             corpus: Record | None = None
+            benchmarks: list[Record | None] = []
             for entry in wanted:
-                step = self._step(entry, recipe.seed, model.record if model else None, corpus)
+                step = self._step(entry, recipe.seed, model.record if model else None, corpus, benchmarks)
                 steps.append(self._do(step, recipe, model))
                 ended = read_all(self.folder, [each.entry.name for each in steps])
                 write_overview(self.folder, recipe.name, ended)
@@ -115,6 +121,8 @@ class Runner:
                     model = self._model(entry)
                 elif entry.kind == DATA:
                     corpus = readable_record(self.folder / entry.name)
+                elif entry.kind == BENCH:
+                    benchmarks.append(readable_record(self.folder / entry.name))
             return steps
 
     def _lacks(self, recipe: Recipe, wanted: list[StageEntry]) -> Iterator[str | None]:
@@ -158,13 +166,17 @@ class Runner:
         lineage = load_lineage(folder)
         return Model(folder, lineage.records[lineage.head], lineage)
 
-    def _step(self, entry: StageEntry, seed: int, model: Record | None, corpus: Record | None) -> Step:
-        """Return what is to be done about a stage whose parent and corpus are known."""
+    def _step(
+        self, entry: StageEntry, seed: int, model: Record | None, corpus: Record | None, benchmarks: list[Record | None]
+    ) -> Step:  # fmt: skip
+        """Return what is to be done about a stage whose parent, corpus and benchmarks are known."""
         stage = self.stages[entry.kind]
         parent = model.content_digest if model else None
         inputs = stage.inputs(entry.settings, parent, seed)
         if stage.reads_corpus and corpus:
             inputs = {**inputs, "corpus": corpus.outputs["manifest.json"].sha256}
+        if stage.reads_benchmarks and benchmarks:
+            inputs = {**inputs, "benchmarks": [record.id for record in benchmarks if record]}
         fingerprint = digest_of({"kind": entry.kind, "version": stage.version, "parent": parent, "inputs": inputs})
         places: list[tuple[Action, Path | None]] = [
             ("kept", self.folder / entry.name),
@@ -223,7 +235,10 @@ class Runner:
             metrics.put(f"{SESSION}{sessions + 1:04d}", command=command_line())
             self.reporter.listener = lambda state: write_json(folder / PROGRESS, state)
             corpus = self.folder / DATA if recipe.data else None
-            job = Job(name, Work(folder, metrics, self.reporter, self.cache), parent, recipe.seed, corpus)
+            before = itertools.takewhile(lambda entry: entry.name != name, entries(recipe))
+            benchmarks = tuple(self.folder / entry.name for entry in before if entry.kind == BENCH)
+            work = Work(folder, metrics, self.reporter, self.cache)
+            job = Job(name, work, parent, recipe.seed, corpus, benchmarks)
             try:
                 outcome = self.stages[step.entry.kind].run(step.entry.settings, job)
             finally:

@@ -55,6 +55,7 @@ class Job:
     parent: Model | None
     seed: int
     corpus: Path | None = None  # the run's own, for stages that read it
+    benchmarks: tuple[Path, ...] = ()  # the run's own so far, for stages that read them
 
     @property
     def model(self) -> Model:
@@ -95,6 +96,7 @@ class Stage:
     needs_model = False  # whether it is refused as the first stage of a recipe without a base
     makes_model = False  # else it makes a report
     reads_corpus = False  # whether the run's corpus, if there is one, decides its result
+    reads_benchmarks = False  # whether the results of the benchmarks before it do
 
     def check(self, settings: Any) -> None:
         """Raise UserError for what can be seen to be wrong before any stage runs, such as a missing folder."""

@@ -15,12 +15,15 @@ from etude.bench.trials import Trial, read_results
 from etude.errors import UserError
 from etude.files import read_json, sha256_file, write_json
 from etude.lineage import environment
+from etude.lineage.facts import Measured
+from etude.lineage.record import load_lineage
 from etude.lineage.tree import find_model
 from etude.models.bases import is_run, locate, resolve
 from etude.models.load import choose_device
 from etude.models.shape import model_shape
 from etude.report.benchmark import Scored, write_report
 from etude.rl.metrics import sampling_flops
+from etude.run.folder import readable_record
 from etude.run.stage import Ahead, Job, Outcome, Stage, file_used, free_gpu_memory
 from etude.tasks.manifest import find_manifest, load_set, picked, read_rows
 
@@ -150,3 +153,17 @@ def _numbers(trials: Sequence[Trial], score: Estimate | None) -> Numbers:
     written = sum(trial.tokens.get("written", 0) for trial in trials)
     means = {"valid_calls": round(calling / count, 4), "tokens_per_trial": round(written / count, 1)} if count else {}
     return {**solved, **means, "trials": count, "tasks": score.tasks if score else 0}
+
+
+def scores_of(folder: Path, model: Path) -> list[Measured]:
+    """Return the scores of this model, and of no other, from a benchmark's folder; a stage calls it by the stage that made it."""
+    results = read_results(folder)
+    scored = Scored(results)
+    stage, lineage = readable_record(folder), load_lineage(model)
+    digest = lineage.records[lineage.head].model_digest
+    stages = [each.name for each in stage.parents if each.model_digest == digest] if stage else []
+    mine = [name for name in scored.valid if name.endswith(f"@{weights_mark(model)}") or name in stages]
+    rules = f"harness {results.header.harness}, task set {results.header.tasks[:12]}"
+    task, metric = f"etude bench {folder.absolute().name}", f"avg@{results.attempts}"
+    scores = [score for name in mine if (score := scored.scores[name])]
+    return [Measured(task, metric, each[0], each[1:3], f"{each.tasks} tasks, {rules}") for each in scores]

@@ -19,6 +19,7 @@ from etude.lineage.facts import base_names
 from etude.models.bases import ancestors
 from etude.run.folder import RELEASE
 from etude.run.stage import Ahead, Job, Outcome, Stage
+from etude.run.stages.bench import scores_of
 
 if TYPE_CHECKING:
     from etude.lineage.verify import Verification
@@ -41,7 +42,9 @@ class ReleaseStage(Stage):
     """Releases the model that the stages before have made."""
 
     settings = ReleaseSettings
+    version = 2  # 2: the card carries the scores of the run's benchmarks
     needs_model = True
+    reads_benchmarks = True
 
     def check(self, settings: ReleaseSettings) -> None:
         """Refuse files that are not there, or not what they should be: stages before this one may take days."""
@@ -123,6 +126,7 @@ def _make(settings: ReleaseSettings, job: Job, out: Path, sketches: Any) -> None
         _path(settings.key) or default_key(),
         product,
         _path(settings.licence),
+        [score for folder in job.benchmarks for score in scores_of(folder, job.model.folder)],
         bases=[Path(folder).expanduser() for folder in settings.bases],
         acknowledged=settings.acknowledge,
     )
