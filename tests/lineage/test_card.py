@@ -66,6 +66,17 @@ def test_two_parents_are_enough_and_two_known_licences_too() -> None:
     assert (told["license"], told["license_name"], told["license_link"]) == ("other", "apache-2.0-and-mit", "LICENSE")
 
 
+def test_data_under_ones_own_terms_leave_the_licence_to_the_owner() -> None:
+    base = child_of(None, "base")
+    use = full_record().data[0].model_copy(update={"licences": {"LicenseRef-Mine": 9}})
+    lineage = Lineage.of(child_of(base, "child").model_copy(update={"data": [use]}), [Lineage.of(base, [])])
+    told = ModelCard(model_card(release(lineage))).data.to_dict()
+    assert (told["license"], told["license_name"]) == ("other", "undecided-for-data-under-mine-and-mit")
+    files = {"LICENSE": FileDigest(sha256="0" * 64, bytes=1)}
+    told = ModelCard(model_card(release(lineage, licence="Apache-2.0", files=files))).data.to_dict()
+    assert told["license_name"] == "apache-2.0-and-mit"
+
+
 def test_an_unchanged_base_claims_no_relation_and_hub_data_are_named() -> None:
     use = full_record().data[0].model_copy(update={"source": "dataset owner/code at main"})
     base = full_record(parents=[], data=[use, use])

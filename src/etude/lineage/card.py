@@ -113,15 +113,21 @@ def _metadata(release: Release) -> Any:
 
 
 def _hub_licence(release: Release) -> dict[str, str]:
-    """Return the hub's licence fields: its own id where one common licence is all there is, else `other` with a name."""
+    """Return the hub's licence fields: its own id where one common licence is all there is, else `other` with a name.
+
+    With data under terms of somebody's own it is for the owner to say, by a LICENSE, what the model is under: not for the base's.
+    """
     terms = facts.licence_terms(release)
+    data = {name for _, use in facts.trained_on(release.lineage) for name in use.licences}
+    if own := sorted(name for name in data if name.startswith("LicenseRef-")) * ("LICENSE" not in release.files):
+        terms = [f"undecided-for-data-under-{name.removeprefix('LicenseRef-')}" for name in own] + terms
     if not terms:
         return {"license": "unknown"}
     if len(terms) == 1 and not terms[0].startswith("LicenseRef-"):
         return {"license": terms[0].lower()}
     name = "-and-".join(term.removeprefix("LicenseRef-").lower() for term in terms)
     files = ["LICENSE"] if "LICENSE" in release.files else [each.file for each in facts.carried(release.lineage)]
-    return {"license": "other", "license_name": name, "license_link": files[0]}
+    return {"license": "other", "license_name": name, "license_link": next(iter(files), "README.md")}
 
 
 def _opening(release: Release) -> str:
