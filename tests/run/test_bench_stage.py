@@ -111,11 +111,11 @@ def test_trials_of_an_interrupted_session_are_kept(etude: Etude, inputs: tuple[P
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_done(
-    etude: Etude, tmp_path: Path, change: str, told: str
+    etude: Etude, tiny_base: Path, tmp_path: Path, change: str, told: str
 ) -> None:
     recipe, tasks = tmp_path / "recipe.toml", tmp_path / "tasks.jsonl"
     tasks.write_text('{"format": 1, "name": "set", "split": "bench"}\n{"task": "one", "codebase": "x==1"}\n')
-    recipe.write_text(RECIPE.format(base=tmp_path, tasks=tasks))
+    recipe.write_text(RECIPE.format(base=tiny_base, tasks=tasks))
     said = etude("run", recipe, "--out", tmp_path / "run", "--cache", tmp_path, "--set", f"before.{change}")
     assert (said.code, told in " ".join(said.err.split())) == (2, True), said.err
     assert not (tmp_path / "run").exists()

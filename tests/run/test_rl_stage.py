@@ -99,12 +99,12 @@ def test_the_stage_makes_a_model_with_its_record(etude: Etude, tmp_path: Path) -
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_before_anything_is_done(
-    etude: Etude, tmp_path_factory: pytest.TempPathFactory, change: tuple[str, str], told: str
+    etude: Etude, tiny_base: Path, tmp_path_factory: pytest.TempPathFactory, change: tuple[str, str], told: str
 ) -> None:
     folder = tmp_path_factory.mktemp("bad")
     recipe, tasks = folder / "recipe.toml", folder / "tasks.jsonl"
     tasks.write_text('{"format": 1, "name": "set", "split": "train"}\n{"task": "one", "codebase": "x==1"}\n')
-    recipe.write_text(RECIPE.format(base=folder, tasks=tasks))
+    recipe.write_text(RECIPE.format(base=tiny_base, tasks=tasks))
     said = etude("run", recipe, "--out", folder / "run", "--cache", folder, "--set", f"rl.{change[0]}={change[1]}")
     assert (said.code, told in " ".join(said.err.split())) == (2, True), said.err
     assert not (folder / "run" / ".work").exists()
