@@ -46,7 +46,10 @@ def test_build_and_report(etude: Etude, recipe: Path, tmp_path: Path) -> None:
     for place in (out, out / "data"):
         assert "report.html" in etude("data", "report", place).out
     etude("data", "report", out, "--out", tmp_path / "page")
-    assert (tmp_path / "page" / "report.html").read_bytes() == (out / "data" / "report.html").read_bytes()
+    assert (tmp_path / "page" / "report.png").read_bytes() == (out / "data" / "report.png").read_bytes()
+    alone, in_run = ((place / "report.md").read_text() for place in (tmp_path / "page", out / "data"))
+    assert in_run.startswith(alone.rstrip())  # and then the way to the run's other reports
+    assert "../report.html" in in_run.removeprefix(alone.rstrip())
 
 
 def test_a_second_build_keeps_it_and_another_folder_takes_it_over(etude: Etude, recipe: Path, tmp_path: Path) -> None:

@@ -57,11 +57,11 @@ def with_context(model: Path, tokens: int) -> Path:
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory and a home with all that the recipes name; nothing of it is large."""
     home, desk = tmp_path / "home", tmp_path / "desk"
-    for name in ("main", "other"):
-        tiny.write_tree(home / "code" / name)
-    tiny.git(home / "code/main", "init", "-q")
-    tiny.git(home / "code/main", "add", ".")
-    tiny.git(home / "code/main", "commit", "-qm", "all of it")
+    for name in ("code/main", "code/other", "my-project"):
+        tiny.write_tree(home / name)
+    for name in ("code/main", "my-project"):
+        for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "all of it"]):
+            tiny.git(home / name, *words)
     (home / "code/conversations.jsonl").write_text(json.dumps(CHAT))
     for kind in ("heldout", "train"):
         for number in range(8):
@@ -75,7 +75,8 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (desk / "runs/demos" / traces / "traces.jsonl").touch()
     for name in ("recipes", "src", "tests", "docs", "LICENSE"):
         (desk / name).symlink_to(ROOT / name)
-    shutil.copyfile(ROOT / "recipes/tasks/quick.jsonl", desk / "ours.jsonl")
+    for name in ("ours", "tasks"):
+        shutil.copyfile(ROOT / "recipes/tasks/quick.jsonl", desk / f"{name}.jsonl")
     with_context(tiny.save_model(desk / "models/moonlight-16b-a3b", "deepseek_v3"), 8192)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(desk)

@@ -110,10 +110,10 @@ def test_what_cannot_work_is_refused_before_anything_is_done(
     assert not (folder / "run" / ".work").exists()
 
 
-def test_a_benchmark_is_not_learnt(etude: Etude, tmp_path: Path) -> None:
+def test_a_benchmark_is_not_learnt(etude: Etude, tiny_base: Path, tmp_path: Path) -> None:
     tasks, recipe = tmp_path / "tasks.jsonl", tmp_path / "recipe.toml"
     tasks.write_text('{"format": 1, "name": "set", "split": "bench"}\n')
-    recipe.write_text(RECIPE.format(base=tmp_path, tasks=tasks))
+    recipe.write_text(RECIPE.format(base=tiny_base, tasks=tasks))
     said = etude("run", recipe, "--out", tmp_path / "run", "--cache", tmp_path)
     assert (said.code, "is a benchmark" in said.err) == (2, True), said.err
 
