@@ -8,7 +8,8 @@ import pytest
 
 from etude.tasks.score import Score
 from tests.tasks import small
-from tests.tasks.corpus import CHEATS, CODE, KINDS, codebase, combined, played
+from tests.tasks.cheats import CODE
+from tests.tasks.corpus import CHEATS, KINDS, codebase, combined, played
 
 COMBINED = [f"combination {seed}" for seed in range(40)]
 
