@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -161,6 +162,20 @@ def test_a_copy_takes_the_beginning_of_a_page_in_all_layers() -> None:
     for old, new in zip(before, (*cache.keys, *cache.values), strict=True):
         old[3, :, :2] = old[1, :, :2]
         assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_of_a_cache_is_taken_as_it_is_written(dtype: torch.dtype) -> None:
+    process, size = psutil.Process(), 1 << 28
+    before = process.memory_info().rss
+    cache = Cache([LayerShape(1, 64, 64)], size // 64 // dtype.itemsize // 64, 64, CPU, dtype)
+    assert process.memory_info().rss - before < size // 4  # keys and values are twice `size`
+    for each in (cache.keys[0], cache.values[0]):
+        assert each.shape[1:] == (1, 64, 64)
+        assert each.dtype == dtype
+        assert not each[:: len(each) // 8].any()
+        each[3] = 1
+        assert float(each[2:5].sum()) == 64 * 64
 
 
 def test_a_narrower_cache_takes_what_is_computed_wider() -> None:

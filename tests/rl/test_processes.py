@@ -14,7 +14,7 @@ from typing import NoReturn
 import pytest
 
 from etude.errors import UserError
-from etude.rl.processes import BIND, Child, as_child
+from etude.rl.processes import BIND, LAUNCH, Child, as_child
 
 UP = "exec 3>fifo; echo up >&3; "  # says so, and holds the other end of the test's pipe open as long as it lives
 
@@ -164,3 +164,18 @@ def test_a_child_says_what_a_user_can_put_right(
 def test_a_child_leaves_other_errors_alone(error: Exception) -> None:
     with pytest.raises(type(error)):
         as_child(lambda: raising(error))
+
+
+def test_garbage_is_looked_for_in_a_child_only_once_it_has_imported_everything(tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text("""
+import gc, sys
+from etude.rl.processes import as_child
+imported_with = gc.isenabled()
+def main():
+    print(imported_with, gc.isenabled(), gc.get_freeze_count() > 1000, sys.argv[1:])
+if __name__ == "__main__":
+    as_child(main)
+""")
+    command = [sys.executable, "-c", LAUNCH, "worker", "job.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "False True True ['job.json']\n"

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -40,9 +42,9 @@ class Cache:
         self, layers: Sequence[LayerShape], pages: int, size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.size = size
-        made = functools.partial(torch.zeros, device=device, dtype=dtype)
-        self.keys = [made(pages + 1, each.heads, size, each.key_width) for each in layers]
-        self.values = [made(pages + 1, each.heads, size, each.value_width) for each in layers]
+        made = functools.partial(_zeros, device=device, dtype=dtype)
+        self.keys = [made((pages + 1, each.heads, size, each.key_width)) for each in layers]
+        self.values = [made((pages + 1, each.heads, size, each.value_width)) for each in layers]
 
     def write(self, layer: int, plan: Plan, key_KND: Tensor, value_KND: Tensor) -> None:
         """Put keys and values of a pass where they belong."""
@@ -53,6 +55,13 @@ class Cache:
         """Copy the first positions of a page to another."""
         for cache in (*self.keys, *self.values):
             cache[target, :, :count] = cache[source, :, :count]
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return zeros; on a CPU those of numpy, whose memory is taken as it is written: most of a cache never is."""
+    if device.type != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 @dataclass(eq=False)

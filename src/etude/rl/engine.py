@@ -181,4 +181,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    from etude.inference import local, server  # noqa: F401 - with all other imports, before garbage is looked for
+
     as_child(main)

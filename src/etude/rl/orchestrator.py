@@ -38,7 +38,7 @@ from etude.rl.exchange import Batch, Exchange, TrainedEpisode, TrainedGroup, epi
 from etude.rl.ledger import Event, Failed, Finished, Ledger, Trained, Weighted
 from etude.rl.metrics import StepMetrics, starting
 from etude.rl.monitor import Monitor, keep_samples
-from etude.rl.processes import JOB, LEDGER, WISH, Child, RlJob, load_job
+from etude.rl.processes import JOB, LAUNCH, LEDGER, WISH, Child, RlJob, load_job
 from etude.rl.state import State
 from etude.rl.view import View
 
@@ -104,7 +104,8 @@ def _apart(job: RlJob, say: Say) -> Parts:
     path, store = str(job.save()), _store(job)
 
     def child(module: str) -> Child:
-        return Child(module, [sys.executable, "-m", f"etude.rl.{module}", path], job.folder / f"{module}.log", say)
+        command = [sys.executable, "-c", LAUNCH, f"etude.rl.{module}", path]
+        return Child(module, command, job.folder / f"{module}.log", say)
 
     trainer = child("trainer")
     if job.settings.engine:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from scipy.stats import binomtest
 from torch.nn.functional import cross_entropy
 
 from etude.errors import UserError
@@ -157,6 +156,8 @@ def answer_nats(model: Any, item: Retrieval) -> tuple[list[float], bool]:
 
 def score_retrieval(model: Any, items: Iterable[Retrieval]) -> dict[str, Any]:
     """Return the share of items answered exactly with Wilson's 95% interval, and the mean nats of the answers' tokens."""
+    from scipy.stats import binomtest  # takes a third of a second, for which every recipe would wait
+
     scored = [answer_nats(model, item) for item in items]
     nats = [each for answer, _ in scored for each in answer]
     right = sum(exact for _, exact in scored)
