@@ -25,6 +25,7 @@ from etude.run.stages.sft import SftSettings
 from etude.run.stages.training import TrainingStage
 from etude.tasks.demos import DemoSettings
 from etude.training.settings import (
+    ExpertSettings,
     GuardSettings,
     JointMtpSettings,
     LoraSettings,
@@ -44,6 +45,7 @@ TRAINING: dict[type[BaseModel], str] = {  # where docs/training.md has the table
     OptimiserSettings: "`[STAGE.optimiser]`",
     ScheduleSettings: "`[STAGE.schedule]`",
     GuardSettings: "`[STAGE.guard]`",
+    ExpertSettings: "`[STAGE.experts]`",
     LoraSettings: "`[STAGE.lora]`",
     PretrainSettings: "`[pretrain]`",
     ShapeSettings: "`[pretrain.model]`",

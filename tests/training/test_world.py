@@ -28,7 +28,9 @@ def train(corpus: Path, folder: Path, changes: dict[str, Any], stop_after: int) 
     """Train in this process, which may be one of several; return how it ended."""
     world = join()
     reporter = Reporter(quiet=True)
-    with sessions.session(corpus, folder, sessions.settings(micro=2, **changes), world, reporter=reporter) as training:
+    family = changes.pop("family", "llama")
+    chosen = sessions.settings(micro=2, **changes)
+    with sessions.session(corpus, folder, chosen, world, reporter=reporter, family=family) as training:
 
         def check() -> None:
             if training.session.loop.done == stop_after:

@@ -47,6 +47,13 @@ class Rows:
         tokens, targets, weights, positions, bounds = (change(each) for each in self.tensors())
         return Rows(tokens, targets, weights, positions, bounds, self.whole)
 
+    def live(self, learnt_BT: torch.Tensor | None = None) -> torch.Tensor:
+        """Return which positions are of a piece that something is learnt of, [B, T]: padding is not."""
+        piece_N = (self.positions_BT.flatten() == 0).cumsum(0) - 1
+        learnt_N = (self.weights_BT != 0 if learnt_BT is None else learnt_BT).flatten().float()
+        count = torch.zeros_like(learnt_N).index_add_(0, piece_N, learnt_N)
+        return (count > 0)[piece_N].view_as(self.tokens_BT)
+
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.tokens_BT, self.targets_BT, self.weights_BT, self.positions_BT, self.bounds
 

@@ -13,6 +13,7 @@ world has changed, not the batch, and training must stop rather than go on doing
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from etude.training.batch import StepRows
     from etude.training.cuda_graphs import Replay
+    from etude.training.experts import Experts
     from etude.training.objectives import Objective
     from etude.training.optimiser import Optimiser, Weights
     from etude.training.settings import GuardSettings
@@ -102,6 +104,7 @@ class Loop:
     # told the share of the step that each micro-batch but the last was
     on_part: Callable[[float], object] = lambda _: None
     graphs: Replay | None = None  # how a small model on a GPU does not wait for its host
+    experts: Experts | None = None
     done: int = 0  # steps
     position: dict[str, Any] = field(default_factory=dict)  # of the source after the last step: it may be one ahead
     _ahead: Fetched | None = (
@@ -127,6 +130,8 @@ class Loop:
         weight = rows.divisor or self.world.sum(own)
         if weight <= 0:
             raise UserError(f"step {self.done + 1}: the batch has no token to train on; its mask hides every one")
+        if self.experts:
+            self.experts.begin(rows.parts, self.world)
         loss, metrics = self.backward(rows.parts, weight)
         # A GPU is still at work on that: time to get the next batch ready.
         self._ahead = self._fetch() if self.source.ahead and not last else None
@@ -141,6 +146,8 @@ class Loop:
         self.weights.publish()
         self.done, self.position = self.done + 1, position
         means = {name: self.world.sum(float(value)) / weight for name, value in metrics.items()}
+        if self.experts:
+            means |= self.experts.end(self.done, self.world, skipped=bool(skipped))
         seconds = time.perf_counter() - began
         return Step(self.done, mean, norm, factor, weight, rows.pieces, skipped, seconds, means)
 
@@ -159,8 +166,9 @@ class Loop:
 
     def learn(self, part: Any, scale: torch.Tensor) -> dict[str, torch.Tensor]:
         """Do this for one micro-batch."""
-        loss, metrics = self.root(self.objective.loss, part)
-        (loss * scale).backward()
+        with self.experts.working_on(part) if self.experts else contextlib.nullcontext():
+            loss, metrics = self.root(self.objective.loss, part)
+            (loss * scale).backward()
         self.weights.collect()
         return {"loss": loss.detach(), **{name: value.detach() for name, value in metrics.items()}}
 

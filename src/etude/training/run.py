@@ -44,7 +44,7 @@ def corpus_session(
     steps = settings.steps(length)
     return Session(
         model, settings, CorpusRows(batches, length, world.size), length, settings.batch // world.size, world, folder / CHECKPOINTS,
-        lambda step: factor(settings.schedule, step, steps), Guard(settings.guard), say, **more,
+        lambda step: factor(settings.schedule, step, steps), Guard(settings.guard), say, total=steps, **more,
     )  # fmt: skip
 
 
@@ -185,7 +185,17 @@ class TrainingRun:
             f"seen: {domains}; epochs: {epochs}",
             f"steps skipped: {skipped}; steps done again after an interruption: {again}",
             *([compiled] if compiled else []),
+            *([_loads(rows, session.settings.experts.balance)] if session.experts else []),
         ]
+
+
+def _loads(rows: list[dict[str, Any]], balance: str) -> str:
+    """Say how even the load of experts was at the first and at the last step."""
+    first, last = rows[0], rows[-1]
+    kinds = {"entropy": "entropy {:.4f} → {:.4f} of an even load's", "busiest": "busiest {:.2f} → {:.2f} times the mean",
+             "idle": "without a token {:.1%} → {:.1%}"}  # fmt: skip
+    told = [text.format(first[f"experts_{kind}"], last[f"experts_{kind}"]) for kind, text in kinds.items()]
+    return f"experts (balance: {balance}), first to last step: {', '.join(told)}"
 
 
 def measuring_steps(steps: int, count: int) -> set[int]:

@@ -27,6 +27,7 @@ from etude.training.attention import isolate
 from etude.training.checkpoint import Checkpoints, export
 from etude.training.cuda_graphs import SMALL, Replay
 from etude.training.distributed import World, like, shard, whole
+from etude.training.experts import routers_of, take_up
 from etude.training.loop import Guard, Loop, Root, Source, Step
 from etude.training.objectives.next_token import NextToken
 from etude.training.optimiser import MixedWeights, Optimiser, Weights
@@ -63,6 +64,7 @@ class Session:
     seed: int = 0
     keep_start: Literal["", "start", "average"] = ""  # a copy of the weights at the start to compute with (`start`)
     clock: Callable[[], float] = time.monotonic
+    total: int = 0  # steps of the whole training
     graphs: bool = True  # CUDA graphs for a small model; the source must give rows of few shapes
 
     def __post_init__(self) -> None:
@@ -88,6 +90,7 @@ class Session:
             raise UserError("lora cannot be used on several ranks yet; train on one, or without it")
         self._adapters: Any = add_lora(model, self.lora, self.seed) if self.lora else None
         model.eval()  # dropout stays off
+        self.experts = take_up(model, self.settings.experts, self.total)
         self.attention = isolate(model, self.settings.attention)
         objective = self.objective(model)
         model.to(self.device)
@@ -140,11 +143,12 @@ class Session:
     def _build_loop(self, root: Root, objective: Objective) -> None:
         small = sum(weight.numel() for weight in self.model.parameters()) <= SMALL
         graphs = self.graphs and self.compiled and small and not self._sharded and not self.settings.recompute
+        graphs = graphs and not self.experts  # which are multiplied in groups, and counted outside of the graph
         own = self.settings.optimiser
         self.optimiser = Optimiser(self.weights.masters, own, sharded=self._sharded, replayed=graphs)
         self.loop = Loop(
             root, self.weights, self.optimiser, objective, self.source, self.factor, self.guard, own.clip, self.micro, self.device,
-            self.world,
+            self.world, experts=self.experts,
         )  # fmt: skip
         if graphs:
             self.loop.graphs = Replay(self.loop.learn, self.optimiser.update)
@@ -173,6 +177,7 @@ class Session:
         held = {f"weights/{name}": whole(weight) for name, weight in self.weights.masters.items()}
         held |= {f"optimiser/{name}": whole(value) for name, value in self.optimiser.tensors().items()}
         held |= {name: whole(value) for name, value in (tensors or {}).items()}
+        held |= self.experts.tensors() if self.experts else {}
         held["rng/cpu"] = torch.get_rng_state()
         if self._gpu:
             held["rng/cuda"] = torch.cuda.get_rng_state(self.device)
@@ -200,6 +205,8 @@ class Session:
         self.loop.position = state["batches"]
         self.guard.load_state(state["guard"])
         self.loop.done = state["step"]
+        if self.experts:
+            self.experts.load(tensors, self.loop.done)
         if not self.settings.micro and self.rows % state["micro"] == 0:
             self.micro = self.loop.micro = state["micro"]  # with another split, sums would be rounded otherwise
         return state, tensors
@@ -265,6 +272,9 @@ class Session:
             export(self.model, state, self.saved_dtype, folder, trunk=not self.heads_only)
 
 
+EXPERT_MATRICES = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"}
+
+
 def refuse_damaged(model: Any) -> None:
     """Refuse weights that are not numbers."""
     for name, weight in model.named_parameters():
@@ -280,16 +290,34 @@ def layers_of(model: Any) -> list[torch.nn.Module]:
 
 
 def add_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
-    """Give a model its small matrices, and return peft's wrapper; only they are trained from now on."""
+    """Give a model its small matrices, and return peft's wrapper; only they are trained from now on.
+
+    Experts are one tensor a layer. peft would put a parametrisation on each, and on the router, where the targets are the names that
+    experts had as matrices of their own: it would be undone and made again in every pass, which cannot be compiled. So they are left
+    as they are, and what names nothing else is refused.
+    """
     from peft import LoraConfig, get_peft_model
 
+    wrong, parts = (
+        f"lora.targets {settings.targets!r} does not fit this model",
+        [name for name, _ in model.named_modules()],
+    )
+    named = EXPERT_MATRICES.intersection(settings.targets if isinstance(settings.targets, list) else ())
+    if routers_of(model) and (
+        missing := [name for name in named if not any(part.endswith(f".{name}") for part in parts)]
+    ):
+        raise UserError(f"{wrong}: only its experts have {min(missing)!r}, which LoRA leaves as they are; leave it out")
     torch.manual_seed(seed)  # one of each pair starts at random
     own = {"r": settings.rank, "lora_alpha": settings.alpha, "target_modules": settings.targets}
     config = LoraConfig(**own, lora_dropout=0.0, task_type="CAUSAL_LM")
+    kind = model.config.model_type
     try:
+        model.config.model_type = ""  # by which peft knows what the experts of a family were called
         return get_peft_model(model, config)
     except ValueError as error:
-        raise UserError(f"lora.targets {settings.targets!r} does not fit this model: {one_line(error)}") from None
+        raise UserError(f"{wrong}: {one_line(error)}") from None
+    finally:
+        model.config.model_type = kind
 
 
 def merged_state(adapters: Any, model: Any) -> dict[str, torch.Tensor]:

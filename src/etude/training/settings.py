@@ -83,6 +83,26 @@ class LoraSettings(Settings):
     targets: str | list[str] = Field(default="all-linear", description="modules: all-linear (not the head), or names")
 
 
+class ExpertSettings(Settings):
+    """How the load of experts is kept even."""
+
+    balance: Literal["none", "aux_loss", "aux_free", "quantile"] = Field(
+        default="none", description="balancing: none, an auxiliary loss, or a bias on the choice (by sign, by quantile)"
+    )
+    coefficient: float = Field(default=0.01, gt=0, description="aux_loss: weight beside the loss of a token")
+    rate: float = Field(default=0.001, gt=0, description="aux_free: change of the bias a step")
+    release: float = Field(
+        default=0.25, gt=0, le=1, description="share of the steps over which a bias fades that the model cannot keep"
+    )
+
+    @model_validator(mode="after")
+    def _each_number_has_its_use(self) -> Self:
+        own = {"aux_loss": {"coefficient"}, "aux_free": {"rate", "release"}, "quantile": {"release"}}
+        idle = {"coefficient", "rate", "release"} - own.get(self.balance, set())
+        self.refuse_idle(idle, f'experts.balance = "{self.balance}"')
+        return self
+
+
 class JointMtpSettings(Settings):
     """Train the parent's MTP heads jointly with it, by self-distillation."""
 
@@ -99,6 +119,7 @@ class TrainerSettings(Settings):
     attention: Literal["auto", "documents", "sdpa"] = Field(
         default="auto", description="attention kernel; documents: Etude's own, for packed rows"
     )
+    experts: ExpertSettings = ExpertSettings()
     recompute: bool = Field(default=False, description="recompute layers in the backward pass: slower, less memory")
     compile: Literal["auto", "on", "off"] = Field(default="auto", description="torch.compile; auto: on a GPU")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto, cpu or cuda")
