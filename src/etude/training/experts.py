@@ -119,16 +119,17 @@ class Routing(torch.nn.Module):
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _see(self, scores_NE: torch.Tensor, ids_NK: torch.Tensor) -> tuple[torch.Tensor, ...]:
         live_N, experts = self._live(scores_NE), scores_NE.shape[1]
-        load_E = scores_NE.new_zeros(experts)
-        load_E.scatter_add_(0, ids_NK.flatten(), live_N[:, None].expand_as(ids_NK).flatten())
+
+        def count(places: torch.Tensor, bins: int) -> torch.Tensor:
+            counts = scores_NE.new_zeros(bins)  # sums of ones: exact in any order
+            return counts.scatter_add_(0, places.flatten(), live_N[:, None].expand_as(places).flatten())
+
         if not self.quantiles:
-            return (load_E,)
-        threshold_N1 = (scores_NE + self.own_bias()).topk(ids_NK.shape[1] + 1).values[:, -1:]
+            return (count(ids_NK, experts),)
+        threshold_N1 = (scores_NE + self.own_bias()).topk(min(ids_NK.shape[1] + 1, experts)).values[:, -1:]
         place_NE = (squeeze(scores_NE - threshold_N1) * BINS).long().clamp(0, BINS - 1)
-        place_NE = place_NE + BINS * torch.arange(experts, device=place_NE.device)
-        histogram = scores_NE.new_zeros(experts * BINS)
-        histogram.scatter_add_(0, place_NE.flatten(), live_N[:, None].expand_as(place_NE).flatten())
-        return load_E, histogram.view(experts, BINS)
+        of_all = count(place_NE + BINS * torch.arange(experts, device=place_NE.device), experts * BINS)
+        return count(ids_NK, experts), of_all.view(experts, BINS)
 
 
 def squeeze(difference: torch.Tensor) -> torch.Tensor:
@@ -157,13 +158,10 @@ def quantile_bias(histograms: torch.Tensor, chosen: int) -> torch.Tensor:
 def routers_of(model: Any) -> dict[str, Any]:
     """Return the routers beside a model's experts by name, in the order of the layers."""
     blocks = [name.rpartition(".")[0] for name, _ in model.named_modules() if name.rpartition(".")[2] == "experts"]
-    found = {}
-    for block in blocks:
-        for name, part in model.get_submodule(block).named_children():
-            if isinstance(getattr(part, "top_k", None), int) and isinstance(
-                getattr(part, "weight", None), torch.Tensor
-            ):
-                found[f"{block}.{name}"] = part
+    beside = [
+        (f"{block}.{name}", part) for block in blocks for name, part in model.get_submodule(block).named_children()
+    ]
+    found = {name: part for name, part in beside if hasattr(part, "top_k") and hasattr(part, "weight")}
     return found if len(found) == len(blocks) else {}
 
 
@@ -172,11 +170,8 @@ def rule_of(router: Any) -> Rule | None:
     held = {name for name, _ in [*router.named_parameters(), *router.named_buffers()]}
     if not (held <= {"weight", "bias"} or held == {"weight", PLACE}):
         return None
-    copied, random = (
-        copy.deepcopy(router).to_empty(device="cpu").float().requires_grad_(requires_grad=False),
-        torch.Generator(),
-    )
-    for weight in (*copied.parameters(), *copied.buffers()):
+    copied, random = copy.deepcopy(router).to_empty(device="cpu").float(), torch.Generator()
+    for weight in (*copied.requires_grad_(requires_grad=False).parameters(), *copied.buffers()):
         weight.zero_()
     torch.nn.init.normal_(copied.weight, std=copied.weight.shape[1] ** -0.5, generator=random.manual_seed(0))
     try:
@@ -203,14 +198,13 @@ class Experts:
         self.replayed = [router for router in self.routers if id(router) in inner]  # MTP heads route by themselves
         self.trained = [place for place, router in enumerate(self.routers) if router.weight.requires_grad]
         for router, rule in zip(self.routers, rules, strict=True):
-            router.__class__ = type(type(router).__name__, (Routing, type(router)), {})
+            if not isinstance(router, Routing):
+                router.__class__ = type(type(router).__name__, (Routing, type(router)), {})
             router.rule, router.quantiles = rule, settings.balance == "quantile"
             if self.fading:
                 bias = torch.zeros(router.weight.shape[0], device=router.weight.device)
                 router.register_buffer("choice_bias", bias, persistent=False)
-        self.bias_LE = torch.stack(
-            [router.own_bias().float() for router in self.routers]
-        )  # of the rule, before it fades
+        self.bias_LE = torch.stack([router.own_bias().float() for router in self.routers])  # before it fades
         self._share_LE: torch.Tensor | None = None  # of the load of the step before
         self._sums: list[torch.Tensor] = []
 
@@ -220,11 +214,9 @@ class Experts:
         if self.settings.balance == "aux_loss" and self._share_LE is not None:
             tokens = world.sum(float(sum(part.live().sum() for part in parts)))
             # FSDP takes the mean over ranks; the sum is meant.
-            factor = (
-                self.settings.coefficient * self._share_LE.shape[1] / len(self.trained) * world.size / max(1.0, tokens)
-            )
+            factor = self.settings.coefficient * world.size / len(self.trained) / max(1.0, tokens)
             for place in self.trained:
-                self.routers[place].pull_E = self._share_LE[place] * factor
+                self.routers[place].pull_E = factor * self._share_LE.shape[1] * self._share_LE[place]
 
     @contextlib.contextmanager
     def working_on(self, part: Any) -> Iterator[None]:
@@ -278,10 +270,12 @@ class Experts:
         return share | ({"experts/bias": self.bias_LE} if self.settings.balance in BIASED else {})
 
     def load(self, tensors: Mapping[str, torch.Tensor], done: int) -> None:
-        device = self.routers[0].own_bias().device
-        self.bias_LE = tensors.get("experts/bias", self.bias_LE).to(device)
-        share = tensors.get("experts/share")
-        self._share_LE = share if share is None else share.to(device)
+        own = {
+            name: value.to(self.routers[0].own_bias().device)
+            for name, value in tensors.items()
+            if name.startswith("experts/")
+        }
+        self.bias_LE, self._share_LE = own.get("experts/bias", self.bias_LE), own.get("experts/share")
         self._apply(done)
 
 
@@ -299,11 +293,7 @@ def load_metrics(load_LE: torch.Tensor) -> dict[str, float]:
 def take_up(model: Any, settings: ExpertSettings, steps: int) -> Experts | None:
     """Return the experts of a model, its routers ready to be trained; None if it has none, or some that are not known here."""
     routers, what = routers_of(model), f'experts.balance = "{settings.balance}"'
-    rules = {
-        kind: rule_of(next(each for each in routers.values() if type(each) is kind))
-        for kind in {*map(type, routers.values())}
-    }
-    known = [rule for router in routers.values() if (rule := rules[type(router)])]
+    known = [rule for router in routers.values() if (rule := getattr(router, "rule", None) or rule_of(router))]
     if not routers or len(known) < len(routers):
         if settings.balance != "none":
             lacks = "routers of a kind that is not known here" if routers else "no experts that could be balanced"
