@@ -29,6 +29,7 @@ class Case:
     size: int
     requests: Requests
     window: int = 0
+    latent: bool = False  # values are the beginning of keys
 
     @property
     def pages(self) -> int:
@@ -60,6 +61,9 @@ CASES = {
     "a full page": Case(2, 1, 16, 16, 16, [([1, 2], 31, 1), ([3], 15, 1)]),
     "more heads than a block has rows": Case(32, 1, 16, 16, 16, [([1], 7, 2), ([2], 3, 1)]),
     "a longer prompt than a block": Case(8, 2, 16, 16, 64, [([4, 2, 3], 5, 150), ([1], 0, 30)]),
+    "wide keys in two parts": Case(2, 1, 40, 16, 16, [([1, 2], 14, 10), ([3], 0, 4)]),
+    "latent, one token of each": Case(40, 1, 48, 32, 16, [([1, 2], 20, 1), ([3], 3, 1)], latent=True),
+    "latent, very many heads": Case(160, 1, 24, 16, 16, [([1, 2], 14, 3), ([3], 0, 5)], latent=True),
     "pages more than needed": Case(2, 1, 16, 16, 16, [([1, 2, 3, 4], 3, 2), ([5, 6, 7, 8], 20, 2)]),
 }
 
@@ -67,6 +71,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "turned": {"turn": True},
     "turned and padded": {"turn": True, "more": 5},
+    "with sinks": {"sinks": True},
 }
 
 
@@ -75,16 +80,20 @@ def filled(
 ) -> tuple[Cache, Plan, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a cache full of numbers, also where nobody should look, a plan, queries, keys and values."""
     torch.manual_seed(0)
-    shape = LayerShape(case.kv_heads, case.key_width, case.value_width)
+    shape = LayerShape(case.kv_heads, case.key_width, case.value_width, latent=case.latent)
     cache = Cache([shape, shape], case.pages, case.size, device, dtype)
     for each in (*cache.keys, *cache.values):
         each.copy_(torch.randn(each.shape) * 3)
     widths = (case.heads, case.key_width), (case.kv_heads, case.key_width), (case.kv_heads, case.value_width)
     new = [torch.randn(case.tokens, heads, width).to(device, dtype).transpose(0, 1) for heads, width in widths]
+    if case.latent:
+        new[2] = new[1][..., : case.value_width]
     return cache, plan(case.requests, case.size, device), *new
 
 
-def attended(case: Case, cache: Cache, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
+def attended(
+    case: Case, cache: Cache, layer: int, query: torch.Tensor, scaling: float, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the attention of every token to every position it may see, one token at a time, in float64: [N, H, E]."""
     shared = case.heads // case.kv_heads
     keys, values = (each[layer].double().repeat_interleave(shared, 1) for each in (cache.keys, cache.values))
@@ -98,6 +107,9 @@ def attended(case: Case, cache: Cache, layer: int, query: torch.Tensor, scaling:
             )
             key, value = (each.transpose(1, 2)[at].transpose(0, 1) for each in (keys, values))  # [H, seen, D]
             scores = (key @ query[:, len(found)].double()[:, :, None])[..., 0] * scaling
+            if sinks is not None:  # a position more, of nought
+                scores = torch.cat([scores, sinks.double()[:, None]], 1)
+                value = torch.nn.functional.pad(value, (0, 0, 0, 1))
             found.append((scores.softmax(-1)[:, None] @ value)[:, 0])
     return torch.stack(found)
 
@@ -118,7 +130,7 @@ def padded(where: Plan, requests: int, tokens: int, size: int) -> Plan:
 
 
 def kernels_differ_by(
-    case: Case, device: torch.device, dtype: torch.dtype, *, turn: bool = False, more: int = 0
+    case: Case, device: torch.device, dtype: torch.dtype, *, turn: bool = False, more: int = 0, sinks: bool = False
 ) -> float:
     """Return how far the kernels' result is from the slow one; what they write into the cache must be equal.
 
@@ -128,9 +140,11 @@ def kernels_differ_by(
 
     cache, where, query, key, value = filled(case, device, dtype)
     expected = [each.clone() for each in (*cache.keys, *cache.values)]
+    weights = torch.randn(case.heads).to(device, dtype) * 2 if sinks else None
     angles = torch.randn(2, case.tokens, case.key_width).to(device, dtype)
     right_query, right_key = (turned(each, *angles) if turn else each for each in (query, key))
     expected[1][where.page_N, :, where.offset_N] = right_key.transpose(0, 1)
+    value = right_key[..., : case.value_width] if case.latent else value
     expected[3][where.page_N, :, where.offset_N] = value.transpose(0, 1)
     if more:
         where = padded(where, more, more, case.size)
@@ -141,10 +155,11 @@ def kernels_differ_by(
     close = 0.05 if dtype == torch.bfloat16 else 1e-5
     for one, other in zip(expected, (*cache.keys, *cache.values), strict=True):
         torch.testing.assert_close(one[1:], other[1:], rtol=close * turn, atol=close * turn)  # page 0 is nobody's
-    got = attend_pages(query, cache, 1, where, 0.3, case.window, (angles[0], angles[1]) if turn else None)
+    turning = (angles[0], angles[1]) if turn else None
+    got = attend_pages(query, cache, 1, where, 0.3, case.window, turning, weights)
     assert got.dtype == dtype
     assert not got[case.tokens :].any()
-    return float((got[: case.tokens].double() - attended(case, cache, 1, right_query, 0.3)).abs().max())
+    return float((got[: case.tokens].double() - attended(case, cache, 1, right_query, 0.3, weights)).abs().max())
 
 
 def main() -> None:

@@ -27,18 +27,21 @@ def together(where: Plan) -> bool:
     return where.each > 0 and all(len(pages) == 1 for pages in where.pages)
 
 
-def differs_by(case: Case) -> list[float]:
+def differs_by(case: Case, *, sinks: bool = False) -> list[float]:
     """Return how far each way that can do it is from the slow one."""
     cache, where, query, key, value = filled(case, CPU, torch.float32)
     cache.write(1, where, key, value)
-    expected = attended(case, cache, 1, query, 0.3)
+    weights = torch.randn(case.heads) * 2 if sinks else None
+    expected = attended(case, cache, 1, query, 0.3, weights)
     ways = [_one_by_one, _together] if together(where) else [_one_by_one]
-    return [float((way(query, 1, Pass(cache, where, 1), 0.3, case.window) - expected).abs().max()) for way in ways]
+    found = [way(query, 1, Pass(cache, where, 1), 0.3, case.window, weights) for way in ways]
+    return [float((each - expected).abs().max()) for each in found]
 
 
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("case", (CASES | MORE).values(), ids=list(CASES | MORE))
-def test_both_ways_attend_to_what_is_there(case: Case) -> None:
-    assert max(differs_by(case)) < 5e-5
+def test_both_ways_attend_to_what_is_there(case: Case, *, sinks: bool) -> None:
+    assert max(differs_by(case, sinks=sinks)) < 5e-5
 
 
 @st.composite
@@ -97,7 +100,7 @@ def test_a_pass_writes_its_own_places_and_nothing_else(case: Case) -> None:
     with during(Pass(cache, where, 1)):
         got = cached_attention(query[None], key[None], value[None], 0.3, case.window)
     way = _together if together(where) else _one_by_one
-    assert torch.equal(got[0], way(query, 1, Pass(cache, where, 1), 0.3, case.window))
+    assert torch.equal(got[0], way(query, 1, Pass(cache, where, 1), 0.3, case.window, None))
     before[1][where.page_N, :, where.offset_N] = key.transpose(0, 1)
     before[3][where.page_N, :, where.offset_N] = value.transpose(0, 1)
     assert all(torch.equal(one, other) for one, other in zip(before, (*cache.keys, *cache.values), strict=True))
@@ -132,15 +135,15 @@ def test_what_one_request_leaves_does_not_reach_another() -> None:
     case = CASES["a page each, drafts, a window"]
     cache, where, query, key, value = filled(case, CPU, torch.float32)
     cache.write(1, where, key, value)
-    before = _together(query, 1, Pass(cache, where, 1), 0.3, 0)
+    before = _together(query, 1, Pass(cache, where, 1), 0.3, 0, None)
     for held in (cache.keys[1], cache.values[1]):
         kept = torch.zeros(held.shape[0], held.shape[2], dtype=torch.bool)
         for pages, first, count in case.requests:
             for position in range(first + count):
                 kept[pages[position // case.size], position % case.size] = True
         held.transpose(1, 2)[~kept] = 1e30
-    assert torch.equal(_together(query, 1, Pass(cache, where, 1), 0.3, 0), before)
-    assert torch.allclose(_one_by_one(query, 1, Pass(cache, where, 1), 0.3, 0), before, atol=1e-5)
+    assert torch.equal(_together(query, 1, Pass(cache, where, 1), 0.3, 0, None), before)
+    assert torch.allclose(_one_by_one(query, 1, Pass(cache, where, 1), 0.3, 0, None), before, atol=1e-5)
 
 
 def test_probing_learns_the_shapes_and_attends_to_nothing() -> None:

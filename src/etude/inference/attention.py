@@ -73,9 +73,10 @@ def during(now: AnyPass) -> Iterator[AnyPass]:
 
 
 def cached_attention(
-    query_1HND: Tensor, key_1KND: Tensor, value_1KND: Tensor, scaling: float, window: int, turn: Turn = None
-) -> Tensor:
-    """Return [1, N, H, D]; `window` 0: none; `turn`: see `attend`."""
+    query_1HND: Tensor, key_1KND: Tensor, value_1KND: Tensor, scaling: float, window: int, turn: Turn = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return [1, N, H, D]; `window` 0: none; `turn`, `sinks_H`: see `attend`."""
     now: Pass | Probe = _now.it
     if isinstance(now, Probe):
         now.layers.append(LayerShape(key_1KND.shape[1], key_1KND.shape[3], value_1KND.shape[3], scaling, window))
@@ -86,22 +87,27 @@ def cached_attention(
         from etude.inference.kernels import attend_pages, write_pages
 
         write_pages(now.cache, layer, now.plan, key_KND, value_KND, turn)
-        return attend_pages(query_HND, now.cache, layer, now.plan, scaling, window, turn)[None]
+        return attend_pages(query_HND, now.cache, layer, now.plan, scaling, window, turn, sinks_H)[None]
     assert turn is None
     now.cache.write(layer, now.plan, key_KND, value_KND)
     together = now.plan.each and all(len(pages) == 1 for pages in now.plan.pages)
-    return (_together if together else _one_by_one)(query_HND, layer, now, scaling, window)[None]
+    return (_together if together else _one_by_one)(query_HND, layer, now, scaling, window, sinks_H)[None]
 
 
 @torch.library.custom_op("etude::cached_attention", mutates_args=())  # type: ignore[untyped-decorator]
-def _opaque(query: Tensor, key: Tensor, value: Tensor, turn: list[Tensor], scaling: float, window: int) -> Tensor:
+def _opaque(
+    query: Tensor, key: Tensor, value: Tensor, turn: list[Tensor], sinks: Tensor | None, scaling: float, window: int
+) -> Tensor:
     # To a compiler, one operation. That it changes the cache need not be known: nothing else touches it in between.
-    return cached_attention(query, key, value, scaling, window, (turn[0], turn[1]) if turn else None).contiguous()
+    turned = (turn[0], turn[1]) if turn else None
+    return cached_attention(query, key, value, scaling, window, turned, sinks).contiguous()
 
 
 @_opaque.register_fake  # type: ignore[untyped-decorator]
-def _(query: Tensor, key: Tensor, value: Tensor, turn: list[Tensor], scaling: float, window: int) -> Tensor:
-    del key, turn, scaling, window
+def _(
+    query: Tensor, key: Tensor, value: Tensor, turn: list[Tensor], sinks: Tensor | None, scaling: float, window: int
+) -> Tensor:
+    del key, turn, sinks, scaling, window
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
@@ -110,19 +116,23 @@ def _attention(
     *, scaling: float, sliding_window: int | None = None, softcap: float | None = None, s_aux: Any = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     assert attention_mask is None
-    if softcap is not None or s_aux is not None:
-        raise ValueError("its attention caps scores or has sinks, and ours does not")  # shown by model_runner.py
-    return attend(query, key, value, scaling, sliding_window or 0), None
+    if softcap is not None:
+        raise ValueError("its attention caps scores, and ours does not")  # shown by model_runner.py
+    return attend(query, key, value, scaling, sliding_window or 0, sinks_H=s_aux), None
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int, turn: Turn = None) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int, turn: Turn = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attend over the cache of the pass under way: [1, H, N, D] and twice [1, K, N, D] to [1, N, H, D].
 
-    `turn`, on a GPU only: cosine and sine, [N, D], to turn queries and keys with.
+    `turn`, on a GPU only: cosine and sine, [N, D], to turn queries and keys with. `sinks_H`: for each head the score of a position
+    that is always seen and has nothing to say (GPT-OSS).
     """
     if not torch.compiler.is_compiling():
-        return cached_attention(query, key, value, scaling, window, turn)
-    return _opaque(query, key, value, list(turn or ()), scaling, window)
+        return cached_attention(query, key, value, scaling, window, turn, sinks_H)
+    return _opaque(query, key, value, list(turn or ()), sinks_H, scaling, window)
 
 
 def _no_mask(*_: Any, local_size: int | None = None, **__: Any) -> None:
@@ -143,18 +153,38 @@ def _filled(cache: Tensor, pages: list[int], length: int) -> Tensor:
     return cache[used].transpose(0, 1).flatten(1, 2)[None, :, :length]
 
 
-def _one_by_one(query_HND: Tensor, layer: int, now: Pass, scaling: float, window: int) -> Tensor:
+def _one_by_one(
+    query_HND: Tensor, layer: int, now: Pass, scaling: float, window: int, sinks_H: Tensor | None
+) -> Tensor:
     plan, cache, done = now.plan, now.cache, []
     of_requests = (query_HND.split(plan.counts, 1), plan.position_N.split(plan.counts), plan.pages, plan.lengths)
     for part, position, pages, length in zip(*of_requests, strict=True):
         key, value = _filled(cache.keys[layer], pages, length), _filled(cache.values[layer], pages, length)
         mask = _seen(position[:, None], length, window) if len(position) != length or window else None
         how: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "scale": scaling, "enable_gqa": True}
-        done.append(F.scaled_dot_product_attention(part[None], key, value, **how)[0].transpose(0, 1))
+        attended = F.scaled_dot_product_attention(part[None], key, value, **how)
+        if sinks_H is not None:
+            seen = _seen(position[:, None], length, window)
+            shared = part.unflatten(0, (key.shape[1], -1))[None].flatten(2, 3)  # [1, K, R·T, D]
+            shares = _shares(shared, key, seen.repeat(shared.shape[2] // len(seen), 1), scaling, sinks_H)
+            attended = attended * shares.view(1, len(sinks_H), -1, 1)
+        done.append(attended[0].transpose(0, 1))
     return torch.cat(done)
 
 
-def _together(query_HND: Tensor, layer: int, now: Pass, scaling: float, window: int) -> Tensor:
+def _shares(query: Tensor, key: Tensor, seen: Tensor | None, scaling: float, sinks_H: Tensor) -> Tensor:
+    """Return what is left for the positions of a text beside each head's sink, [G, K, R·T, 1].
+
+    A softmax over scores s and one more, the sink: that over s alone, times Σ exp s / (Σ exp s + exp sink).
+    """
+    scores = (query.float() @ key.float().mT) * scaling
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    sinks = sinks_H.float().view(1, key.shape[1], -1, 1).repeat_interleave(query.shape[2] * key.shape[1] // len(sinks_H), 2)
+    return torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks).to(query.dtype)
+
+
+def _together(query_HND: Tensor, layer: int, now: Pass, scaling: float, window: int, sinks_H: Tensor | None) -> Tensor:
     plan = now.plan
     requests, each, longest = len(plan.pages), plan.each, max(plan.lengths)
     keys, values = now.cache.keys[layer], now.cache.values[layer]
@@ -166,6 +196,9 @@ def _together(query_HND: Tensor, layer: int, now: Pass, scaling: float, window: 
     if now.order is None:
         now.order = _neighbours([pages[0] for pages in plan.pages])
     out = _by_neighbours(query, keys, values, now.order, longest, mask, scaling)
+    if sinks_H is not None:
+        first = keys[[pages[0] for pages in plan.pages], :, :longest]
+        out = out * _shares(query, first, mask, scaling, sinks_H)
     return out.unflatten(2, (-1, each)).permute(0, 3, 1, 2, 4).reshape(requests * each, -1, values.shape[3])
 
 

@@ -29,10 +29,12 @@ class LayerShape:
     value_width: int
     scaling: float = 1.0  # of its scores
     window: int = 0  # positions it looks back; 0: all
+    latent: bool = False  # its values are the beginning of its keys, kept once (DeepSeek's latent attention)
 
     def bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of one position."""
-        return int(self.heads * (self.key_width + self.value_width) * dtype.itemsize)
+        own = self.key_width + (0 if self.latent else self.value_width)
+        return int(self.heads * own * dtype.itemsize)
 
 
 class Cache:
@@ -44,7 +46,10 @@ class Cache:
         self.size = size
         made = functools.partial(_zeros, device=device, dtype=dtype)
         self.keys = [made((pages + 1, each.heads, size, each.key_width)) for each in layers]
-        self.values = [made((pages + 1, each.heads, size, each.value_width)) for each in layers]
+        self.values = [
+            keys[..., : each.value_width] if each.latent else made((pages + 1, each.heads, size, each.value_width))
+            for each, keys in zip(layers, self.keys, strict=True)
+        ]
 
     def write(self, layer: int, plan: Plan, key_KND: Tensor, value_KND: Tensor) -> None:
         """Put keys and values of a pass where they belong."""
