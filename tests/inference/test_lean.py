@@ -18,15 +18,27 @@ COMMON = {
     "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     "intermediate_size": 48, "vocab_size": 97, "max_position_embeddings": 128, "hidden_act": "silu",
 }  # fmt: skip
+DEEPSEEK = {
+    "head_dim": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+}  # fmt: skip
 USUAL: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen2": {}, "qwen3": {}, "mistral": {"sliding_window": 7}, "llama-tied": {"tie_word_embeddings": True},
     "llama-linear": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+    "gemma": {"hidden_act": "gelu_pytorch_tanh"},
+    "gemma3_text": {
+        "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "query_pre_attn_scalar": 11,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "mixtral": {"num_local_experts": 4}, "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    "gpt_oss": {
+        "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "deepseek_v3": DEEPSEEK, "deepseek_v3-plain": DEEPSEEK | {"q_lora_rank": None, "rope_interleave": False},
 }  # fmt: skip
-# What they do besides: multiplied logits and residuals; norms of 1 + weight and another gate; experts; latent attention.
-ODD: dict[str, dict[str, Any]] = {
-    "granite": {"logits_scaling": 3.0, "residual_multiplier": 0.5}, "gemma": {"hidden_act": "gelu_pytorch_tanh"},
-    "mixtral": {"num_local_experts": 4}, "olmo2": {},
-}  # fmt: skip
+# What they do besides: multiplied logits and residuals; norms after attention only.
+ODD: dict[str, dict[str, Any]] = {"granite": {"logits_scaling": 3.0, "residual_multiplier": 0.5}, "olmo2": {}}
 
 
 def tiny(name: str, more: dict[str, Any]) -> Any:
@@ -34,7 +46,11 @@ def tiny(name: str, more: dict[str, Any]) -> Any:
     config = AutoConfig.for_model(name.partition("-")[0], **COMMON | more)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for weight in model.parameters():  # biases and norms as they come would hide a mistake: all are 0 or 1
+        buffers = (each for name, each in model.named_buffers() if name.endswith("e_score_correction_bias"))
+        for weight in (
+            *model.parameters(),
+            *buffers,
+        ):  # biases and norms as they come would hide a mistake: all are 0 or 1
             weight.add_(torch.randn_like(weight) * 0.2)
     return model.eval()
 

@@ -180,7 +180,9 @@ def _shares(query: Tensor, key: Tensor, seen: Tensor | None, scaling: float, sin
     scores = (query.float() @ key.float().mT) * scaling
     if seen is not None:
         scores = scores.masked_fill(~seen, -torch.inf)
-    sinks = sinks_H.float().view(1, key.shape[1], -1, 1).repeat_interleave(query.shape[2] * key.shape[1] // len(sinks_H), 2)
+    sinks = (
+        sinks_H.float().view(1, key.shape[1], -1, 1).repeat_interleave(query.shape[2] * key.shape[1] // len(sinks_H), 2)
+    )
     return torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks).to(query.dtype)
 
 

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from etude.inference.model_runner import Runner
 
 
-# What a step wrote, [3, R, written]: token (−1: none), log-prob, raw log-prob; and its logits.
-Written = tuple["Tensor", "Tensor"]
+# What a step wrote, [3, R, written]: token (−1: none), log-prob, raw log-prob; its logits; the experts of what it read, [R, read, …].
+Written = tuple["Tensor", "Tensor", "Tensor | None"]
 Places = list[tuple[list[int], int, int]]  # pages, first new position and new tokens of each request
 
 LEAST = 64  # tokens of a graph of a prefill: fewer are filled up
@@ -103,10 +103,10 @@ class Decoder:
             self.active[index] = 0
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
-    def step(self, rows: int, *, cut: bool, ahead: bool, watched: bool = False, bits: Tensor | None = None) -> Written:
+    def step(self, rows: int, *, cut: bool, ahead: bool, bits: Tensor | None = None) -> Written:
         """Do a step or a round of the first rows. On a GPU the result is overwritten by the next one.
 
-        `watched`: somebody looks into the model meanwhile, which a graph does not allow. `bits`: see `sample`; for steps only.
+        `bits`: see `sample`; for steps only.
         """
         single = partial(self._single, limited=bits is not None)
         function: Callable[..., Written] = self._round if ahead else single
@@ -114,7 +114,7 @@ class Decoder:
             if self.bits is None:
                 self.bits = torch.full((self.rows, bits.shape[1]), -1, dtype=torch.int32, device=bits.device)
             self.bits[:rows] = bits
-        if self._graphs is None or watched:
+        if self._graphs is None or self.runner.looked_into:
             return function(rows, cut=cut)
         if (key := (rows, cut, ahead, bits is not None)) not in self._graphs:
             self._graphs[key] = self._record(function, rows, cut=cut)
@@ -156,13 +156,17 @@ class Decoder:
             self.known[:rows] = torch.cat([self.known[:rows, 1:], token[:, None]], 1)
         self.token[:rows] = token
         self.position[:rows] += self.active[:rows]
-        return packed[..., None], logits
+        return packed[..., None], logits, self._routes(rows)
+
+    def _routes(self, rows: int) -> Tensor | None:
+        return None if self.runner.routes is None else self.runner.routes.unflatten(0, (rows, -1))
 
     def _round(self, rows: int, *, cut: bool) -> Written:
         choice, count, position = self.choice.rows(slice(rows)), self.drafts, self.position[:rows]
         drafts_Rk, heads_RkV = self._draft(rows, choice, position, cut=cut)
         read_Rk1 = torch.cat([self.token[:rows, None], drafts_Rk], 1)
         logits, hidden = self.runner.run(read_Rk1.flatten(), self._plan(rows, position, count + 1))
+        routes = self._routes(rows)
         each = Choice(*(value.repeat_interleave(count + 1) for value in choice))
         model_Rk1V = distribution(logits, each, cut=cut).unflatten(0, (rows, -1))
         tokens_Rk1, logprobs_Rk1, accepted_R = self._judge(model_Rk1V, heads_RkV, drafts_Rk, choice, position + 1)
@@ -176,7 +180,7 @@ class Decoder:
         self.token[:rows] = tokens_Rk1.gather(1, accepted_R[:, None])[:, 0]
         self.position[:rows] += (accepted_R + 1) * self.active[:rows]
         token = torch.where(written, tokens_Rk1, -1)
-        return torch.stack([token.double(), logprobs_Rk1.double(), raw.double()]), logits
+        return torch.stack([token.double(), logprobs_Rk1.double(), raw.double()]), logits, routes
 
     def _draft(self, rows: int, choice: Choice, position: Tensor, *, cut: bool) -> tuple[Tensor, Tensor]:
         """Return k drafts for each row and what they were drawn from, as logits."""
@@ -204,7 +208,7 @@ class Prefill:
 
     def __init__(self, runner: Runner, chunk: int, rows: int, pages: int, *, graphs: bool) -> None:
         self.runner, self.chunk = runner, max(chunk, LEAST)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] | None = None
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor | None]]] | None = None
         if graphs and runner.lean:
             self._graphs, self._pool = {}, torch.cuda.graph_pool_handle()
             depths = 1 + (runner.heads.depth if runner.heads else 0)
@@ -215,13 +219,13 @@ class Prefill:
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def read(
-        self, tokens: Sequence[Sequence[int]], places: Places, wanted: Sequence[int], *, watched: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Return logits of the wanted tokens and the hidden states of all, which the next pass may overwrite.
+        self, tokens: Sequence[Sequence[int]], places: Places, wanted: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return logits of the wanted tokens, and hidden states and experts of all, which the next pass may overwrite.
 
-        `tokens`: those to read, then for each head those that follow them. `watched`: somebody looks into the model meanwhile.
+        `tokens`: those to read, then for each head those that follow them.
         """
-        if self._graphs is None or watched:
+        if self._graphs is None or self.runner.looked_into:
             return self._without_graph(tokens, places, wanted)
         count = len(tokens[0])
         size = bucket(max(count, LEAST), self.chunk)
@@ -230,20 +234,21 @@ class Prefill:
             for _ in range(2):  # kernels are compiled, libraries begun; what it writes into the cache is written again
                 self._pass(size)
             self._graphs[size] = capture(partial(self._pass, size), self._pool)
-        graph, hidden = self._graphs[size]
+        graph, (hidden, routes) = self._graphs[size]
         graph.replay()
-        return self.runner.head(hidden[self.runner.send(wanted)]), hidden[:count]
+        chosen = None if routes is None else routes[:count]
+        return self.runner.head(hidden[self.runner.send(wanted)]), hidden[:count], chosen
 
     def _without_graph(
         self, tokens: Sequence[Sequence[int]], places: Places, wanted: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         runner = self.runner
         where = plan(places, runner.cache.size, runner.device)
         logits, hidden = runner.run(runner.send(tokens[0]), where, runner.send(wanted))
-        drafted = hidden
+        drafted, routes = hidden, runner.routes
         for depth, following in enumerate(tokens[1:]):
             drafted = runner.draft(depth, drafted, runner.send(following), where)
-        return logits, hidden
+        return logits, hidden, routes
 
     def _lay_out(self, tokens: Sequence[Sequence[int]], places: Places, size: int) -> None:
         """Put what a pass needs to know where its graph will look."""
@@ -256,15 +261,16 @@ class Prefill:
         self._length.copy_(send([first + new for _, first, new in places] + [0] * more))
         self._begin.copy_(send(begin + [count] * more))
 
-    def _pass(self, size: int) -> Tensor:
+    def _pass(self, size: int) -> tuple[Tensor, Tensor | None]:
         runner, most = self.runner, min(size, len(self._length))
         table, length, begin = self._table[:most], self._length[:most], self._begin[: most + 1]
         located = locate(table, length, begin, size, runner.cache.size)
         where = Plan(*located, table, length, begin, 0, size)
         hidden = drafted = runner.hidden(self._tokens[0, :size], where)
+        routes = runner.routes
         for depth, following in enumerate(self._tokens[1:, :size]):
             drafted = runner.draft(depth, drafted, following, where)
-        return hidden
+        return hidden, routes
 
 
 def capture(function: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:

@@ -28,7 +28,6 @@ import torch
 
 from etude.errors import UserError
 from etude.inference.decoding import Decoder, Prefill, bucket
-from etude.inference.model_runner import split_routes
 from etude.inference.policy import Completion, PolicyInfo, Token
 from etude.inference.prefix_cache import Held
 from etude.inference.speculation import SpeculationSwitch
@@ -195,14 +194,13 @@ class Engine:
             (part, range(end - part[1], end)) for part, end in zip(parts, ends, strict=True) if part[0].sampling.score
         ]
         wanted = [*last, *(place for _, places in scored for place in places)]
-        watched = any(request.sampling.experts for request, _ in parts)
-        with self.runner.routers.recording(wanted=watched) as routes:
-            logits, hidden = self.prefill.read(tokens, places, wanted, watched=watched)
+        self.runner.routers.watched = watched = any(request.sampling.experts for request, _ in parts)
+        logits, hidden, routes = self.prefill.read(tokens, places, wanted)
         sizes = [len(last), *(count for (_, count), _ in scored)]
         logits, *of_prompts = logits.split(sizes)
         for ((request, _), _), own in zip(scored, of_prompts, strict=True):
             self._score(request, own)
-        chosen = split_routes(routes, counts)
+        chosen = routes.cpu().split(counts) if watched and routes is not None else [None] * len(counts)
         for (request, count), states, routed in zip(parts, hidden.split(counts), chosen, strict=True):
             request.computed += count
             if request.sampling.experts:
@@ -261,16 +259,12 @@ class Engine:
             return
         most = self.rows.last() + 1
         size = most if self.runner.device.type == "cpu" else bucket(most, self.rows.count)
-        watched = self.rows.watched > 0
+        self.runner.routers.watched = watched = self.rows.watched > 0
         with self.speculation.timed(len(self.rows), ahead=ahead, written=lambda: self.counts.written_tokens):
-            with self.runner.routers.recording(wanted=watched) as routes:
-                bits = self._bits(self.rows.of[:size]) if self.rows.limited else None
-                result, logits = self.decoder.step(size, cut=self.rows.cut > 0, ahead=ahead, watched=watched, bits=bits)
-            for row, routed in enumerate(split_routes(routes, [1] * size)):
-                if (request := self.rows.of[row]) and request.sampling.experts:
-                    request.routed.append(routed)
+            bits = self._bits(self.rows.of[:size]) if self.rows.limited else None
+            result, logits, routes = self.decoder.step(size, cut=self.rows.cut > 0, ahead=ahead, bits=bits)
             self.rows.launched()
-            self._launch(self.rows.of[:size], result, logits)
+            self._launch(self.rows.of[:size], result, logits, routes if watched else None)
             self.counts.steps += 1
             self.counts.rounds += ahead
             self._read_what_is_due()  # inside the timing: to launch a step takes no time
@@ -309,16 +303,19 @@ class Engine:
 
     # ---- what the device wrote
 
-    def _launch(self, of: list[Request | None], result: torch.Tensor, logits: torch.Tensor) -> None:
+    def _launch(
+        self, of: list[Request | None], result: torch.Tensor, logits: torch.Tensor, routes: torch.Tensor | None = None
+    ) -> None:
         alternatives: list[torch.Tensor] = []
         if self.rows.alone and (most := max(request.sampling.alternatives if request else 0 for request in of)):
             alternatives = [each.cpu() for each in logits.float().log_softmax(-1).topk(min(most, logits.shape[-1]))]
         event = None
         if result.is_cuda:
             result = result.to("cpu", non_blocking=True)  # into pinned memory, before the next step overwrites it
+            routes = None if routes is None else routes.to("cpu", non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        self._flying.append(Launched(of, result, event, self.version, alternatives))
+        self._flying.append(Launched(of, result, event, self.version, alternatives, routes))
 
     def _read_what_is_due(self) -> None:
         self._catch_up(self._late if len(self.rows) else 0)
@@ -343,6 +340,8 @@ class Engine:
             if done.alternatives and (most := request.sampling.alternatives):
                 values, places = (each[index, :most].tolist() for each in done.alternatives)
                 new = [new[0]._replace(alternatives=tuple(zip(places, values, strict=True)))]
+            if done.routes is not None and request.sampling.experts:
+                request.routed.append(done.routes[index, : len(new)].clone())
             handed_out = self._take(request, new)
             if in_round:  # drafts accepted beyond the text's end are nobody's
                 self.counts.drafts += self.drafts
@@ -384,7 +383,8 @@ class Engine:
             request.on_tokens(new)
         if ended:
             self.counts.finished += 1
-            routed = torch.cat(request.routed) if request.sampling.experts else None
+            # Of a round, drafts accepted beyond the end were read too.
+            routed = torch.cat(request.routed)[: len(request.tokens) - 1] if request.sampling.experts else None
             first = [Token(request.tokens[0], math.nan, math.nan, self.version)] if request.sampling.score else []
             prompt = [*first, *request.scored]
             completion = Completion(request.written, ended, request.stop.by, request.cached, routed, prompt)
@@ -462,7 +462,7 @@ class Request:
     @property
     def alone(self) -> bool:
         """Whether it asks for what only single steps give."""
-        return self.sampling.alternatives > 0 or self.sampling.experts or self.constraint is not None
+        return self.sampling.alternatives > 0 or self.constraint is not None
 
 
 @dataclass(frozen=True)
@@ -474,6 +474,7 @@ class Launched:
     event: Any
     version: int
     alternatives: list[torch.Tensor]  # log-probs and tokens, likeliest first, where anybody asked
+    routes: torch.Tensor | None  # experts of what was read, [R, read, layers, experts a token], where anybody asked
 
 
 @dataclass

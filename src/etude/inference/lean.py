@@ -5,15 +5,21 @@ for it is made to be read and changed: sixty operations a layer, a Python call f
 spends more time on calls than the device on numbers. Here a layer takes twenty: queries, keys and values come from one matrix
 product, gate and up from another, and the table of rotary positions is made once.
 
-The joined matrices are the model's own weights, whose tensors become views into them: new weights copied into the model are here too.
-Which models fit is seen by their parts, and whether they say the same is tried (runner.py); all others run on transformers' code.
+What families add to it is here too: sinks and biases (GPT-OSS), windows with positions of their own, norms on both sides and of
+1 + weight (Gemma 3), experts with or without a shared one (Qwen3, Mixtral, GPT-OSS, DeepSeek), latent attention (DeepSeek). Of the
+latter only the latent is cached: keys are never made, their matrix is applied to the queries instead, and that of the values to
+what was attended to.
 
-Shapes: N tokens, D width of the model, H heads, K key/value heads, d width of a head.
+The joined matrices are the model's own weights, whose tensors become views into them: new weights copied into the model are here too.
+Which models fit is seen by their parts, and whether they say the same is tried (model_runner.py); all others run on transformers' code.
+
+Shapes: N tokens, D width of the model, H heads, K key/value heads, d width of a head, C width of a latent.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,21 +32,80 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from etude.inference.attention import Turn
     from etude.inference.kv_cache import LayerShape
 
 PLAIN_ROPE = {"default", "linear", "llama3", "yarn"}  # the others depend on how long a text is
-PARTS = {"input_layernorm", "post_attention_layernorm", "self_attn", "mlp"}
+NORMS = {"input_layernorm", "post_attention_layernorm"}
+MORE_NORMS = {
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+}  # Gemma's: the second norm of four comes after attention
+ACTIVATIONS = {"silu", "gelu_pytorch_tanh"}
+ROUTERS = ("gate", "router")
+FEW = 512  # tokens up to which a GPU computes experts by our kernels, which read each weight once; more are grouped products
 
 
 @dataclass(frozen=True)
 class Shape:
     """What all layers have in common."""
 
+    epsilon: float
+    offset: float  # to add to the weights of norms
+    activation: str
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """The usual attention."""
+
     heads: int
     kv_heads: int
     width: int
-    epsilon: float
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    sinks: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    scaling: float
+    window: int
+
+
+@dataclass(frozen=True)
+class Latent:
+    """DeepSeek's attention, by its latents."""
+
+    heads: int
+    plain: int  # width of a query without a position
+    rotary: int  # and with one
+    rank: int
+    query_down: Tensor | None
+    query_norm: Any
+    query: Tensor
+    down: Tensor
+    norm: Any
+    up_HxC: Tensor  # keys, then values, of every head
+    out: Tensor
+    scaling: float
+    interleaved: bool
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A gated feed-forward part."""
+
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Many of them, of which a router takes some for each token."""
+
+    router: Any
+    experts: Any
+    shared: Dense | None
 
 
 @dataclass(frozen=True)
@@ -48,43 +113,93 @@ class Layer:
     """The weights of one layer."""
 
     norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
+    attention: Grouped | Latent
+    after_attention: Tensor | None
     second_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
-    scaling: float
-    window: int
+    feed: Dense | Experts
+    after_feed: Tensor | None
+    table: int  # which of the tables of positions
 
 
 def run_layer(
     x_ND: Tensor, more_ND: Tensor, cosine_Nd: Tensor, sine_Nd: Tensor, layer: Layer, shape: Shape
-) -> tuple[Tensor, Tensor]:
-    """Add what the layer before has left to add, and return the sum with what this one has: a compiler joins it to the norm."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Add what the layer before has left to add, and return the sum, what this one has to add, and the experts it took.
+
+    A compiler joins the sum to the norm.
+    """
     x_ND = x_ND + more_ND
-    qkv = F.linear(_normed(x_ND, layer.norm, shape), layer.qkv, layer.qkv_bias)
-    qkv_NHd = qkv.unflatten(1, (-1, shape.width))
-    both = shape.heads + shape.kv_heads
+    normed = _normed(x_ND, layer.norm, shape)
+    run = _latent if isinstance(layer.attention, Latent) else _grouped
+    attended = run(normed, cosine_Nd, sine_Nd, layer.attention, shape)
+    if layer.after_attention is not None:
+        attended = _normed(attended, layer.after_attention, shape)
+    x_ND = x_ND + attended
+    normed, chosen = _normed(x_ND, layer.second_norm, shape), None
+    if isinstance(layer.feed, Experts):
+        more_ND, chosen = _experts(normed, layer.feed, shape)
+    else:
+        more_ND = _dense(normed, layer.feed, shape)
+    return x_ND, more_ND if layer.after_feed is None else _normed(more_ND, layer.after_feed, shape), chosen
+
+
+def _grouped(x_ND: Tensor, cosine_Nd: Tensor, sine_Nd: Tensor, own: Grouped, shape: Shape) -> Tensor:
+    qkv_NHd = F.linear(x_ND, own.qkv, own.qkv_bias).unflatten(1, (-1, own.width))
+    both = own.heads + own.kv_heads
     turned = qkv_NHd[:, :both]
-    turn: Turn = (cosine_Nd, sine_Nd)
-    if layer.query_norm is not None and layer.key_norm is not None:
-        query, key = turned.split([shape.heads, shape.kv_heads], 1)
-        query = F.rms_norm(query, query.shape[2:], layer.query_norm, shape.epsilon)
-        turned = torch.cat([query, F.rms_norm(key, key.shape[2:], layer.key_norm, shape.epsilon)], 1)
-    if not turned.is_cuda:  # else attention does it
-        half = shape.width // 2
-        swapped = torch.cat([-turned[..., half:], turned[..., :half]], -1)
-        turned, turn = turned * cosine_Nd[:, None] + swapped * sine_Nd[:, None], None
-    parts = (turned[:, : shape.heads], turned[:, shape.heads :], qkv_NHd[:, both:])
+    if own.query_norm is not None and own.key_norm is not None:
+        query, key = turned.split([own.heads, own.kv_heads], 1)
+        turned = torch.cat([_head_normed(query, own.query_norm, shape), _head_normed(key, own.key_norm, shape)], 1)
+    turn = (cosine_Nd, sine_Nd) if turned.is_cuda else None  # attention does it there
+    if turn is None:
+        turned = _turned(turned, cosine_Nd, sine_Nd)
+    parts = (turned[:, : own.heads], turned[:, own.heads :], qkv_NHd[:, both:])
     query, key, value = (each.transpose(0, 1)[None] for each in parts)
-    attended = attend(query, key, value, layer.scaling, layer.window, turn)
-    x_ND = x_ND + F.linear(attended[0].flatten(1), layer.out, layer.out_bias)
-    gate, up = F.linear(_normed(x_ND, layer.second_norm, shape), layer.gate_up).chunk(2, -1)
-    return x_ND, F.linear(F.silu(gate) * up, layer.down)
+    attended = attend(query, key, value, own.scaling, own.window, turn, own.sinks)
+    return F.linear(attended[0].flatten(1), own.out, own.out_bias)
+
+
+def _latent(x_ND: Tensor, cosine_Nd: Tensor, sine_Nd: Tensor, own: Latent, shape: Shape) -> Tensor:
+    """Attend to latents: q·(U c) is (Uᵀ q)·c, so U goes to the query, and the cache keeps c."""
+    del shape  # its norms have an epsilon of their own
+    lowered = x_ND if own.query_down is None else own.query_norm(F.linear(x_ND, own.query_down))
+    query_NHd = F.linear(lowered, own.query).unflatten(1, (own.heads, -1))
+    plain, rotary = query_NHd.split([own.plain, own.rotary], 2)
+    latent, key = F.linear(x_ND, own.down).split([own.rank, own.rotary], 1)
+    turned = torch.cat([rotary, key[:, None]], 1)
+    if own.interleaved:
+        turned = torch.cat([turned[..., 0::2], turned[..., 1::2]], -1)
+    turned = _turned(turned, cosine_Nd, sine_Nd)
+    raised = torch.bmm(plain.transpose(0, 1), own.up_HxC[:, : own.plain])  # [H, N, C]
+    query = torch.cat([raised, turned[:, :-1].transpose(0, 1)], -1)
+    latent = own.norm(latent)
+    kept = torch.cat([latent, turned[:, -1]], -1)[None]
+    attended = attend(query[None], kept[None], kept[None, ..., : own.rank], own.scaling, 0)[0]  # [N, H, C]
+    values = torch.bmm(attended.transpose(0, 1), own.up_HxC[:, own.plain :].mT)
+    return F.linear(values.transpose(0, 1).flatten(1), own.out)
+
+
+def _turned(given_NHd: Tensor, cosine_Nd: Tensor, sine_Nd: Tensor) -> Tensor:
+    half = given_NHd.shape[2] // 2
+    swapped = torch.cat([-given_NHd[..., half:], given_NHd[..., :half]], -1)
+    return given_NHd * cosine_Nd[:, None] + swapped * sine_Nd[:, None]
+
+
+def _dense(x_ND: Tensor, own: Dense, shape: Shape) -> Tensor:
+    gate, up = F.linear(x_ND, own.gate_up).chunk(2, -1)
+    gate = F.silu(gate) if shape.activation == "silu" else F.gelu(gate, approximate="tanh")
+    return F.linear(gate * up, own.down)
+
+
+def _experts(x_ND: Tensor, own: Experts, shape: Shape) -> tuple[Tensor, Tensor]:
+    _, weights, chosen = own.router(x_ND)
+    if x_ND.is_cuda and len(x_ND) <= FEW:
+        from etude.inference.expert_kernels import few_tokens
+
+        out = few_tokens(x_ND, chosen, weights, own.experts)
+    else:
+        out = own.experts(x_ND, chosen, weights)
+    return out if own.shared is None else out + _dense(x_ND, own.shared, shape), chosen.to(torch.int16)
 
 
 def _normed(x_ND: Tensor, weight: Tensor, shape: Shape) -> Tensor:
@@ -92,7 +207,15 @@ def _normed(x_ND: Tensor, weight: Tensor, shape: Shape) -> Tensor:
 
     Sums are kept in float32: in bf16 each layer would round what all before it made.
     """
-    return F.rms_norm(x_ND, x_ND.shape[1:], weight.float(), shape.epsilon).to(weight.dtype)
+    own = weight.float() + shape.offset
+    return F.rms_norm(x_ND.float(), x_ND.shape[1:], own, shape.epsilon).to(weight.dtype)
+
+
+def _head_normed(x_NHd: Tensor, weight: Tensor, shape: Shape) -> Tensor:
+    if not shape.offset:
+        return F.rms_norm(x_NHd, x_NHd.shape[2:], weight, shape.epsilon)
+    own = weight.float() + shape.offset  # in bf16, 1 + weight would lose most of the weight
+    return F.rms_norm(x_NHd.float(), x_NHd.shape[2:], own, shape.epsilon).to(weight.dtype)
 
 
 def _entered(embedded_ND: Tensor, hidden_ND: Tensor, weights: tuple[Tensor, ...], shape: Shape) -> Tensor:
@@ -109,39 +232,52 @@ class Lean:
         self, model: Any, heads: Any | None, shapes: Sequence[LayerShape], positions: int, *, compiled: bool
     ) -> None:
         decoder = model.get_decoder()
-        config, width = decoder.config, decoder.layers[0].self_attn.head_dim
-        self.shape = Shape(config.num_attention_heads, config.num_key_value_heads, width, config.rms_norm_eps)
+        config = decoder.config
+        offset = 1.0 if _adds_one(decoder.norm) else 0.0
+        self.shape = Shape(config.rms_norm_eps, offset, activation(config))
         if (head := getattr(model, "lm_head", None)) is not None and model.get_output_embeddings() is head:
             _joined(model, ("lm_head",), "weight")
-        self.embed, self.norm = model.get_input_embeddings().weight, decoder.norm.weight
-        self.layers = [_layer(layer, seen) for layer, seen in zip(decoder.layers, shapes, strict=False)]
+        embedding = model.get_input_embeddings()
+        self.embed, self.norm = embedding.weight, decoder.norm.weight
+        self.embed_scale = getattr(embedding, "embed_scale", None)  # Gemma's
+        kinds = _kinds(decoder)
+        own = [kinds.index(kind) for kind in config.layer_types] if len(kinds) > 1 else [0] * len(decoder.layers)
+        self.layers = [_layer(*each) for each in zip(decoder.layers, shapes, own, strict=False)]
         self.heads = heads
-        self.head_layers = [_layer(each.mtp_block, shapes[-1]) for each in heads.layers] if heads else []
+        self.head_layers = [_layer(each.mtp_block, shapes[-1], 0) for each in heads.layers] if heads else []
         places = torch.arange(positions, device=self.embed.device)[None]
-        self.cosine, self.sine = (each[0] for each in decoder.rotary_emb(self.embed[:1], places))
+        self.tables = [_table(decoder, self.embed[:1], places, kind) for kind in kinds]
+        self.chosen: Tensor | None = None  # experts of the last pass, [N, layers that have some, experts a token]
         compiler = torch.compile if compiled else lambda function: function
         self._run, self._enter, self._leave = compiler(run_layer), compiler(_entered), compiler(_left)
 
+    def _embedded(self, tokens_N: Tensor) -> Tensor:
+        embedded = F.embedding(tokens_N, self.embed)
+        return embedded if self.embed_scale is None else embedded * self.embed_scale.to(embedded.dtype)
+
     def trunk(self, tokens_N: Tensor, position_N: Tensor) -> Tensor:
         """Return the hidden states after the last norm."""
-        embedded, cosine, sine = F.embedding(tokens_N, self.embed), self.cosine[position_N], self.sine[position_N]
-        x, more = embedded.float(), torch.zeros_like(embedded)
-        _of_any_length(x, more, cosine, sine)
+        embedded = self._embedded(tokens_N)
+        turns = [(cosine[position_N], sine[position_N]) for cosine, sine in self.tables]
+        x, more, chosen = embedded.float(), torch.zeros_like(embedded), []
+        _of_any_length(x, more, *(each for turn in turns for each in turn))
         for layer in self.layers:
-            x, more = self._run(x, more, cosine, sine, layer, self.shape)
+            x, more, experts = self._run(x, more, *turns[layer.table], layer, self.shape)
+            chosen += [] if experts is None else [experts]
+        self.chosen = torch.stack(chosen, 1) if chosen else None
         return self._leave(x, more, self.norm, self.shape)
 
     def draft(self, depth: int, hidden_ND: Tensor, next_N: Tensor, position_N: Tensor) -> Tensor:
         """Return the hidden states of a head; as MtpHeads.step."""
         assert self.heads is not None
         number = 0 if self.heads.shared else depth
-        embedded, cosine, sine = F.embedding(next_N, self.embed), self.cosine[position_N], self.sine[position_N]
+        embedded, (cosine, sine) = self._embedded(next_N), (each[position_N] for each in self.tables[0])
         _of_any_length(embedded, hidden_ND, cosine, sine)
         own = self.heads.layers[number]
         entry = (own.enorm.weight, own.hnorm.weight, own.eh_proj.weight)
         x, more = self._enter(embedded, hidden_ND, entry, self.shape), torch.zeros_like(embedded)
         _of_any_length(x, more)
-        x, more = self._run(x, more, cosine, sine, self.head_layers[number], self.shape)
+        x, more, _ = self._run(x, more, cosine, sine, self.head_layers[number], self.shape)
         return self._leave(x, more, own.post_norm.weight, self.shape)
 
 
@@ -160,33 +296,113 @@ def fits(model: Any) -> bool:
     """Return whether a model is the usual decoder, as far as its parts tell."""
     decoder = model.get_decoder()
     config, layers = decoder.config, getattr(decoder, "layers", None)
-    given = getattr(config, "rope_parameters", None) or {}
-    rope = given.get("rope_type", "default") if given.get("partial_rotary_factor", 1.0) == 1.0 else "of a part"
-    if not layers or not hasattr(decoder, "norm") or not hasattr(decoder, "rotary_emb") or rope not in PLAIN_ROPE:
+    if not layers or not hasattr(decoder, "norm") or not hasattr(decoder, "rotary_emb"):
         return False
-    return getattr(config, "hidden_act", None) == "silu" and all(_is_usual(layer) for layer in layers)
+    ropes = getattr(config, "rope_parameters", None) or {}
+    each = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
+    latent = hasattr(layers[0].self_attn, "kv_a_proj_with_mqa")
+    plain = all(rope.get("rope_type", "default") in PLAIN_ROPE for rope in each)
+    plain = plain and (latent or all(rope.get("partial_rotary_factor", 1.0) == 1.0 for rope in each))
+    return plain and activation(config) in ACTIVATIONS and all(_is_usual(layer) for layer in layers)
+
+
+def activation(config: Any) -> str:
+    """Return what the gate of a feed-forward part goes through, by its name."""
+    return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None))
+
+
+def latent_shapes(model: Any, shapes: list[LayerShape]) -> list[LayerShape]:
+    """Return what layers keep of a position here: of latent attention, the latent and the key that has a position."""
+    if not hasattr(model.get_decoder().layers[0].self_attn, "kv_a_proj_with_mqa"):
+        return shapes
+    config = model.get_decoder().config
+    width = config.kv_lora_rank + config.qk_rope_head_dim
+    return [replace(each, heads=1, key_width=width, value_width=config.kv_lora_rank, latent=True) for each in shapes]
+
+
+def _children(part: Any, name: str) -> set[str]:
+    return {each for each, _ in getattr(part, name).named_children()} if hasattr(part, name) else set()
 
 
 def _is_usual(layer: Any) -> bool:
     parts = {name for name, _ in layer.named_children()}
-    attention = {name for name, _ in layer.self_attn.named_children()} if "self_attn" in parts else set()
-    feed = {name for name, _ in layer.mlp.named_children()} if "mlp" in parts else set()
-    return (
-        parts == PARTS
-        and attention - {"q_norm", "k_norm"} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-        and feed - {"act_fn"} == {"gate_proj", "up_proj", "down_proj"}
-        and layer.mlp.down_proj.bias is None
-    )
+    attention, feed = _children(layer, "self_attn"), _children(layer, "mlp") - {"act_fn"}
+    latent = attention - {"q_a_proj", "q_a_layernorm", "q_b_proj", "q_proj"}
+    usual = attention - {"q_norm", "k_norm"} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    if not usual and latent != {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"}:
+        return False
+    if not usual and layer.self_attn.o_proj.bias is not None:
+        return False
+    if parts not in (NORMS | {"self_attn", "mlp"}, NORMS | MORE_NORMS | {"self_attn", "mlp"}):
+        return False
+    if feed == {"gate_proj", "up_proj", "down_proj"}:
+        return layer.mlp.down_proj.bias is None
+    known = {"experts", "shared_experts", *ROUTERS}
+    return "experts" in feed and feed <= known and getattr(layer.mlp.experts, "has_gate", False)
 
 
-def _layer(layer: Any, seen: LayerShape) -> Layer:
-    attention, feed, inner = layer.self_attn, layer.mlp, ("q_proj", "k_proj", "v_proj")
-    query_norm, key_norm = (getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm"))
-    return Layer(
-        layer.input_layernorm.weight, _joined(attention, inner, "weight"), _joined(attention, inner, "bias"),
-        query_norm, key_norm, _joined(attention, ("o_proj",), "weight"), attention.o_proj.bias, layer.post_attention_layernorm.weight,
-        _joined(feed, ("gate_proj", "up_proj"), "weight"), _joined(feed, ("down_proj",), "weight"), seen.scaling, seen.window,
+def _adds_one(norm: Any) -> bool:
+    """Return whether a norm multiplies by 1 + its weight, as Gemma's do: it says other than its weight where that is nought."""
+    weight = torch.zeros_like(norm.weight[:2])
+    probe = type(norm)(2).to(weight.device, weight.dtype)
+    with torch.no_grad():
+        probe.weight.zero_()
+        return bool(probe(torch.ones_like(weight)).any())
+
+
+def _kinds(decoder: Any) -> list[str | None]:
+    """Return the kinds of layers that have positions of their own; the usual decoder has one table for all."""
+    if "layer_type" not in signature(decoder.rotary_emb.forward).parameters:
+        return [None]
+    return sorted(set(decoder.config.layer_types))
+
+
+def _table(decoder: Any, like: Tensor, places: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
+    cosine, sine = decoder.rotary_emb(like, places, *([kind] if kind else []))
+    config, attention = decoder.config, decoder.layers[0].self_attn
+    width = getattr(config, "qk_rope_head_dim", 0) or attention.head_dim
+    if 2 * cosine.shape[-1] == width:  # GPT-OSS's tables are for one half
+        cosine, sine = torch.cat([cosine, cosine], -1), torch.cat([sine, sine], -1)
+    return cosine[0], sine[0]
+
+
+def _layer(layer: Any, seen: LayerShape, table: int) -> Layer:
+    attention, config = layer.self_attn, layer.self_attn.config
+    own: Grouped | Latent
+    if hasattr(attention, "kv_a_proj_with_mqa"):
+        own = _latent_of(attention, seen.scaling)
+    else:
+        inner, width = ("q_proj", "k_proj", "v_proj"), attention.head_dim
+        norms = (getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm"))
+        own = Grouped(
+            config.num_attention_heads, config.num_key_value_heads, width, _joined(attention, inner, "weight"),
+            _joined(attention, inner, "bias"), *norms, getattr(attention, "sinks", None), _joined(attention, ("o_proj",), "weight"),
+            attention.o_proj.bias, seen.scaling, seen.window,
+        )  # fmt: skip
+    four = hasattr(layer, "pre_feedforward_layernorm")
+    second = layer.pre_feedforward_layernorm if four else layer.post_attention_layernorm
+    after = (layer.post_attention_layernorm.weight, layer.post_feedforward_layernorm.weight) if four else (None, None)
+    return Layer(layer.input_layernorm.weight, own, after[0], second.weight, _feed(layer.mlp), after[1], table)
+
+
+def _latent_of(attention: Any, scaling: float) -> Latent:
+    down = getattr(attention, "q_a_proj", None)
+    query = "q_proj" if down is None else "q_b_proj"
+    up = _joined(attention, ("kv_b_proj",), "weight").view(attention.num_heads, -1, attention.kv_lora_rank)
+    return Latent(
+        attention.num_heads, attention.qk_nope_head_dim, attention.qk_rope_head_dim, attention.kv_lora_rank,
+        None if down is None else _joined(attention, ("q_a_proj",), "weight"), getattr(attention, "q_a_layernorm", None),
+        _joined(attention, (query,), "weight"), _joined(attention, ("kv_a_proj_with_mqa",), "weight"), attention.kv_a_layernorm,
+        up, _joined(attention, ("o_proj",), "weight"), scaling, bool(getattr(attention.config, "rope_interleave", False)),
     )  # fmt: skip
+
+
+def _feed(feed: Any) -> Dense | Experts:
+    if not hasattr(feed, "experts"):
+        return Dense(_joined(feed, ("gate_proj", "up_proj"), "weight"), _joined(feed, ("down_proj",), "weight"))
+    router = next(getattr(feed, name) for name in ROUTERS if hasattr(feed, name))
+    shared = getattr(feed, "shared_experts", None)
+    return Experts(router, feed.experts, None if shared is None else _feed(shared))  # type: ignore[arg-type]
 
 
 def _joined(part: Any, names: tuple[str, ...], what: str) -> Any:

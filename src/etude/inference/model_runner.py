@@ -1,14 +1,13 @@
 """A model that runs on our cache: passes over the new tokens of many requests, and its heads' drafts.
 
 Any causal language model of transformers whose attention goes through transformers' registry can be run. Whether it gives the same
-logits as by itself is tried on a few tokens before it is used: layers with another kind of memory, capped scores or sinks would not.
+logits as by itself is tried on a few tokens before it is used: layers with another kind of memory or capped scores would not.
+
+Of a model of several experts it is noted which experts each token went to: a trainer that replays the choice computes the gradient of
+the model that sampled. The lean decoder notes them always; of others, transformers hands the choice to a layer's experts as their
+second argument, and that is where it is read.
 
 Shapes: N tokens of a pass, D width of the model, V vocabulary.
-
-Which experts each token went to, read off a model of several experts while it runs.
-
-transformers hands the choice to a layer's experts as their second argument; that is where it is read. A trainer that replays the
-choice computes the gradient of the model that sampled.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 from etude.errors import UserError, one_line
 from etude.inference.attention import NAME, Pass, Probe, during
 from etude.inference.kv_cache import Cache, plan, send
-from etude.inference.lean import Lean, fits
+from etude.inference.lean import Lean, fits, latent_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -36,29 +35,15 @@ class Routers:
 
     def __init__(self, model: torch.nn.Module) -> None:
         decoder = model.get_decoder()
-        self._recorded: list[Tensor] | None = None
+        self.watched = False  # whether to note what they choose
+        self.chosen: list[Tensor] = []  # in the last pass, for each layer [N, experts a token]
         self.layers = [part for name, part in decoder.named_modules() if name.rpartition(".")[2] == "experts"]
         for layer in self.layers:
             layer.register_forward_pre_hook(self._note)
 
     def _note(self, _: Any, given: tuple[Any, ...]) -> None:
-        if self._recorded is not None:
-            self._recorded.append(given[1].reshape(-1, given[1].shape[-1]).to(torch.int16))
-
-    @contextlib.contextmanager
-    def recording(self, *, wanted: bool) -> Iterator[list[Tensor]]:
-        """Run a pass inside this; what was chosen is there afterwards, for each layer [N tokens, experts a token]."""
-        routes: list[Tensor] = []
-        self._recorded = routes if wanted else None
-        try:
-            yield routes
-        finally:
-            self._recorded = None
-
-
-def split_routes(layers: list[Tensor], counts: Sequence[int]) -> list[Tensor | None]:
-    """Return [tokens, layers, experts a token] for each request of a pass, on the CPU; None if nothing was recorded."""
-    return list(torch.stack(layers, 1).cpu().split(list(counts))) if layers else [None] * len(counts)
+        if self.watched:
+            self.chosen.append(given[1].reshape(-1, given[1].shape[-1]).to(torch.int16))
 
 
 TRIED = 12  # tokens
@@ -79,6 +64,9 @@ class Runner:
         self.routers = Routers(model)
         self.cache: Cache
         self.lean: Lean | None = None
+        self.routes: Tensor | None = (
+            None  # experts of the last pass, [N, layers, experts a token], if anybody wants to know
+        )
         self.compiled = compiled
         self._hidden: list[Tensor] = []
         keep = functools.partial(_keep, self._hidden)  # not us: a model outlives its cache
@@ -90,8 +78,16 @@ class Runner:
                 self._own = model(self._tried(), use_cache=False).logits[0]
             model.set_attn_implementation(NAME)
             self.layers = self._probe()
+            self._usual = bool(self.layers) and fits(model)
+        if self._usual:
+            self.layers = latent_shapes(model, self.layers)
         if not self.layers:
             raise UserError(f"{type(model).__name__} has no attention that our engine could run on its cache")
+
+    @property
+    def looked_into(self) -> bool:
+        """Whether experts are read off transformers' code, which a graph does not allow."""
+        return self.routers.watched and self.lean is None
 
     def bytes_of_position(self) -> int:
         """Return the bytes that one position takes in the cache, over all layers."""
@@ -100,11 +96,14 @@ class Runner:
     def allot(self, pages: int, size: int, positions: int | None = None) -> None:
         """Make a cache of so many pages of so many positions, for texts up to `positions` long (default: as fit), and try it."""
         self.cache = Cache(self.layers, pages, size, self.device, self.dtype)
-        if fits(self.model):
+        if self._usual:
             self.lean = Lean(self.model, self.heads, self.layers, positions or pages * size, compiled=self.compiled)
-            with contextlib.suppress(UserError):
+            try:
                 self._compare()
                 return
+            except UserError:
+                if self.layers[0].latent:  # transformers' code would need a cache of another shape
+                    raise
             self.lean = None
         with _trying(self.model):
             self._compare()
@@ -155,11 +154,13 @@ class Runner:
         if self.lean:
             hidden = self.hidden(tokens_N, where)
             return self.head(hidden if wanted is None else hidden[wanted]), hidden
+        self.routers.chosen = []
         with during(Pass(self.cache, where)):
             output = self.model(
                 input_ids=tokens_N[None], position_ids=where.position_N[None], use_cache=False,
                 logits_to_keep=0 if wanted is None else wanted,
             )  # fmt: skip
+        self.routes = torch.stack(self.routers.chosen, 1) if self.routers.chosen else None
         return output.logits[0], self._hidden[0][0]
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
@@ -167,7 +168,9 @@ class Runner:
         """Return the hidden states alone, of a lean model."""
         assert self.lean is not None
         with during(Pass(self.cache, where)):
-            return self.lean.trunk(tokens_N, where.position_N)
+            hidden = self.lean.trunk(tokens_N, where.position_N)
+        self.routes = self.lean.chosen
+        return hidden
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def stage(self, weights: Mapping[str, Tensor]) -> Staged:
