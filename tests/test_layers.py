@@ -25,7 +25,7 @@ FOUNDATION = {"errors", "files", "git", "jsonl", "progress", "rooted", "syntax",
 # Issue 23 asked for 26,000 lines; it came down from 32,999 to about 28,900 without losing a feature. What attack and first use asked
 # for (issue 24) added about 1,600, mixtures of experts in training and RL (issue 25) 350. All that is planned may bring it to 34,000,
 # no further.
-MOST_LINES, MOST_FILES = 30_950, 225  # counted lines of code, and files, of src/etude
+MOST_LINES, MOST_FILES = 32_200, 230  # counted lines of code, and files, of src/etude
 LONGEST_FILE, LONGEST_FUNCTION = 700, 50  # lines as they stand
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MODULES = sorted(ROOT.rglob("*.py"))

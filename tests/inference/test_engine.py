@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, GptOssConfig, MambaConfig, Phi3Config
+from transformers import AutoModelForCausalLM, Gemma2Config, MambaConfig, Phi3Config
 
 import etude.models
 from etude.errors import UserError
@@ -405,9 +405,9 @@ def test_an_engine_that_failed_has_told_everybody(late: int) -> None:
     "config",
     [
         MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2),
-        GptOssConfig(vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=4),
+        Gemma2Config(vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8),
     ],
-    ids=["state space", "sinks"],
+    ids=["state space", "capped scores"],
 )  # fmt: skip
 def test_a_model_whose_memory_is_of_another_kind_is_refused_in_one_line(config: Any) -> None:
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from etude.inference.policy import Sampling
+from etude.models.mtp_heads import MtpHeads
 from tests.inference.engines import (
     Ask,
     complete,
@@ -84,3 +85,11 @@ def test_a_request_that_was_set_back_names_each_position_once() -> None:
     for prompt, done in zip(prompts, complete(engine, prompts, WATCHED), strict=True):
         assert torch.equal(done.experts.sort().values.long(), chosen(model, prompt + done.token_ids[:-1]))
     assert engine.counts.preempted > 0
+
+
+def test_rounds_of_draft_tokens_name_what_was_read_of_the_text_and_nothing_else() -> None:
+    model, prompts = moe("mixtral"), prompts_of(5, 17)
+    engine = engine_of(model, MtpHeads.for_model(model, depth=2), speculate=True, late=1)
+    for prompt, done in zip(prompts, complete(engine, prompts, WATCHED), strict=True):
+        assert torch.equal(done.experts.sort().values.long(), chosen(model, prompt + done.token_ids[:-1]))
+    assert engine.counts.rounds > 0

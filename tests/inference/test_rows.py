@@ -70,7 +70,7 @@ def compare(rows: Rows, state: dict[int, dict[str, Any]]) -> None:
     assert len(rows) == len(state)
     assert rows.requests() == [state[row]["of"] for row in sorted(state)]
     assert rows.cut == sum(each.temperature > 0 and (each.top_p < 1 or each.top_k > 0) for each in samplings)
-    assert rows.alone == sum(each.alternatives > 0 or each.experts for each in samplings)
+    assert rows.alone == sum(each.alternatives > 0 for each in samplings)
     assert rows.watched == sum(each.experts for each in samplings)
     assert rows.seeded == sum(each["of"].seeded for each in state.values())
     if state:

@@ -56,7 +56,9 @@ def _write(  # noqa: PLR0913, PLR0917
 
 
 @triton.jit
-def _query(query, at, d, real, angle, cosine, sine, D: tl.constexpr, TURN: tl.constexpr):
+def _query(  # noqa: PLR0913, PLR0917
+    query, at, d, real, angle, cosine, sine, D: tl.constexpr, TURN: tl.constexpr
+):
     # Some columns of the queries of a block; `angle`: where the angles of its tokens begin.
     there_is = real[:, None] & (d < D)[None]
     q = tl.load(query + at[:, None] + d[None], mask=there_is, other=0.0)
@@ -67,7 +69,7 @@ def _query(query, at, d, real, angle, cosine, sine, D: tl.constexpr, TURN: tl.co
 
 
 @triton.jit
-def _attend(  # noqa: PLR0913, PLR0917
+def _attend(  # noqa: PLR0913, PLR0915, PLR0917
     query, keys, values, out, tops, sums, sinks, table, length_G, begin_G, block_request, block_first, cosine, sine,
     query_head, query_token, table_row, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
@@ -162,8 +164,8 @@ def write_pages(
     key, value = (each if each.stride(2) == 1 else each.contiguous() for each in (key_KND, value_KNE))
     _write[(tokens, heads)](
         key, value, keys, values, plan.page_N, plan.offset_N, *(turn or (key, key)), *key.stride()[:2], *value.stride()[:2],
-        heads, cache.size, width, wide, values.stride(2), triton.next_power_of_2(width), triton.next_power_of_2(wide), turn is not None,
-        num_warps=1,
+        heads, cache.size, width, wide, values.stride(2), triton.next_power_of_2(width), triton.next_power_of_2(wide),
+        turn is not None, num_warps=1,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ latter only the latent is cached: keys are never made, their matrix is applied t
 what was attended to.
 
 The joined matrices are the model's own weights, whose tensors become views into them: new weights copied into the model are here too.
-Which models fit is seen by their parts, and whether they say the same is tried (model_runner.py); all others run on transformers' code.
+Which models fit is seen by their parts, and whether they say the same is tried (model_runner.py). Others run on transformers' code.
 
 Shapes: N tokens, D width of the model, H heads, K key/value heads, d width of a head, C width of a latent.
 """
@@ -106,6 +106,7 @@ class Experts:
     router: Any
     experts: Any
     shared: Dense | None
+    kernels: bool  # whether ours compute them
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,10 @@ def run_layer(
     """
     x_ND = x_ND + more_ND
     normed = _normed(x_ND, layer.norm, shape)
-    run = _latent if isinstance(layer.attention, Latent) else _grouped
-    attended = run(normed, cosine_Nd, sine_Nd, layer.attention, shape)
+    if isinstance(layer.attention, Latent):
+        attended = _latent(normed, cosine_Nd, sine_Nd, layer.attention)
+    else:
+        attended = _grouped(normed, cosine_Nd, sine_Nd, layer.attention, shape)
     if layer.after_attention is not None:
         attended = _normed(attended, layer.after_attention, shape)
     x_ND = x_ND + attended
@@ -159,9 +162,8 @@ def _grouped(x_ND: Tensor, cosine_Nd: Tensor, sine_Nd: Tensor, own: Grouped, sha
     return F.linear(attended[0].flatten(1), own.out, own.out_bias)
 
 
-def _latent(x_ND: Tensor, cosine_Nd: Tensor, sine_Nd: Tensor, own: Latent, shape: Shape) -> Tensor:
+def _latent(x_ND: Tensor, cosine_Nd: Tensor, sine_Nd: Tensor, own: Latent) -> Tensor:
     """Attend to latents: q·(U c) is (Uᵀ q)·c, so U goes to the query, and the cache keeps c."""
-    del shape  # its norms have an epsilon of their own
     lowered = x_ND if own.query_down is None else own.query_norm(F.linear(x_ND, own.query_down))
     query_NHd = F.linear(lowered, own.query).unflatten(1, (own.heads, -1))
     plain, rotary = query_NHd.split([own.plain, own.rotary], 2)
@@ -193,7 +195,7 @@ def _dense(x_ND: Tensor, own: Dense, shape: Shape) -> Tensor:
 
 def _experts(x_ND: Tensor, own: Experts, shape: Shape) -> tuple[Tensor, Tensor]:
     _, weights, chosen = own.router(x_ND)
-    if x_ND.is_cuda and len(x_ND) <= FEW:
+    if own.kernels and len(x_ND) <= FEW:
         from etude.inference.expert_kernels import few_tokens
 
         out = few_tokens(x_ND, chosen, weights, own.experts)
@@ -373,11 +375,13 @@ def _layer(layer: Any, seen: LayerShape, table: int) -> Layer:
         own = _latent_of(attention, seen.scaling)
     else:
         inner, width = ("q_proj", "k_proj", "v_proj"), attention.head_dim
-        norms = (getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm"))
+        query_norm, key_norm = (
+            getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm")
+        )
         own = Grouped(
             config.num_attention_heads, config.num_key_value_heads, width, _joined(attention, inner, "weight"),
-            _joined(attention, inner, "bias"), *norms, getattr(attention, "sinks", None), _joined(attention, ("o_proj",), "weight"),
-            attention.o_proj.bias, seen.scaling, seen.window,
+            _joined(attention, inner, "bias"), query_norm, key_norm, getattr(attention, "sinks", None),
+            _joined(attention, ("o_proj",), "weight"), attention.o_proj.bias, seen.scaling, seen.window,
         )  # fmt: skip
     four = hasattr(layer, "pre_feedforward_layernorm")
     second = layer.pre_feedforward_layernorm if four else layer.post_attention_layernorm
@@ -402,7 +406,12 @@ def _feed(feed: Any) -> Dense | Experts:
         return Dense(_joined(feed, ("gate_proj", "up_proj"), "weight"), _joined(feed, ("down_proj",), "weight"))
     router = next(getattr(feed, name) for name in ROUTERS if hasattr(feed, name))
     shared = getattr(feed, "shared_experts", None)
-    return Experts(router, feed.experts, None if shared is None else _feed(shared))  # type: ignore[arg-type]
+    kernels = False
+    if feed.experts.down_proj.is_cuda:
+        from etude.inference.expert_kernels import known
+
+        kernels = known(feed.experts)
+    return Experts(router, feed.experts, None if shared is None else _feed(shared), kernels)  # type: ignore[arg-type]
 
 
 def _joined(part: Any, names: tuple[str, ...], what: str) -> Any:

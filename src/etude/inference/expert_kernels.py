@@ -1,0 +1,160 @@
+"""The experts of a few tokens on a GPU, in Triton: every expert's weights are read once, and only those of experts that were chosen.
+
+Ours because a decoding step has a handful of tokens an expert. A grouped product pads each to a tile of 64 or 128, and reading the
+weights is all the work there is: here a program takes some columns of one expert, and goes through the tokens that chose it, sixteen
+at a time. Which those are is counted on the device, so a CUDA graph can repeat it, and nothing is sorted. For more tokens than `FEW`
+(lean.py) grouped products are better.
+
+Shapes: N tokens, K experts a token, S = N · K pairs of both, E experts, D width of the model, F width of an expert.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from transformers.activations import SiLUActivation
+
+ROWS = 16  # tokens at a time: the fewest a matrix unit takes
+
+
+@triton.jit
+def _count(chosen_S, pairs_EN, count_E, pairs, tokens, BLOCK: tl.constexpr):
+    # List the pairs of one expert, in order. A token chooses an expert once at most, so N places are enough.
+    expert = tl.program_id(0)
+    taken = 0
+    for start in range(0, pairs, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        own = (tl.load(chosen_S + at, mask=at < pairs, other=-1) == expert).to(tl.int32)
+        tl.store(pairs_EN + expert * tokens + taken + tl.cumsum(own, 0) - 1, at, mask=own > 0)
+        taken += tl.sum(own, 0)
+    tl.store(count_E + expert, taken)
+
+
+@triton.jit
+def _gate_up(  # noqa: PLR0913, PLR0917
+    x, weight, bias, pairs_EN, count_E, out, tokens, expert_row, column_row, input_row, alpha, limit,
+    TOP: tl.constexpr, D: tl.constexpr, F: tl.constexpr, STEP: tl.constexpr, UP: tl.constexpr, BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    # Gate and up of column n of an expert are columns n · STEP and n · STEP + UP of its matrix.
+    n, expert = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1)
+    count = tl.load(count_E + expert)
+    columns = weight + expert.to(tl.int64) * expert_row + (n * STEP)[None] * column_row
+    for first in range(0, count, ROWS):
+        row = first + tl.arange(0, ROWS)
+        pair = tl.load(pairs_EN + expert * tokens + row, mask=row < count, other=0)
+        gate, up = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in range(0, D, INNER):
+            d = start + tl.arange(0, INNER)
+            given = tl.load(
+                x + (pair // TOP)[:, None] * D + d[None], mask=(row < count)[:, None] & (d < D)[None], other=0.0
+            )
+            at, real = columns + d[:, None] * input_row, (d < D)[:, None] & (n < F)[None]
+            gate = tl.dot(given, tl.load(at, mask=real, other=0.0), gate, input_precision="ieee")
+            up = tl.dot(given, tl.load(at + UP * column_row, mask=real, other=0.0), up, input_precision="ieee")
+        if BIAS:
+            own = bias + expert * 2 * F + n * STEP
+            gate += tl.load(own, mask=n < F, other=0.0).to(tl.float32)[None]
+            up += tl.load(own + UP, mask=n < F, other=0.0).to(tl.float32)[None]
+        if CLAMPED:  # GPT-OSS's
+            gate = tl.minimum(gate, limit)
+            up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+            gate = gate * tl.sigmoid(gate * alpha)
+        else:
+            gate = gate * tl.sigmoid(gate)
+        to = out + pair[:, None] * F + n[None]
+        tl.store(to, (gate * up).to(out.dtype.element_ty), mask=(row < count)[:, None] & (n < F)[None])
+
+
+@triton.jit
+def _down(  # noqa: PLR0913, PLR0917
+    hidden, weight, bias, share_S, pairs_EN, count_E, out, tokens, expert_row, column_row, input_row,
+    D: tl.constexpr, F: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    n, expert = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1)
+    count = tl.load(count_E + expert)
+    columns = weight + expert.to(tl.int64) * expert_row + n[None] * column_row
+    for first in range(0, count, ROWS):
+        row = first + tl.arange(0, ROWS)
+        pair = tl.load(pairs_EN + expert * tokens + row, mask=row < count, other=0)
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in range(0, F, INNER):
+            f = start + tl.arange(0, INNER)
+            given = tl.load(
+                hidden + pair[:, None] * F + f[None], mask=(row < count)[:, None] & (f < F)[None], other=0.0
+            )
+            own = tl.load(columns + f[:, None] * input_row, mask=(f < F)[:, None] & (n < D)[None], other=0.0)
+            total = tl.dot(given, own, total, input_precision="ieee")
+        if BIAS:
+            total += tl.load(bias + expert * D + n, mask=n < D, other=0.0).to(tl.float32)[None]
+        total *= tl.load(share_S + pair, mask=row < count, other=0.0).to(tl.float32)[:, None]
+        to = out + pair[:, None] * D + n[None]
+        tl.store(to, total.to(out.dtype.element_ty), mask=(row < count)[:, None] & (n < D)[None])
+
+
+def known(experts: Any) -> bool:
+    """Return whether these experts are of a kind that the kernels compute."""
+    gate = getattr(type(experts), "_apply_gate", None)
+    plain = getattr(gate, "__name__", "") == "_default_apply_gate" and isinstance(experts.act_fn, SiLUActivation)
+    clamped = hasattr(experts, "alpha") and hasattr(experts, "limit") and not experts.is_concatenated
+    return (plain or clamped) and not experts.has_post_expert_norm
+
+
+def few_tokens(x_ND: Tensor, chosen_NK: Tensor, share_NK: Tensor, experts: Any) -> Tensor:
+    """Return what the chosen experts make of each token, added up by its shares."""
+    biases = [experts.gate_up_proj_bias, experts.down_proj_bias] if experts.has_bias else []
+    clamp = [float(experts.alpha), float(experts.limit)] if hasattr(experts, "limit") else []
+    return _opaque(
+        x_ND, chosen_NK, share_NK, experts.gate_up_proj, experts.down_proj, biases, clamp,
+        experts.is_transposed, experts.is_concatenated,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("etude::few_tokens", mutates_args=())
+def _opaque(  # noqa: PLR0913, PLR0917
+    x_ND: Tensor, chosen_NK: Tensor, share_NK: Tensor, gate_up: Tensor, down: Tensor, biases: list[Tensor],
+    clamp: list[float], transposed: bool, concatenated: bool,  # noqa: FBT001
+) -> Tensor:  # fmt: skip
+    """Launch the kernels; to a compiler, one operation. `clamp`: GPT-OSS's two numbers."""
+    (tokens, width), top, count = x_ND.shape, chosen_NK.shape[1], len(gate_up)
+    x, share, chosen = x_ND.contiguous(), share_NK.contiguous(), chosen_NK.contiguous()
+    inner = down.shape[1] if transposed else down.shape[2]
+    pairs = torch.empty(count, tokens, dtype=torch.int32, device=x.device)
+    counts = torch.empty(count, dtype=torch.int32, device=x.device)
+    hidden, out = x.new_empty(tokens * top, inner), x.new_empty(tokens, top, width)
+    _count[(count,)](chosen, pairs, counts, tokens * top, tokens, triton.next_power_of_2(min(tokens * top, 1024)))
+    wide = 32 if tokens <= 64 else 64
+    up_at = (1, inner) if concatenated else (2, 1)
+    up_rows, down_rows = (
+        (each.stride(0), *(each.stride()[:0:-1] if transposed else each.stride()[1:])) for each in (gate_up, down)
+    )
+    bias_up, bias_down = biases or (x, x)
+    how = {
+        "ROWS": ROWS,
+        "COLUMNS": wide,
+        "INNER": 128 if x.element_size() == 2 else 32,
+        "num_warps": 4,
+        "num_stages": 4,
+    }
+    _gate_up[(triton.cdiv(inner, wide), count)](
+        x, gate_up, bias_up, pairs, counts, hidden, tokens, *up_rows, *(clamp or (0.0, 0.0)), top, width, inner, *up_at,
+        bool(biases), bool(clamp), **how,
+    )  # fmt: skip
+    _down[(triton.cdiv(width, wide), count)](
+        hidden, down, bias_down, share, pairs, counts, out, tokens, *down_rows, width, inner, bool(biases), **how
+    )
+    return out.sum(1)
+
+
+@_opaque.register_fake
+def _(  # noqa: PLR0913, PLR0917
+    x_ND: Tensor, chosen_NK: Tensor, share_NK: Tensor, gate_up: Tensor, down: Tensor, biases: list[Tensor],
+    clamp: list[float], transposed: bool, concatenated: bool,  # noqa: FBT001
+) -> Tensor:  # fmt: skip
+    del chosen_NK, share_NK, gate_up, down, biases, clamp, transposed, concatenated
+    return torch.empty_like(x_ND)
