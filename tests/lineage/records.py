@@ -21,7 +21,7 @@ UNUSUAL = {"low": 5.0, "high": 9e13, "sampling_flops": 2.0, "sandbox_seconds": 3
 
 
 def full_record(**changes: Any) -> Record:
-    """Return a record in which no field is empty."""
+    """Return a record in which no field is empty but that of a corpus, whose record would be needed, too."""
     fields: dict[str, Any] = {
         "stage": "cpt",
         "kind": "continued-pretraining",
@@ -81,14 +81,26 @@ def child_of(parent: Record | None, stage: str, *others: Parent) -> Record:
         else []
     )
     origin = full_record().origin if parent is None else None
-    return full_record(stage=stage, kind=stage, parents=[*edges, *others], weights=weights, origin=origin)
+    made = {"parents": [*edges, *others], "weights": weights, "origin": origin}
+    return full_record(stage=stage, kind=stage, **made)
+
+
+def corpus_record(*teachers: Parent) -> Record:
+    """Return the record of a corpus."""
+    outputs = {
+        "manifest.json": FileDigest(sha256="8" * 64, bytes=100),
+        "shards/0": FileDigest(sha256="9" * 64, bytes=9),
+    }
+    made = {"parents": teachers, "weights": {}, "outputs": outputs, "origin": None, "licences": []}
+    return full_record(stage="data", kind="data", **made)
 
 
 def three_generations() -> tuple[Lineage, list[Record]]:
-    """Return the lineage of a model with a parent and a grandparent, and a teacher that carries no record."""
+    """Return the lineage of a model with a parent, which learned from a corpus and a teacher without a record, and a base."""
     teacher = Parent(name="teacher-9b", role="teacher", record=None, model_digest="e" * 64)
     base = child_of(None, "base")
-    middle = child_of(base, "cpt", teacher)
+    corpus = corpus_record(Parent(name="gone", role="teacher", record="0" * 64, model_digest="e" * 64))
+    middle = child_of(base, "cpt", teacher).model_copy(update={"corpus": corpus.id})
     last = child_of(middle, "sft")
-    lineage = Lineage.of(last, [Lineage.of(middle, [Lineage.of(base, [])])])
+    lineage = Lineage.of(last, [Lineage.of(middle, [Lineage.of(base, [])], corpus)])
     return lineage, [base, middle, last]

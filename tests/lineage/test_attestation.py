@@ -39,8 +39,12 @@ def test_subjects_are_the_weights_and_dependencies_what_they_were_made_from() ->
         ("base/model.safetensors", {"sha256": "b" * 64}),
         ("teacher-9b", {"etudeModel": "e" * 64}),
         ("code", {"etudeData": "2" * 64}),
+        ("corpus/manifest.json", {"sha256": "8" * 64}),
         ("etude", {"gitCommit": "9" * 40}),
     ]
+    (corpus,) = lineage.corpora.values()
+    assert used[3]["annotations"] == {"role": "corpus", "record": corpus.id}
+    assert statement(corpus, lineage)["subject"] == [{"name": "manifest.json", "digest": {"sha256": "8" * 64}}]
     assert used[0]["annotations"] == {"role": "weights", "record": base.id, "etudeModel": base.model_digest}
     assert document["predicate"]["buildDefinition"]["buildType"] == "urn:etude:stage:cpt:3"
 

@@ -77,11 +77,12 @@ def test_data_and_teachers_are_what_it_depends_on() -> None:
 
 
 def test_stages_depend_on_each_other_and_read_their_data() -> None:
-    _, records = three_generations()
+    lineage, (base, middle, last) = three_generations()
+    (corpus,) = lineage.corpora.values()
     (workflow,) = bom(release())["formulation"][0]["workflows"]
-    assert [task["uid"] for task in workflow["tasks"]] == [record.id for record in records]
+    assert [task["uid"] for task in workflow["tasks"]] == [record.id for record in (base, corpus, middle, last)]
     assert [each["dependsOn"] for each in workflow["taskDependencies"]] == [
-        [], [f"stage:{records[0].id}"], [f"stage:{records[1].id}"],
+        [], [], sorted([f"stage:{base.id}", f"stage:{corpus.id}"]), [f"stage:{middle.id}"],
     ]  # fmt: skip
     assert workflow["tasks"][0]["inputs"] == [{"resource": {"ref": f"data:code:{'2' * 64}"}}]
 

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from license_expression import get_spdx_licensing
 from transformers import AutoModelForCausalLM
 
@@ -16,7 +18,9 @@ from etude.lineage.facts import (
     licence_terms,
     read_architecture,
     roots,
+    shown_source,
     trained_on,
+    without_places,
 )
 from etude.lineage.record import FileDigest, Lineage, Origin
 from tests.lineage.records import child_of, full_record, three_generations
@@ -105,3 +109,33 @@ def test_the_shape_is_read_from_files_alone(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(UserError, match="not a whole safetensors"):
         read_architecture(folder)
+
+
+PLACES = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="/\n\r"), min_size=1), min_size=1, max_size=5)
+
+
+@given(
+    PLACES, st.sampled_from(["", "folder ", "file ", "git ", "git file://", "made from file ", "parquet ", "jsonl "])
+)
+def test_of_a_path_on_this_machine_only_the_last_part_is_shown(parts: list[str], word: str) -> None:
+    shown = shown_source(f"{word}/{'/'.join(parts)}")
+    assert shown == f"{word.removesuffix('file://')}…/{parts[-1]}"
+    assert shown_source(shown) == shown
+
+
+@pytest.mark.parametrize(
+    "source", ["git https://example.org/owner/name", "hub owner/name", "dataset owner/name", "package a==1", "folder src/x",
+               "git …/name", "sampled from the base, temperature 1.0", "", "/"]
+)  # fmt: skip
+def test_what_is_no_path_on_this_machine_is_shown_whole(source: str) -> None:
+    assert shown_source(source) == source
+
+
+def test_paths_anywhere_in_a_record_are_cut() -> None:
+    plain = full_record(
+        recipe={"hash": "3" * 64, "stage": {"demos": {"tasks": ["/home/me/a b/t.jsonl"]}, "base": "~/x"}}
+    )
+    cut = without_places(plain.model_dump(mode="json"))
+    assert cut["recipe"]["stage"] == {"demos": {"tasks": ["…/t.jsonl"]}, "base": "…/x"}
+    assert cut["data"][0]["source"] == "folder …/code"
+    assert cut["outputs"] == plain.model_dump(mode="json")["outputs"]

@@ -50,7 +50,7 @@ def changed(value: Any) -> Any:
 
 
 def test_the_id_changes_with_every_value_in_a_record() -> None:
-    record = full_record()
+    record = full_record(corpus="7" * 64)
     plain = record.model_dump(mode="json")
     paths = [path for path in leaves(plain) if path not in FIXED]
     assert {path[0] for path in paths} == set(Record.model_fields) - {"format"}
@@ -107,7 +107,24 @@ def test_a_lineage_survives_its_file(tmp_path: Path) -> None:
     lineage, records = three_generations()
     lineage.save(tmp_path)
     assert load_lineage(tmp_path) == lineage
-    assert {key: record.id for key, record in load_lineage(tmp_path).records.items()} == {r.id: r.id for r in records}
+    (corpus,) = lineage.corpora.values()
+    ids = {record.id for record in [*records, corpus]}
+    assert {key: record.id for key, record in load_lineage(tmp_path).records.items()} == {each: each for each in ids}
+
+
+@pytest.mark.parametrize("how", ["missing", "changed"])
+def test_a_tree_whose_corpus_has_no_record_or_another_is_refused(tmp_path: Path, how: str) -> None:
+    lineage, _ = three_generations()
+    (key,) = lineage.corpora
+    lineage.save(tmp_path)
+    text = json.loads((tmp_path / LINEAGE_FILE).read_text())
+    if how == "missing":
+        del text["records"][key]
+    else:
+        text["records"][key]["data"][0]["left_out"] = {"empty": 2}
+    (tmp_path / LINEAGE_FILE).write_text(json.dumps(text))
+    with pytest.raises(UserError, match=one_line(key[:12], "is missing or was changed")):
+        load_lineage(tmp_path)
 
 
 def test_a_lineage_holds_the_record_and_all_ancestors_of_all_parents() -> None:

@@ -60,6 +60,7 @@ def heads(lines: list[str]) -> list[tuple[int, str]]:
 
 def test_three_generations_are_drawn_below_each_other_with_a_parent_that_has_no_record() -> None:
     lineage, (base, middle, last) = three_generations()
+    (corpus,) = lineage.corpora.values()
     lines = render(lineage, "my model")
     assert lines[0] == "my model"
     assert heads(lines) == [
@@ -67,6 +68,7 @@ def test_three_generations_are_drawn_below_each_other_with_a_parent_that_has_no_
         (3, f"cpt (cpt, weights)  record {middle.id[:12]}, {middle.finished}"),
         (6, f"base (base, weights)  record {base.id[:12]}, {base.finished}"),
         (6, "teacher-9b (teacher): weights eeeeeeeeeeee, it carries no record"),
+        (6, f"data (corpus)  record {corpus.id[:12]}, manifest 888888888888: 1 source(s), 3 files, 1 left out"),
     ]
     assert not [line for line in lines if "\n" in line]
 

@@ -78,7 +78,7 @@ def test_the_stage_learns_from_demonstrations_that_it_made(place: Path) -> None:
     made = [trace.made_by["demonstration"] for trace in traces]
     assert [(each["task"], each["style"]) for each in made] == [("calc-1", "shown"), ("calc-2", "told")]
     (use,) = load_record(sft).data
-    assert (use.name, use.source) == ("demonstrations of calc.jsonl", f"made from file {place / 'calc.jsonl'}")
+    assert (use.name, use.source) == ("demonstrations of calc.jsonl", "made from file …/calc.jsonl")
     assert use.digest == sha256_file(sft / "demos" / "traces.jsonl")
     assert use.licences == {"MIT": use.bytes - len(traces)}  # without the ends of lines
     learnt = json.loads((sft / "results.json").read_text())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from etude.cli.main import main
 from etude.data.loader import Corpus
 from etude.data.manifest import load_manifest
+from etude.files import files_below, sha256_file
 from etude.lineage.licences import licence_files
 from etude.lineage.record import load_lineage, load_record
 from etude.progress import Reporter
@@ -156,6 +159,46 @@ def test_records_say_what_was_spent_and_read(chain: Path, stage: str, tokens: in
         assert (use.name, use.tokens, use.digest) == ("rows", tokens, load_manifest(chain / "data").sources[0].digest)
 
 
+def test_the_tree_reaches_the_corpus_and_knows_when_its_manifest_was_changed(chain: Path, etude: Etude) -> None:
+    corpus = load_record(chain / "data")
+    lineage = load_lineage(chain / "sft" / "model")
+    assert {record.stage: record.corpus for record in lineage.records.values() if record.corpus} == {
+        "cpt": corpus.id, "extend": corpus.id,
+    }  # fmt: skip
+    assert lineage.corpora == {corpus.id: corpus}
+    manifest = chain / "data" / "manifest.json"
+    assert corpus.outputs["manifest.json"].sha256 == sha256_file(manifest)
+    assert f"data (corpus)  record {corpus.id[:12]}" in etude("lineage", "show", chain, "--verify").out
+    before = manifest.read_bytes()
+    manifest.write_bytes(before.replace(b'"kept": ', b'"kept":  ', 1).replace(b"\n", b"", 1))
+    try:
+        said = etude("lineage", "show", chain, "--verify")
+        refused = etude("release", chain, chain.parent / "refused", "--acknowledge", "unknown-data")
+    finally:
+        manifest.write_bytes(before)
+    assert (said.code, refused.code) == (2, 1)
+    assert "data/manifest.json is not the file that was recorded" in said.err
+    assert "data/manifest.json is not the file that was recorded" in refused.out + refused.err
+
+
+def test_no_file_of_a_release_names_a_folder_of_this_machine(chain: Path, etude: Etude) -> None:
+    out = chain.parent / "released"
+    cache = chain.parent / "cache"
+    said = etude(
+        "release", chain, out, "--acknowledge", "unknown-data", "--base", chain / "base/model", "--cache", cache
+    )
+    assert said.code == 0, said.out + said.err
+    payloads = re.compile(rb'"payload": *"([^"]+)"')
+    for file in files_below(out):
+        content = file.read_bytes()
+        texts = [content, *(base64.b64decode(found) for found in payloads.findall(content))]
+        for place in (chain.parent, Path.home(), Path.cwd()):
+            assert not any(f"{place}/".encode() in text for text in texts), (file, place)
+    records = load_lineage(out).records.values()
+    assert {use.source for record in records for use in record.data} == {"jsonl …/rows.jsonl", "file …/chats.jsonl"}
+    assert etude("verify", out, "--cache", cache).code == 0
+
+
 def test_training_helps_where_it_should(chain: Path) -> None:
     (code,) = results(chain / "cpt")["domains"]
     assert code["change"] < 0
@@ -291,6 +334,11 @@ def test_a_damaged_shard_is_not_trained_on(tmp_path: Path, etude: Etude) -> None
     said = etude(*words)
     assert said.code == 2
     assert "is not what was built; delete the corpus's folder and build it again" in said.err
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    manifest = tmp_path / "run/data/manifest.json"
+    manifest.write_text(manifest.read_text().replace("0.1.0", "0.1.1", 1))
+    assert "manifest.json is not what was built; delete the corpus's folder" in etude(*words).err
 
 
 def test_another_vocabulary_is_refused(tmp_path: Path, etude: Etude) -> None:

@@ -22,7 +22,7 @@ from etude.lineage.compute import Item, compute_shares
 from etude.lineage.duties import Duty, LicenceUse, evaluate, licence_uses, load_product, notice, unmet
 from etude.lineage.licences import identify, licence_files
 from etude.lineage.record import Lineage, load_lineage
-from etude.lineage.tree import changed_weights, draw_png, draw_svg, find_model, render
+from etude.lineage.tree import changed_corpora, changed_weights, draw_png, draw_svg, find_model, render
 from etude.models.bases import ancestors, locate, resolve
 from etude.progress import Console, Reporter
 from etude.report.page import Table, print_parts, terminal
@@ -44,6 +44,7 @@ def show(model: ModelFolder, verify: Verify = False, as_json: AsJson = False) ->
     """Print a model's family tree back to its base, from the records it carries."""
     folder, lineage = _tree(model)
     wrong = changed_weights(folder, lineage.records[lineage.head], Reporter()) if verify else []
+    wrong += changed_corpora(folder, lineage) if verify else []
     if wrong:
         raise UserError(f"{folder} does not agree with its record: {'; '.join(wrong)}")
     if as_json:

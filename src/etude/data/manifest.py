@@ -138,8 +138,10 @@ def load_manifest(folder: Path) -> Manifest:
         raise UserError(f"{folder / MANIFEST} cannot be read: {why}; {BUILD_AGAIN}") from None
 
 
-def check_shards(folder: Path, reporter: Reporter) -> None:
-    """Refuse a corpus whose shards are not, byte for byte, those that were built: damaged ones would be trained on in silence."""
+def check_shards(folder: Path, manifest: str, reporter: Reporter) -> None:
+    """Refuse a corpus whose manifest (by its recorded digest) or shards are not, byte for byte, those that were built."""
+    if sha256_file(folder / MANIFEST) != manifest:
+        raise UserError(f"{folder / MANIFEST} is not what was built; {BUILD_AGAIN}")
     digests = {
         folder / "shards" / name: digest
         for shard in load_manifest(folder).shards

@@ -163,7 +163,8 @@ def _workflow(lineage: Lineage) -> dict[str, Any]:
             "timeStart": record.started, "timeEnd": record.finished, "properties": _properties(facts),
             "inputs": [{"resource": {"ref": each}} for each in dict.fromkeys(map(_ref, record.data))],
         })  # fmt: skip
-        parents = {f"stage:{edge.record}" for edge in record.parents if edge.record}
+        above = {*(edge.record for edge in record.parents), record.corpus} & lineage.records.keys()
+        parents = {f"stage:{key}" for key in above}
         waits.append({"ref": ref, "dependsOn": sorted(parents)})
     return {"bom-ref": "stages", "uid": lineage.head, "taskTypes": ["build"], "tasks": tasks, "taskDependencies": waits}
 
@@ -196,7 +197,8 @@ def spdx(release: Release) -> str:
     graph, lineage, supplier = _Graph(release), release.lineage, release.product.organisation.name
     agent = graph.add("Agent" if supplier else "SoftwareAgent", "agent", name=supplier or "Etude")
     tool = graph.add("Tool", "etude", name=f"Etude {release.head.code.etude}")
-    records, data = in_order(lineage), {ref: _spdx_dataset(graph, ref, use) for ref, use in _datasets(lineage).items()}
+    records = [record for record in in_order(lineage) if record.id not in lineage.corpora]
+    data = {ref: _spdx_dataset(graph, ref, use) for ref, use in _datasets(lineage).items()}
     models = {record.id: _spdx_model(graph, record) for record in records}
     top = models[lineage.head]
     graph.elements[top] |= _spdx_top(release) | ({"suppliedBy": agent} if supplier else {})

@@ -241,7 +241,8 @@ def _silent(lineage: Lineage, teachers: set[str]) -> Iterator[LicenceUse]:
 
 def _data_uses(lineage: Lineage) -> list[LicenceUse]:
     """Return the licences of the data, each once."""
-    data = [use for record in lineage.records.values() for use in record.data]
+    read = [record for key, record in lineage.records.items() if key not in lineage.corpora]  # not all that they hold
+    data = [use for record in read for use in record.data]
     named = {(use.name, licence) for use in data for licence in use.licences}
     unnamed = [use for use in data if not use.licences]
     named |= {(use.name, GENERATED if use.source.startswith(GENERATED) else UNKNOWN) for use in unnamed}

@@ -94,13 +94,15 @@ class Claim:
 
 
 def in_order(lineage: Lineage, *roles: str) -> list[Record]:
-    """Return the head and its ancestors, parents before children; `roles`: follow only such edges."""
+    """Return the head and its ancestors, corpora included, parents before children; `roles`: follow only such edges."""
     ordered: dict[str, Record] = {}
 
     def visit(key: str) -> None:
         for edge in lineage.records[key].parents:
-            if edge.record and edge.record not in ordered and (not roles or edge.role in roles):
+            if edge.record in lineage.records and edge.record not in ordered and (not roles or edge.role in roles):
                 visit(edge.record)
+        if (corpus := lineage.records[key].corpus) and not roles:
+            visit(corpus)
         ordered[key] = lineage.records[key]
 
     visit(lineage.head)
@@ -152,7 +154,16 @@ def carried(lineage: Lineage) -> list[CarriedLicence]:
 
 def shown_source(source: str) -> str:
     """Return where something came from as strangers may read it: of a path on somebody's machine the last part."""
-    return re.sub(r"^(folder|file|git) \S*/(?=[^/\s]+$)", r"\1 …/", source)
+    return re.sub(r"^(.*\b(?:folder|file|git|parquet|jsonl) )?(?:file://)?[~/](?:.*/)?(?=[^/]+/?$)", r"\1…/", source)
+
+
+def without_places(value: Any) -> Any:
+    """Return a record, as JSON, whose paths on this machine are cut to their last part: it goes out with every release."""
+    if isinstance(value, dict):
+        return {key: without_places(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [without_places(each) for each in value]
+    return shown_source(value) if isinstance(value, str) else value
 
 
 def is_notice(file: str, *others: str) -> bool:

@@ -116,6 +116,7 @@ class Record(Part):
     parents: list[Parent]
     origin: Origin | None = None
     data: list[DataUse] = []
+    corpus: str | None = None  # id of the record of the corpus it was trained on; the lineage holds that record, too
     code: Code
     recipe: RecipeUse
     seeds: dict[str, int]
@@ -162,24 +163,37 @@ class Lineage(Part):
     @model_validator(mode="after")
     def _whole(self) -> Lineage:
         """Refuse a tree in which a record was changed after its child named it, or is missing."""
-        known = self.records
-        wrong = [key for key, record in known.items() if record.id != key]
-        edges = [edge for record in known.values() for edge in record.parents]
+        known, corpora = self.records, {record.corpus for record in self.records.values() if record.corpus}
+        wrong = [key for key, record in known.items() if record.id != key] + sorted(corpora - known.keys())
+        # A corpus that another run built may name a teacher's record of that run; weights and digest are the same.
+        edges = [edge for key, record in known.items() for edge in record.parents
+                 if edge.record in known or key not in corpora]  # fmt: skip
         named = {edge.record: edge.model_digest for edge in edges if edge.record}
         wrong += [key for key, digest in named.items() if key not in known or known[key].model_digest != digest]
         if wrong or self.head not in self.records:
             raise ValueError(f"record {(wrong or [self.head])[0][:12]} is missing or was changed")
         return self
 
+    @property
+    def corpora(self) -> dict[str, Record]:
+        """The records of the corpora that went into it, by id."""
+        return {each.corpus: self.records[each.corpus] for each in self.records.values() if each.corpus}
+
     @classmethod
-    def of(cls, record: Record, parents: list[Lineage]) -> Lineage:
-        """Return the lineage of a record whose parents have theirs."""
+    def of(cls, record: Record, parents: list[Lineage], corpus: Record | None = None) -> Lineage:
+        """Return the lineage of a record whose parents have theirs, and whose corpus has that record."""
         known = {key: value for parent in parents for key, value in parent.records.items()}
-        return cls(head=record.id, records={**known, record.id: record})
+        built = {corpus.id: corpus} if corpus else {}
+        return cls(head=record.id, records={**known, **built, record.id: record})
 
     def save(self, model_folder: Path) -> None:
         """Write `lineage.json` into a model's folder."""
         write_json(model_folder / LINEAGE_FILE, self.model_dump(mode="json"))
+
+
+def manifest_of(record: Record) -> dict[str, FileDigest]:
+    """Return the file that says what a corpus is made of; none of the record of a model."""
+    return {name: file for name, file in record.outputs.items() if name == "manifest.json"}
 
 
 def load_record(folder: Path) -> Record:

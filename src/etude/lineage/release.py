@@ -33,7 +33,7 @@ from etude.lineage.facts import Release, carried, claims, in_order, read_archite
 from etude.lineage.licences import LICENCE_NAME, LICENSES, carry, folder_name, held, identify
 from etude.lineage.record import LINEAGE_FILE, FileDigest, load_lineage
 from etude.lineage.signing import folder_digests, public_pem, seal, sign_folder, statement
-from etude.lineage.tree import draw_png, draw_svg, find_model, wrong_files
+from etude.lineage.tree import changed_corpora, draw_png, draw_svg, find_model, wrong_files
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -102,7 +102,7 @@ def make_release(
     folder = find_model(model)
     lineage = load_lineage(folder)
     digests = folder_digests(folder, reporter)
-    _refuse_changes(lineage, digests, reporter)
+    _refuse_changes(folder, lineage, digests, reporter)
     bases = base_folders(folder, lineage, order.bases, reporter)
     compared = compare_claims(folder, order.name, bases, sketches, reporter)
     with _work_folder(out) as work:
@@ -127,10 +127,11 @@ def make_release(
         publish_folder(work, out)
 
 
-def _refuse_changes(lineage: Lineage, digests: Mapping[str, str], reporter: Reporter) -> None:
+def _refuse_changes(folder: Path, lineage: Lineage, digests: Mapping[str, str], reporter: Reporter) -> None:
     """Refuse a model's folder that is not as it was recorded; say what in it will not be released."""
     head, fix = lineage.records[lineage.head], "restore it from a copy, or run the stage again"
-    wrong = [Refusal("record", line, fix) for line in wrong_files(released_files(head), digests)]
+    changed = [*wrong_files(released_files(head), digests), *changed_corpora(folder, lineage)]
+    wrong = [Refusal("record", line, fix) for line in changed]
     _refuse([*wrong, *licence_refusals(lineage, digests)])
     known = {*released_files(head), LINEAGE_FILE, CARD}
     if left := [name for name in digests if name not in known and not is_licence(name)]:

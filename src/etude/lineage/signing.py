@@ -28,6 +28,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from etude.errors import UserError, one_line
 from etude.files import canonical_json, files_below, read_json, sha256_file
+from etude.lineage.record import manifest_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -173,7 +174,7 @@ def statement(record: Record, lineage: Lineage) -> dict[str, Any]:
     """Return the statement about one stage of a lineage, ready to be signed."""
     return {
         "_type": "https://in-toto.io/Statement/v1",
-        "subject": _files(record.weights),
+        "subject": _files(record.weights or manifest_of(record)),
         "predicateType": PREDICATE_TYPE,
         "predicate": {
             "buildDefinition": {
@@ -220,12 +221,16 @@ def _dependencies(record: Record, lineage: Lineage) -> list[dict[str, Any]]:
     inputs: list[dict[str, Any]] = []
     for edge in record.parents:
         about = {"role": edge.role, "record": edge.record, "etudeModel": edge.model_digest}
-        files = _files(lineage.records[edge.record].weights, f"{edge.name}/") if edge.record else []
+        above = lineage.records.get(edge.record or "")
+        files = _files(above.weights, f"{edge.name}/") if above else []
         files = files or [{"name": edge.name, "digest": {"etudeModel": edge.model_digest}}]
         inputs += [file | {"annotations": about} for file in files]
     for use in record.data:
         counts = use.model_dump(include={"source", "revision", "files", "licences"})
         inputs.append({"name": use.name, "digest": {"etudeData": use.digest}, "annotations": counts})
+    if record.corpus:
+        files = _files(manifest_of(lineage.records[record.corpus]), "corpus/")
+        inputs += [file | {"annotations": {"role": "corpus", "record": record.corpus}} for file in files]
     if record.origin:
         inputs += _files(record.origin.received, f"{record.origin.name}/")
     commit = {"digest": {"gitCommit": record.code.revision}} if record.code.revision else {}

@@ -19,7 +19,7 @@ from etude.errors import UserError
 from etude.files import read_json, sha256_file
 from etude.lineage.compute import compute_shares, percent, since_base
 from etude.lineage.facts import is_notice, shown_source
-from etude.lineage.record import LINEAGE_FILE, Record
+from etude.lineage.record import LINEAGE_FILE, RECORD_FILE, Record, load_record, manifest_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,6 +60,17 @@ def changed_weights(model_folder: Path, record: Record, reporter: Reporter) -> l
         return wrong_files(record.weights, {name: sha256_file(path, task.advance) for name, path in files.items()})
 
 
+def changed_corpora(model_folder: Path, lineage: Lineage) -> list[str]:
+    """Return which corpora beside a model in its run have another manifest than was recorded, a line each."""
+    wrong = []
+    for key, record in lineage.corpora.items():
+        folder = model_folder.parent.parent / record.stage
+        if (folder / RECORD_FILE).is_file() and load_record(folder).id == key:
+            digests = {name: sha256_file(folder / name) for name in manifest_of(record) if (folder / name).is_file()}
+            wrong += [f"{record.stage}/{line}" for line in wrong_files(manifest_of(record), digests)]
+    return wrong
+
+
 def wrong_files(wanted: Mapping[str, FileDigest], digests: Mapping[str, str]) -> list[str]:
     """Return which files of a folder, given their digests, are not those that were recorded, a line each."""
     missing = [f"{name} is missing" for name in wanted if name not in digests]
@@ -85,7 +96,16 @@ def _branch(lineage: Lineage, record_id: str, role: str, indent: str) -> list[st
         else:
             weights = f"weights {parent.model_digest[:12]}"
             lines.append(f"{inside}└─ {parent.name} ({parent.role}): {weights}, it carries no record")
+    if record.corpus:
+        lines.append(f"{inside}└─ {_corpus(lineage.records[record.corpus])}")
     return lines
+
+
+def _corpus(record: Record) -> str:
+    manifest = next((file.sha256[:12] for file in manifest_of(record).values()), "not recorded")
+    dropped = sum(count for use in record.data for count in use.left_out.values())
+    sources = f"{len(record.data)} source(s), {sum(use.files for use in record.data):,} files, {dropped:,} left out"
+    return f"{record.stage} (corpus)  record {record.id[:12]}, manifest {manifest}: {sources}"
 
 
 def describe(record: Record, role: str) -> list[str]:
@@ -259,6 +279,7 @@ def _node(record: Record | Parent) -> Node:
     sizes = [f"{_count(use.tokens)} tokens" if use.tokens else f"{use.files:,} file(s)" for use in record.data]
     aside = [f"{use.name}: {size}" for use, size in zip(record.data, sizes, strict=True)]
     aside[MOST:] = [f"and {len(aside) - MOST} more"] if len(aside) > MOST else []
+    aside += [f"corpus: record {record.corpus[:12]}"] if record.corpus else []
     return Node(f"{origin.name} (base)" if origin else record.stage + kind, lines, _licences(record), aside)
 
 

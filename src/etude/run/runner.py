@@ -21,6 +21,7 @@ from etude.errors import UserError
 from etude.files import digest_of, files_below, fsync_tree, remove_parts, write_json, write_text
 from etude.jsonl import MetricsLog
 from etude.lineage import environment
+from etude.lineage.facts import without_places
 from etude.lineage.licences import carry, held, refuse_losses
 from etude.lineage.record import (
     LINEAGE_FILE,
@@ -256,7 +257,7 @@ class Runner:
         weights = [file for file in files if file.suffix == ".safetensors" and file.parent == model]
         others = [file for file in files if file not in weights]
         sessions = list(job.work.metrics.rows(SESSION))
-        record = Record(
+        made = Record(
             stage=job.name,
             kind=step.entry.kind,
             kind_version=stage.version,
@@ -264,6 +265,7 @@ class Runner:
             parents=outcome.parents,
             origin=outcome.origin,
             data=outcome.data,
+            corpus=outcome.corpus.id if outcome.corpus else None,
             code=environment.code(),
             recipe=RecipeUse(hash=recipe.hash, stage=step.entry.settings.model_dump(mode="json")),
             seeds={"recipe": recipe.seed},
@@ -278,8 +280,9 @@ class Runner:
             finished=_iso(datetime.datetime.now(datetime.UTC).timestamp()),
             sessions=len(sessions),
         )
+        record = Record.model_validate(without_places(made.model_dump(mode="json")))
         if stage.makes_model:
-            Lineage.of(record, outcome.lineages).save(model)
+            Lineage.of(record, outcome.lineages, outcome.corpus).save(model)
         fsync_tree(folder)  # the record says that all else is there: it must reach the disk last
         record.save(folder)
 

@@ -84,6 +84,7 @@ class Outcome:
     origin: Origin | None = None
     licence_folders: dict[str, Path] = field(default_factory=dict)  # of ancestors other than the job's parent, by name
     data: list[DataUse] = field(default_factory=list)
+    corpus: Record | None = None  # of the corpus that was trained on
     device: str | None = None
     summary: dict[str, float | int | str | None] = field(default_factory=dict)
 

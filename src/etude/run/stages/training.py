@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer
 
 from etude.data.loader import Corpus, Loader
-from etude.data.manifest import check_shards
+from etude.data.manifest import MANIFEST, check_shards
 from etude.errors import Interrupted, UserError, nearest
 from etude.files import fsync_tree, link_or_copy, read_json
 from etude.lineage import environment
@@ -110,7 +110,7 @@ class TrainingStage(Stage):
         parent = job.parent.folder.absolute() if job.parent else (corpus or folder) / "tokeniser"
         if not is_trained(folder):  # else it was interrupted after its end, and is not done again
             if corpus is not None:
-                check_shards(corpus, job.work.reporter)
+                check_shards(corpus, load_record(corpus).outputs[MANIFEST].sha256, job.work.reporter)
             training = world.tell(Training(self.kind, settings, folder, parent, corpus, job.seed))
             self.train(training, world, job.work)
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
@@ -119,6 +119,7 @@ class TrainingStage(Stage):
             parents=_parents(job, taught=self.learns_corpus),
             lineages=[job.parent.lineage] if job.parent else [],
             data=self.data_uses(settings, job, results["seen"]),
+            corpus=load_record(corpus) if corpus and self.learns_corpus else None,
             device=results["device"],
             summary={"steps": len(trained), "tokens": sum(row["tokens"] for row in trained)},
         )
