@@ -91,7 +91,7 @@ def corpus_record(*teachers: Parent) -> Record:
         "manifest.json": FileDigest(sha256="8" * 64, bytes=100),
         "shards/0": FileDigest(sha256="9" * 64, bytes=9),
     }
-    made = {"parents": teachers, "weights": {}, "outputs": outputs, "origin": None, "licences": []}
+    made: dict[str, Any] = {"parents": teachers, "weights": {}, "outputs": outputs, "origin": None, "licences": []}
     return full_record(stage="data", kind="data", **made)
 
 
