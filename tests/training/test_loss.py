@@ -79,6 +79,40 @@ def test_packed_loss_and_gradients_are_those_of_transformers_unpacked(family: st
             assert torch.allclose(ours[name], weight.grad, atol=1e-6), name
 
 
+WINDOWED = {
+    "vocab_size": tiny.VOCABULARY, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"], "pad_token_id": 0,
+}  # fmt: skip
+
+
+def with_sinks() -> Any:
+    from transformers import AutoModelForCausalLM, GptOssConfig
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(GptOssConfig(**WINDOWED, num_local_experts=4, num_experts_per_tok=2))
+    for name, weight in model.named_parameters():
+        torch.nn.init.normal_(weight, std=1.0 if name.endswith("sinks") else 0.1)
+    return model.eval()
+
+
+def test_sinks_and_windows_are_learnt_as_by_transformers_unpacked() -> None:
+    batch, model = make_batch(SIZES, 64), with_sinks()
+    assert isolate(model, "auto") == "documents"
+    objective, rows = NextToken(model), rows_of(batch)
+    loss = objective.loss(model, rows)
+    (loss.sum / objective.weight(rows)).backward()
+    ours = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    assert any(name.endswith("sinks") and gradient.abs().max() > 1e-4 for name, gradient in ours.items())
+    model.zero_grad()
+    model.set_attn_implementation("eager")
+    total, count = alone(model, batch, SIZES)
+    (total / count).backward()
+    assert loss.sum.item() == pytest.approx(total.item(), rel=1e-6)
+    for name, weight in model.named_parameters():
+        if weight.grad is not None:
+            assert torch.allclose(ours[name], weight.grad, atol=1e-6), name
+
+
 @pytest.mark.parametrize("way", ["documents", "sdpa"])
 def test_documents_in_a_row_do_not_see_each_other(way: Any) -> None:
     model = sessions.fresh_model().eval()
@@ -245,6 +279,30 @@ def test_on_a_gpu_documents_do_not_see_each_other(whole_first: bool) -> None:
     assert torch.equal(before[0, :3], after[0, :3])
     assert torch.equal(before[0, 10:], after[0, 10:])
     assert torch.equal(before[1:], after[1:])
+
+
+@gpu
+@pytest.mark.parametrize("left", [-1, 6])
+def test_on_a_gpu_attention_with_sinks_and_its_gradients_are_those_in_float64(left: int) -> None:
+    from etude.training.attention import _causal, _with_sinks
+
+    torch.manual_seed(0)
+    pieces, device = [40, 7, 81], torch.device("cuda")
+    exact = [torch.randn(sum(pieces), heads, 64, device=device, dtype=torch.float64) for heads in (4, 2, 2)]
+    exact.append(torch.randn(4, device=device, dtype=torch.float64))
+    given = [[each.to(dtype).requires_grad_() for each in exact] for dtype in (torch.float64, torch.bfloat16)]
+    query, key, value = (each[None].transpose(1, 2).split(pieces, 2) for each in given[0][:3])
+    window = None if left < 0 else left + 1
+    parts = zip(query, key, value, strict=True)
+    expected = torch.cat([_causal(q, k, v, 0.125, window, given[0][3]) for q, k, v in parts], 2)[0].transpose(0, 1)
+    bounds = torch.tensor([0, 40, 47, 128], device=device, dtype=torch.int32)
+    got = _with_sinks(*given[1], bounds, max(pieces), 0.125, left)[0]
+    weights = torch.randn_like(expected)
+    (expected * weights).sum().backward()
+    (got * weights.to(got.dtype)).sum().backward()
+    assert (got - expected).abs().max() < 0.03
+    for one, other in zip(*given, strict=True):
+        assert (one.grad - other.grad).abs().max() < 0.03 * one.grad.abs().max()
 
 
 @gpu

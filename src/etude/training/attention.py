@@ -9,8 +9,11 @@ registry of attention functions.
           fast on an H200 but knows no pieces (its variable-length form, in torch 2.11, gives wrong gradients)
     CPU   one call of torch's attention a piece
 
-For models whose attention does more than this (sinks, capped scores, values of another width than keys) there is transformers'
-own, `sdpa` or else `eager`, with a block-diagonal mask made from the positions. Whether it works is tried, not believed.
+A sink (GPT-OSS) is a position that all see and that says nothing: with log Σ exp of the other scores and the sink's added to it,
+flash attention's own backward pass gives the gradients of all but the sink, and that one is a sum (`_with_sinks`).
+
+For models whose attention does more than this (capped scores, values of another width than keys) there is transformers' own, `sdpa`
+or else `eager`, with a block-diagonal mask made from the positions. Whether it works is tried, not believed.
 
 Shapes: B rows, T positions, H heads, K key/value heads, D width of a head.
 """
@@ -51,13 +54,24 @@ def documents_attention(  # noqa: PLR0913 - transformers' signature
     cu_seq_lens_q: Tensor,
     whole_rows: int,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention of every position to those of its own piece up to itself: [B, T, H, D]."""
+    """Return the attention of every position to those of its own piece up to itself: [B, T, H, D]. `s_aux`: sinks, [H]."""
     assert attention_mask is None, "packed rows are told apart by bounds, not by a mask"
+    given = (query_BHTD, key_BKTD, value_BKTD)
     if not query_BHTD.is_cuda:
-        return _on_cpu(query_BHTD, key_BKTD, value_BKTD, cu_seq_lens_q, scaling, sliding_window), None
-    done, given = [], (query_BHTD, key_BKTD, value_BKTD)
+        return _on_cpu(*given, cu_seq_lens_q, scaling, sliding_window, s_aux), None
+    if s_aux is not None:
+        flat = (each.transpose(1, 2).flatten(0, 1) for each in given)
+        rows, length = query_BHTD.shape[0], query_BHTD.shape[2]
+        begins = torch.arange(whole_rows, device=query_BHTD.device, dtype=torch.int32) * length
+        bounds = torch.cat([begins, cu_seq_lens_q + whole_rows * length])
+        out, _lse = _with_sinks(
+            *flat, s_aux, bounds, length, scaling, -1 if sliding_window is None else sliding_window - 1
+        )
+        return out.unflatten(0, (rows, length)), None
+    done = []
     if whole_rows:
         query, key, value = (each[:whole_rows] for each in given)
         done.append(_whole_rows(query, key, value, scaling, sliding_window))
@@ -93,9 +107,49 @@ def _pieces(
     return out.unflatten(0, (query_BHTD.shape[0], longest))
 
 
+@torch.library.custom_op("etude::attention_with_sinks", mutates_args=())  # type: ignore[untyped-decorator]
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bounds: Tensor, longest: int, scaling: float, left: int
+) -> tuple[Tensor, Tensor]:
+    """Return attention with sinks, [N, H, D], and log Σ exp of all scores, [H, N]. `left`: positions looked back at, or −1."""
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - varlen_attn has no gradient by lse
+        query, key, value, bounds, bounds, longest, longest, 0.0, left < 0, False,  # noqa: FBT003
+        scale=scaling, window_size_left=left, window_size_right=0,
+    )  # fmt: skip
+    with_sink = torch.logaddexp(lse, sinks.float()[:, None])
+    return (out * (lse - with_sink).exp().T[..., None]).to(out.dtype), with_sink
+
+
+@_with_sinks.register_fake  # type: ignore[untyped-decorator]
+def _(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    del key, value
+    return torch.empty_like(query), query.new_empty(len(sinks), len(query), dtype=torch.float32)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.longest, ctx.scaling, ctx.left = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _back_through_sinks(ctx: Any, out_gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
+    query, key, value, sinks, bounds, out, with_sink = ctx.saved_tensors
+    none = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout
+    gradients = torch.ops.aten._flash_attention_backward(  # noqa: SLF001
+        out_gradient.contiguous(), query, key, value, out, with_sink, bounds, bounds, ctx.longest, ctx.longest, 0.0, ctx.left < 0,
+        none, none, scale=ctx.scaling, window_size_left=ctx.left, window_size_right=0,
+    )  # fmt: skip
+    shares_HN = (sinks.float()[:, None] - with_sink).exp()
+    of_sinks = -(shares_HN * (out_gradient.float() * out.float()).sum(-1).T).sum(1)
+    return *gradients, of_sinks.to(sinks.dtype), None, None, None, None
+
+
+_with_sinks.register_autograd(_back_through_sinks, setup_context=_keep_for_backward)
+
+
 def _on_cpu(
-    query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, bounds: Tensor, scaling: float, window: int | None
-) -> Tensor:
+    query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, bounds: Tensor, scaling: float, window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     sizes: list[list[int]] = [[] for _ in range(len(query_BHTD))]  # of the pieces of each row
     for begin, end in itertools.pairwise(bounds.tolist()):
         if end > begin:
@@ -103,12 +157,20 @@ def _on_cpu(
     done = []
     for query, key, value, own in zip(query_BHTD.split(1), key_BKTD.split(1), value_BKTD.split(1), sizes, strict=True):
         pieces = zip(query.split(own, 2), key.split(own, 2), value.split(own, 2), strict=True)
-        done.append(torch.cat([_causal(*piece, scaling, window) for piece in pieces], 2))
+        done.append(torch.cat([_causal(*piece, scaling, window, sinks) for piece in pieces], 2))
     return torch.cat(done).transpose(1, 2)
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, sinks: Tensor | None = None
+) -> Tensor:
     length = query.shape[2]
+    if sinks is not None:  # a column more of scores, and none of values
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+        near = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - (window or length))
+        scores = (query @ key.mT * scaling).masked_fill(~near, -torch.inf)
+        column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(len(scores), -1, length, 1)
+        return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ value
     if window is None or length <= window:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
     near = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
@@ -169,8 +231,6 @@ def _not_plain(config: Any) -> str | None:
         return "its values are of another width than its keys (latent attention)"
     if getattr(config, "attn_logit_softcapping", None):
         return "it caps attention scores"
-    if getattr(config, "model_type", "") == "gpt_oss":
-        return "it has attention sinks"
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     return f"it has layers of another kind ({min(kinds)})" if kinds else None
 
