@@ -9,7 +9,17 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from etude.errors import UserError
-from etude.training.optimiser import MixedWeights, Muon, Optimiser, Weights, orthogonalise
+from etude.training.optimiser import (
+    MixedWeights,
+    Muon,
+    Optimiser,
+    Weights,
+    _decode,
+    _encode,
+    code_book,
+    orthogonalise,
+    round_at_random,
+)
 from etude.training.settings import OptimiserSettings
 from tests.training import sessions
 
@@ -219,3 +229,115 @@ def test_rounding_leaves_what_will_be_saved(kind: type[Weights], dtype: torch.dt
         assert master.dtype == torch.float32
         assert torch.equal(master, exact[name].to(dtype).float())
         assert torch.equal(model.get_parameter(name).float(), master.to(model.get_parameter(name).dtype).float())
+
+
+def compact(states: str, masters: str = "float32", **more: Any) -> OptimiserSettings:
+    return OptimiserSettings.model_validate(
+        {"lr": 1e-2, "weight_decay": 0.3, "states": states, "masters": masters, **more}
+    )
+
+
+def trained(
+    weights: dict[str, torch.Tensor], settings: OptimiserSettings, steps: int, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Take steps with gradients that are the same in any precision."""
+    mine = Optimiser(weights, settings)
+    for step in range(steps):
+        give_gradients(weights.values(), 100 * seed + step)
+        mine.update()
+    return mine.tensors()
+
+
+def one_of_each(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    shapes = {"a_proj": (96, 512), "experts": (4, 24, 192), "norm": (64,), "odd": (70, 70)}
+    torch.manual_seed(0)
+    return {name: torch.nn.Parameter(torch.randn(shape).to(dtype)) for name, shape in shapes.items()}
+
+
+def test_states_in_main_memory_are_torchs_adamw() -> None:
+    ours, theirs = one_of_each(torch.float32), one_of_each(torch.float32)
+    trained(ours, compact("cpu"), 5)
+    trained(theirs, compact("float32"), 5)
+    for name, weight in theirs.items():
+        assert torch.allclose(ours[name], weight, rtol=1e-6, atol=1e-7), name
+
+
+def test_states_of_8_bits_take_a_quarter_and_move_weights_alike() -> None:
+    ours, exact, start = one_of_each(torch.float32), one_of_each(torch.float32), one_of_each(torch.float32)
+    state = trained(ours, compact("8bit"), 30)
+    full = trained(exact, compact("float32"), 30)
+    assert state["a_proj:first"].dtype == state["experts:second"].dtype == torch.uint8
+    assert state["norm:first"].dtype == state["odd:second"].dtype == torch.float32  # few, or no block divides a row
+    for name in ("a_proj", "experts"):
+        size = sum(value.nbytes for key, value in state.items() if key.startswith(name))
+        assert size < 0.28 * sum(value.nbytes for key, value in full.items() if key.startswith(name))
+        moved = (exact[name] - start[name]).norm()
+        assert 0 < (ours[name] - exact[name]).norm() < 0.05 * moved, name
+    for name in ("norm", "odd"):
+        assert torch.allclose(ours[name], exact[name], rtol=1e-6, atol=1e-7)
+
+
+def test_codes_are_unbiased_and_a_slow_average_moves() -> None:
+    torch.manual_seed(0)
+    numbers = torch.randn(8, 256) * torch.logspace(-4, 3, 8)[:, None]
+    for signed in (True, False):
+        values, scales = numbers if signed else numbers.abs(), torch.empty(8, 1)
+        draws = [_decode(_encode(values, scales, signed=signed), scales, signed=signed) for _ in range(400)]
+        assert torch.equal(scales[:, 0], values.abs().amax(1))
+        book = code_book(signed=signed, device=torch.device("cpu"))
+        assert (len(book), float(book[0]), float(book[-1])) == (256, -1.0 if signed else 0.0, 1.0)
+        place = torch.searchsorted(book, values / scales).clamp(1, 255)
+        gap = (book[place] - book[place - 1]) * scales
+        assert ((torch.stack(draws) - values).abs() <= gap * 1.001).all()  # one of the two codes beside it
+        error = (torch.stack(draws).mean(0) - values).abs()
+        assert (error <= 5 * gap / 2 / 20).all()  # five deviations, at most, of a mean of 400
+    moment, scale = torch.cat([torch.full((1, 255), 0.5), torch.ones(1, 1)], 1), torch.empty(1, 1)
+    for _ in range(700):  # by a thousandth of itself each time: less than half a code
+        moment = _decode(_encode(moment, scale, signed=False), scale, signed=False) * torch.tensor(
+            [0.999] * 255 + [1.0]
+        )
+    assert float(moment[0, :255].mean()) == pytest.approx(0.5 * 0.999**700, rel=0.02)
+
+
+def test_rounding_at_random_is_to_a_neighbour_and_right_on_average() -> None:
+    torch.manual_seed(0)
+    numbers = torch.randn(512).float()
+    below = (numbers.view(torch.int32) & -(1 << 16)).view(torch.float32)
+    above = ((numbers.view(torch.int32) & -(1 << 16)) + (1 << 16)).view(torch.float32)
+    draws = torch.stack([round_at_random(numbers).float() for _ in range(1000)])
+    assert ((draws == below) | (draws == above)).all()
+    step = (above - below).abs()
+    assert ((draws.mean(0) - numbers).abs() < 5 * step / 2 / 1000**0.5).all()
+    kept = numbers.bfloat16()
+    assert torch.equal(round_at_random(kept.float()), kept)  # what is bf16 stays
+
+
+def test_without_masters_weights_move_on_average_as_in_float64() -> None:
+    """A weight of 1 and updates of a 40th of its rounding step: to the nearest, it would never move."""
+    weight = torch.nn.Parameter(torch.ones(64, 256, dtype=torch.bfloat16))
+    oracle = torch.nn.Parameter(torch.ones(64, 256, dtype=torch.float64))
+    settings = compact("float32", "none", lr=1e-4, weight_decay=0.0)
+    other = torch.optim.AdamW([oracle], lr=1e-4, betas=settings.betas, eps=settings.eps, weight_decay=0.0)
+    torch.manual_seed(0)
+    mine = Optimiser({"a_proj": weight}, settings)
+    for _ in range(60):
+        gradient = torch.randn(64, 256) + 1
+        weight.grad, oracle.grad = gradient.bfloat16(), gradient.double()
+        mine.update()
+        other.step()
+    moved = 1 - oracle.detach().mean()
+    assert moved > 3e-3
+    deviation = float((weight.detach().float() - oracle.detach().float()).std()) / (64 * 256) ** 0.5
+    assert float(1 - weight.detach().float().mean()) == pytest.approx(
+        float(moved), abs=5 * deviation + 0.01 * float(moved)
+    )
+    nearest = torch.nn.Parameter(torch.ones(64, 256, dtype=torch.bfloat16))
+    nearest.grad = torch.ones_like(nearest)
+    torch.optim.AdamW([nearest], lr=1e-4, weight_decay=0.0).step()
+    assert torch.equal(nearest, torch.ones_like(nearest))
+
+
+def test_muon_refuses_what_only_adamw_has() -> None:
+    for wrong in ({"states": "8bit"}, {"states": "cpu"}, {"masters": "none"}):
+        with pytest.raises(ValueError, match="muon keeps float32 masters and states"):
+            OptimiserSettings.model_validate({"name": "muon", **wrong})

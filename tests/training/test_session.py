@@ -202,6 +202,27 @@ def damage(folder: Path) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.parametrize(
+    ("masters", "states"), [("float32", "8bit"), ("float32", "cpu"), ("none", "float32"), ("none", "8bit")]
+)
+def test_what_is_rounded_at_random_goes_on_bit_for_bit(corpus: Path, tmp_path: Path, masters: str, states: str) -> None:
+    chosen = sessions.settings(optimiser={"lr": 3e-3, "masters": masters, "states": states}, dtype="bfloat16")
+    for name, stops in (("straight", [0]), ("stopped", [6, 0])):
+        for stop in stops:
+            reporter = sessions.acting_reporter(stop, sessions.interrupt)
+            with sessions.session(corpus, tmp_path / name, chosen, reporter=reporter) as training:
+                assert training.session.model.dtype == (torch.bfloat16 if masters == "none" else torch.float32)
+                if stop:
+                    with pytest.raises(Interrupted):
+                        training.run()
+                    continue
+                training.run()
+                training.session.export(tmp_path / name / "model")
+    assert sessions.same(tmp_path / "straight", tmp_path / "stopped")
+    losses = sessions.losses(tmp_path / "straight")
+    assert losses[-1] < losses[0] - 0.5
+
+
 def test_a_damaged_checkpoint_is_passed_over(corpus: Path, straight: Path, tmp_path: Path) -> None:
     stop_after(corpus, tmp_path, 6)
     damage(tmp_path / "checkpoints" / "00000006")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -28,9 +29,13 @@ def train(corpus: Path, folder: Path, changes: dict[str, Any], stop_after: int) 
     """Train in this process, which may be one of several; return how it ended."""
     world = join()
     reporter = Reporter(quiet=True)
-    family = changes.pop("family", "llama")
+    model = sessions.fresh_model(changes.pop("family", "llama"))
+    if not world.leads:  # another rank than the first needs no weights
+        with torch.device("meta"):
+            model = type(model)(model.config)
+            model.tie_weights()
     chosen = sessions.settings(micro=2, **changes)
-    with sessions.session(corpus, folder, chosen, world, reporter=reporter, family=family) as training:
+    with sessions.session(corpus, folder, chosen, world, reporter=reporter, model=model) as training:
 
         def check() -> None:
             if training.session.loop.done == stop_after:
@@ -124,6 +129,18 @@ def test_ranks_may_come_and_go_at_a_checkpoint(
     assert_close(tmp_path, alone)
     with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
         assert not list(metrics.rows("again/"))
+
+
+def test_two_ranks_without_masters_and_with_8_bits_learn_as_one_with_all(
+    corpus: Path, alone: Path, tmp_path: Path
+) -> None:
+    optimiser = {"lr": 3e-3, "masters": "none", "states": "8bit"}
+    run(2, corpus, tmp_path, stop_after=6, optimiser=optimiser)
+    held = load_file(tmp_path / "checkpoints" / "00000006" / "tensors.safetensors")
+    assert held["weights/model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert held["optimiser/model.embed_tokens.weight:first"].shape == held["weights/model.embed_tokens.weight"].shape
+    run(1, corpus, tmp_path, optimiser=optimiser)
+    assert sessions.losses(tmp_path) == pytest.approx(sessions.losses(alone), rel=0.02)
 
 
 def test_what_several_ranks_cannot_do_is_refused(corpus: Path, tmp_path: Path) -> None:

@@ -3,6 +3,10 @@
 Missing tensors are refused: transformers would fill them with random numbers and go on. So are tensors that the model has no place
 for, which it would drop: the model is then not the one that its config names, and its descendants would be without them.
 
+transformers reads tensor by tensor from mapped files, straight onto the device and in the dtype that is asked for: main memory never
+holds more than the weights that stay there. Weights of a quantised base (FP8 with block scales, MXFP4) are dequantised on the way,
+one by one; what is trained and saved is bf16. GGUF is converted when a base is fetched (`gguf.py`).
+
 Special tokens that a base never learnt are found by their rows, and told apart before they are taught. A token that no text of
 pretraining holds is never the answer, so each step moves its row of the output away from where the hidden states are, and in the same
 way for all such tokens: they end up as one vector. Sprout's 27 have a cosine of 1.000 and a norm above that of other rows, so
@@ -19,10 +23,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import transformers
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, FineGrainedFP8Config, Mxfp4Config
 
 from etude.errors import UserError, one_line
-from etude.files import sha256_file
+from etude.files import read_json, sha256_file
 from etude.lineage.record import FileDigest
 from etude.lineage.weight_files import INDEX, SINGLE, indexed_files, read_header
 
@@ -76,14 +80,22 @@ def default_dtype(device: torch.device) -> torch.dtype:
 
 
 def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = None, config: Any = None) -> Any:
-    """Return the model in evaluation mode; with another config than its own, if one is given."""
+    """Return the model in evaluation mode, with another config than its own if one is given; on `meta`, without its weights."""
     weight_files(folder)
     _quiet()
-    options = {"dtype": dtype or default_dtype(device), "output_loading_info": True, "trust_remote_code": False}
+    dtype = dtype or default_dtype(device)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
+        config = config or AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        packing = _packing(folder, config)
+        if device.type == "meta":
+            with device:
+                return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False,
+            **({"device_map": {"": device}} if device.type != "cpu" else {}), **({"quantization_config": packing} if packing else {}),
+        )  # fmt: skip
     except Exception as error:
-        if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
+        if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError, UserError)):
             raise
         raise UserError(f"{folder} cannot be loaded: {one_line(error)}") from None
     lacking = sorted(info["missing_keys"]) + [str(entry[0]) for entry in info.get("mismatched_keys", [])]
@@ -92,13 +104,40 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = N
     if unknown := sorted(name for name in info["unexpected_keys"] if not name.endswith(COMPUTED)):
         what = f"{folder}: {type(model).__name__} has no place for {len(unknown)} of its tensors, such as {unknown[0]}"
         raise UserError(f"{what}, and would lose them; correct config.json, or take them out of the weights")
-    return model.to(device).eval()
+    if packing:
+        model._weight_conversions = None  # noqa: SLF001 - it would quantise again what is saved, or fail to
+        exact = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]  # noqa: SLF001
+        for name, weight in model.named_parameters():  # some come in another dtype than was asked for
+            if not any(part in name for part in exact):
+                weight.data = weight.data.to(dtype)
+    return model.eval()
+
+
+PACKINGS = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
+
+
+def _packing(folder: Path, config: Any) -> Any:
+    """Return how the weights of a quantised model are dequantised; refuse a quantisation that cannot be."""
+    given = getattr(config, "quantization_config", None) or getattr(
+        config.get_text_config(), "quantization_config", None
+    )
+    if given is None:
+        return None
+    method = given.get("quant_method") if isinstance(given, dict) else given.quant_method
+    if (method := getattr(method, "value", method)) not in PACKINGS:
+        known = ", ".join(PACKINGS)
+        raise UserError(
+            f"{folder} is quantised by {method!r}, which cannot be trained ({known} can); take its bf16 weights"
+        )
+    return PACKINGS[method](dequantize=True)
 
 
 def saved_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype of the weights in a model's folder: that of its first tensor."""
+    """Return the dtype of the weights in a model's folder: that of its first tensor; of a quantised one bf16."""
     with safe_open(weight_files(folder)[0], framework="pt") as tensors:
-        return tensors.get_tensor(next(iter(tensors.keys()))).dtype
+        dtype: torch.dtype = tensors.get_tensor(next(iter(tensors.keys()))).dtype
+    quantised = "quantization_config" in read_json(folder / "config.json")
+    return torch.bfloat16 if quantised else dtype
 
 
 def load_tokeniser(folder: Path) -> Any:
@@ -136,7 +175,8 @@ def tell_apart(
     model: Any, special: Collection[int], wanted: Collection[int], seed: int, *, draw: bool = True
 ) -> list[int]:
     """Draw anew the rows, of input and output, of the wanted special tokens that the model cannot tell apart; return which."""
-    matrices = {id(each.weight): each.weight for each in (model.get_input_embeddings(), model.get_output_embeddings())}
+    matrices = {id(each.weight): each.weight for each in (model.get_input_embeddings(), model.get_output_embeddings())
+                if not each.weight.is_meta}  # another rank has them  # fmt: skip
     redrawn: set[int] = set()
     for weight in matrices.values():  # one matrix where input and output share it
         chosen = [token for token in alike(weight, special) if token in wanted]
@@ -146,6 +186,7 @@ def tell_apart(
             others[sorted(special)] = False
             learnt = weight.detach()[others].float()
             noise = torch.randn(len(chosen), weight.shape[1], generator=torch.Generator().manual_seed(seed))
+            noise = noise.to(weight.device)
             with torch.no_grad():
                 weight[chosen] = (learnt.mean(dim=0) + learnt.std(dim=0) * noise).to(weight.dtype)
     return sorted(redrawn)

@@ -42,7 +42,7 @@ from etude.errors import UserError
 from etude.files import publish_folder
 from etude.inference.weight_sync import WeightStore
 from etude.lineage.compute import forward_flops
-from etude.models.load import load_model, saved_dtype
+from etude.models.load import saved_dtype
 from etude.models.shape import model_shape
 from etude.rl.algorithm import ALGORITHMS, divergence
 from etude.rl.exchange import Batch, Exchange, Report
@@ -52,7 +52,7 @@ from etude.training.batch import Rows, StepRows, piece_bounds
 from etude.training.distributed import World, join, like
 from etude.training.loop import Guard, Root, Step
 from etude.training.objectives.policy_gradient import PolicyGradient, SampledRows
-from etude.training.session import Session
+from etude.training.session import Session, load_to_train
 from etude.training.settings import GuardSettings
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Trainer:
             return PolicyGradient(prepared, self.algorithm.weigh, settings.harness.temperature)
 
         self.session = Session(
-            load_model(model, torch.device("cpu"), torch.float32), settings, self, self.length,
+            load_to_train(model, settings, self.world, frozen=settings.lora is not None), settings, self, self.length,
             max(settings.micro, AT_ONCE[device] // self.length, 1), self.world, folder,
             lambda step: min(1.0, (step + 1) / max(1, settings.warmup)),
             # The size of a loss says nothing, as advantages change from batch to batch: only what is no number is refused.

@@ -76,15 +76,51 @@ def join() -> World:
     return World(dist.get_rank(), size)
 
 
-def shard(root: torch.nn.Module, layers: Any, dtype: torch.dtype, *, trained: bool) -> None:
-    """Spread a model over all ranks in place: float32 shards, computation in `dtype`, gradients added in float32.
+def shard(
+    root: torch.nn.Module, layers: Any, device: torch.device, kept: torch.dtype, dtype: torch.dtype, *, trained: bool
+) -> None:
+    """Spread rank 0's model over all ranks in place: shards in `kept`, computation in `dtype`, gradients added in float32.
 
-    What is outside the layers stays whole from the forward to the backward pass, if there will be one.
+    Layer by layer, so that no device holds more than one whole; the other ranks need no weights of their own. What is outside the
+    layers stays whole from the forward to the backward pass, if there will be one.
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers:
+        _take_over(layer, device, kept)
         fully_shard(layer, mp_policy=policy)
+    _take_over(root, device, kept)
     fully_shard(root, mp_policy=policy, reshard_after_forward=not trained)
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def _take_over(part: torch.nn.Module, device: torch.device, kept: torch.dtype) -> None:
+    """Give every rank the weights that rank 0 has of a part, one by one; those that are sharded already it has."""
+    for own in [*part.parameters(), *part.buffers()]:
+        if isinstance(own, DTensor):
+            continue
+        is_weight = isinstance(own, torch.nn.Parameter)
+        new = torch.empty(own.shape, dtype=kept if is_weight else own.dtype, device=device)
+        if not own.is_meta:
+            new.copy_(own)
+        # Swapped, not replaced: a weight that is tied is one for all who hold it.
+        torch.utils.swap_tensors(own, torch.nn.Parameter(new, requires_grad=own.requires_grad) if is_weight else new)
+        dist.broadcast(own.detach(), 0)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_as(part: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the whole of which this rank has a part, sharded as a weight is: by rows."""
+    if not isinstance(weight, DTensor):
+        return part
+    shape = (*weight.shape[:-1], part.shape[-1]) if weight.ndim > 1 else weight.shape
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        part.to(weight.device), weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

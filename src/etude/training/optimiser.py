@@ -7,7 +7,12 @@ one: a small model then waits for kernel launches. Ours stacks those of one shap
 
 The weights it changes are those the model computes with on a CPU, and under FSDP. On one GPU the model computes in bf16 and the
 optimiser keeps float32 masters: a bf16 weight has eight bits of precision and would not move under a small update. Gradients are
-added up in float32.
+added up in float32. Without masters (`masters = "none"`) the bf16 weights themselves are updated, and rounded at random so that they
+move by the update on average; their gradients are added up in bf16.
+
+AdamW's moments can be kept in 8 bits or in main memory (`CompactAdamW`). That is our own, in place of torchao's: torchao compiles
+every step, on a CPU too, rounds moments to the nearest code, where a slow average stands still, keeps states that no safetensors file
+can hold, and offloads only from CUDA, by hooks on gradients that are not our masters'.
 
 The learning rate is its peak times a factor, a pure function of the step:
 
@@ -24,12 +29,13 @@ step has it at the peak.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from etude.errors import UserError
-from etude.training.distributed import like
+from etude.training.distributed import like, local, sharded_as
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,6 +43,7 @@ if TYPE_CHECKING:
     from etude.training.settings import OptimiserSettings, ScheduleSettings
 
     Named = Mapping[str, torch.Tensor]
+    Tensors = dict[str, torch.Tensor]
 
 
 class Muon(torch.optim.Optimizer):
@@ -79,6 +86,122 @@ def orthogonalise(stack: torch.Tensor) -> torch.Tensor:
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445)
     x = x.unflatten(0, stack.shape[:-2])
     return x.mT if tall else x
+
+
+CHUNK = 2**24  # numbers updated at once: what an update needs besides is some copies of them in float32
+BLOCKS = (256, 128, 64, 32)  # numbers that share a scale, as many as divide a row
+SMALLEST = 4096  # numbers; moments of fewer are kept in float32, as bitsandbytes does
+
+
+class CompactAdamW(torch.optim.Optimizer):
+    """AdamW with moments in float32, in 8 bits or in main memory, and with bf16 weights that are rounded at random.
+
+    8 bits: each block is scaled to 1 and written in the codes of Dettmers et al. (2022), which are dense near 0. Of the second moment
+    the root is kept, whose range is that of the first: one that became 0 under a first moment that did not would be divided by.
+    Both are rounded at random, or an average that moves by less than half a code each step would never move.
+    """
+
+    def __init__(self, groups: Any, lr: float, betas: tuple[float, float], eps: float, states: str) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        self._states = states
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: None = None) -> None:  # noqa: ARG002 - torch's signature
+        """Update the weights, a number of rows at a time."""
+        for group in self.param_groups:
+            for weight in (each for each in group["params"] if each.grad is not None):
+                state = self.state[weight]
+                if not state:
+                    state |= {"step": torch.zeros(()), **self._zeros(weight)}
+                state["step"] += 1
+                moments = {key: _rows(value) for key, value in state.items() if key != "step"}
+                own, gradient = _rows(local(weight)), _rows(local(weight.grad))
+                many = max(1, CHUNK // own.shape[-1])
+                for some in (slice(begin, begin + many) for begin in range(0, len(own), many)):
+                    part = {key: value[some] for key, value in moments.items()}
+                    self._update(own[some], gradient[some], part, float(state["step"]), group)
+
+    def _zeros(self, weight: torch.Tensor) -> Tensors:
+        own, size = local(weight), weight.shape[-1] if weight.ndim > 1 else 0
+        block = next((each for each in BLOCKS if size and size % each == 0), 0)
+        if self._states != "8bit" or not block or weight.numel() < SMALLEST:
+            return {key: self.placed(torch.zeros_like(own, dtype=torch.float32)) for key in ("first", "second")}
+        scales = own.new_zeros((*own.shape[:-1], size // block), dtype=torch.float32)
+        nothing = torch.zeros_like(own, dtype=torch.uint8)
+        zero = int((code_book(signed=True, device=own.device) == 0).nonzero())
+        return {"first": nothing + zero, "second": nothing, "first_scale": scales, "second_scale": scales.clone()}
+
+    def placed(self, moment: torch.Tensor) -> torch.Tensor:
+        """Return a moment where it is kept."""
+        if self._states != "cpu":
+            return moment
+        return moment.cpu().pin_memory() if moment.is_cuda else moment
+
+    def _update(
+        self, weight: torch.Tensor, gradient: torch.Tensor, state: Tensors, step: float, group: dict[str, Any]
+    ) -> None:
+        (slow, slower), rate = group["betas"], group["lr"]
+        gradient = gradient.float()
+        if "first_scale" in state:
+            first, root = (
+                _decode(state[key], state[f"{key}_scale"], signed=key == "first") for key in ("first", "second")
+            )
+            second = root.square_()
+        else:
+            first, second = (state[key].to(weight.device) for key in ("first", "second"))
+        first = first.lerp(gradient, 1 - slow)
+        second = second.mul(slower).addcmul_(gradient, gradient, value=1 - slower)
+        root = second.sqrt()
+        new = weight.float().mul(1 - rate * group["weight_decay"])
+        new.addcdiv_(first, (root / math.sqrt(1 - slower**step)).add_(group["eps"]), value=-rate / (1 - slow**step))
+        weight.copy_(round_at_random(new) if weight.dtype == torch.bfloat16 else new)
+        if "first_scale" in state:
+            state["first"].copy_(_encode(first, state["first_scale"], signed=True))
+            state["second"].copy_(_encode(root, state["second_scale"], signed=False))
+        else:
+            state["first"].copy_(first)
+            state["second"].copy_(second)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1, tensor.shape[-1] if tensor.ndim else 1)
+
+
+def round_at_random(numbers: torch.Tensor) -> torch.Tensor:
+    """Round float32 to one of the two bf16 numbers beside each, so that the mean is right: the bits that fall away carry by chance."""
+    bits = numbers.view(torch.int32)
+    chance = torch.randint_like(bits, 1 << 16)
+    return ((bits + chance) & -(1 << 16)).view(torch.float32).bfloat16()
+
+
+@cache
+def code_book(*, signed: bool, device: torch.device) -> torch.Tensor:
+    """Return the 256 numbers in [−1, 1] or [0, 1] that codes stand for: seven decades, the higher the finer."""
+    steps = [
+        torch.linspace(0.1, 1, 2 ** (decade + (0 if signed else 1)) + 1, dtype=torch.float64) for decade in range(7)
+    ]
+    sizes = torch.cat([10.0 ** (decade - 6) * (each[1:] + each[:-1]) / 2 for decade, each in enumerate(steps)])
+    ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    book = torch.cat([-sizes, sizes, ends] if signed else [sizes, ends]).sort().values.float()
+    if signed:
+        book[0] = -1.0  # not the last step before it: what lies beyond the ends would be cut off
+    return book.to(device)
+
+
+def _encode(numbers: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch.Tensor:
+    """Return the codes of numbers [..., columns], and write each block's largest size into `scales` [..., blocks]."""
+    blocks = numbers.unflatten(-1, (scales.shape[-1], -1))
+    scales.copy_(blocks.abs().amax(-1))
+    inside = (blocks / scales.clamp_min(1e-38)[..., None]).flatten(-2)
+    book = code_book(signed=signed, device=numbers.device)
+    below = (torch.bucketize(inside, book, right=True) - 1).clamp_(0, len(book) - 2)
+    low, high = book[below], book[below + 1]
+    return (below + (torch.rand_like(inside) < (inside - low) / (high - low))).to(torch.uint8)
+
+
+def _decode(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch.Tensor:
+    numbers = code_book(signed=signed, device=codes.device)[codes.int()]
+    return (numbers.unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2)
 
 
 class Optimiser:
@@ -124,7 +247,7 @@ class Optimiser:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the state as tensors, by name of the weight and of the value."""
         return {
-            f"{self._names[id(weight)]}:{key}": torch.as_tensor(value)
+            f"{self._names[id(weight)]}:{key}": _as_saved(part, weight, key, torch.as_tensor(value))
             for part in self._parts
             for weight, state in part.state.items()
             for key, value in state.items()
@@ -138,7 +261,9 @@ class Optimiser:
             name, _, key = full.rpartition(":")
             part, weight = holders[name]
             if key != "step":
-                part.state[weight][key] = like(value, weight)
+                placed = like(value, weight)
+                compact = isinstance(part, CompactAdamW)
+                part.state[weight][key] = part.placed(local(placed)) if compact else placed
             else:  # fused kernels count steps on the device, the others on the host
                 part.state[weight][key] = value.to(weight.device) if part.defaults.get("fused") else value
 
@@ -147,10 +272,16 @@ def _is_embedding(name: str) -> bool:
     return "embed" in name or "lm_head" in name or "wte" in name or "wpe" in name
 
 
+def _as_saved(part: torch.optim.Optimizer, weight: torch.Tensor, key: str, value: torch.Tensor) -> torch.Tensor:
+    return sharded_as(value, weight) if isinstance(part, CompactAdamW) and key != "step" else value
+
+
 def _adamw(
     groups: list[tuple[list[Any], float]], settings: OptimiserSettings, lr: float | None
 ) -> torch.optim.Optimizer:
     given = [{"params": weights, "weight_decay": decay} for weights, decay in groups if weights]
+    if settings.states in {"8bit", "cpu"} or settings.masters == "none":
+        return CompactAdamW(given, lr or settings.lr, settings.betas, settings.eps, settings.states)
     return torch.optim.AdamW(given, lr=lr or settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
 
 
@@ -177,13 +308,13 @@ class Weights:
 
 
 class MixedWeights(Weights):
-    """float32 masters of a model that computes in bf16."""
+    """float32 masters of a model that computes in bf16; of frozen weights there are none."""
 
     def __init__(self, model: Any) -> None:
-        masters = {
-            name: weight.detach().float().clone() for name, weight in model.named_parameters() if weight.requires_grad
-        }
-        for weight in model.parameters():
+        masters = {}
+        for name, weight in model.named_parameters():  # one by one: there is never a second copy of the whole
+            if weight.requires_grad:
+                masters[name] = weight.detach().float()
             # Not the buffers: rotary frequencies in bf16 would blur positions.
             weight.data = weight.data.to(torch.bfloat16)
         super().__init__(model)

@@ -1,6 +1,7 @@
 """A model in training: everything that has a gradient goes through here, whatever it learns from.
 
-    prepare the model   refuse damaged weights, add LoRA, isolate documents, move to the device
+    load                straight into what is computed in, on the device; of several ranks the first reads, for all
+    prepare the model   refuse damaged weights, add LoRA, isolate documents
     plan memory         how many rows fit at once
     compile and shard   layer by layer
     build the loop      weights, optimiser, CUDA graphs
@@ -20,16 +21,17 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 
 from etude.errors import UserError, one_line
+from etude.models.load import load_model, saved_dtype
 from etude.models.mtp_heads import HEADS
 from etude.models.shape import shape_of
 from etude.training import memory
-from etude.training.attention import isolate
+from etude.training.attention import NAME, isolate
 from etude.training.checkpoint import Checkpoints, export
 from etude.training.cuda_graphs import SMALL, Replay
 from etude.training.distributed import World, like, shard, whole
 from etude.training.experts import routers_of, take_up
 from etude.training.loop import Guard, Loop, Root, Source, Step
-from etude.training.objectives.next_token import NextToken
+from etude.training.objectives.next_token import NextToken, has_plain_head
 from etude.training.optimiser import MixedWeights, Optimiser, Weights
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
 class Session:
     """A model, its source of rows, and all that a step needs."""
 
-    model: Any  # with float32 weights
+    model: Any  # as `load_to_train` returns it, or with float32 weights in main memory
     settings: TrainerSettings
     source: Source
     length: int  # tokens of the longest row
@@ -70,7 +72,9 @@ class Session:
     def __post_init__(self) -> None:
         self.device = self.world.device(self.settings.device)
         self._gpu, self._sharded = self.device.type == "cuda", self.world.size > 1
-        self._computing_dtype = torch.bfloat16 if self._gpu else torch.float32
+        wished = self.settings.optimiser
+        self.masters, self.states = (each if each != "auto" else "float32" for each in (wished.masters, wished.states))
+        self._computing_dtype = torch.bfloat16 if self._gpu or self.masters == "none" else torch.float32
         wish = self.settings.dtype
         self.saved_dtype: torch.dtype = self.parent_dtype if wish == "auto" else getattr(torch, wish)
         self._saved_at = self.clock()
@@ -80,7 +84,7 @@ class Session:
         self._build_loop(self._compile_and_shard(), objective)
 
     def _prepare_model(self) -> Objective:
-        """Check the model, try it out and bring it to its device. A GPU's attention takes no float32, so it is tried on the CPU."""
+        """Check the model, try it out and bring it to its device, in what it computes in. Of several ranks the first does, for all."""
         if not self._gpu:
             memory.keep_freed_memory()
         model = self.model
@@ -90,16 +94,28 @@ class Session:
             raise UserError("lora cannot be used on several ranks yet; train on one, or without it")
         self._adapters: Any = add_lora(model, self.lora, self.seed) if self.lora else None
         model.eval()  # dropout stays off
+        if not self._sharded:
+            self.weights = self._weights(model.to(self.device))
         self.experts = take_up(model, self.settings.experts, self.total)
-        self.attention = isolate(model, self.settings.attention)
+        leads = self.world.leads  # the others have no weights to try anything with
+        tried = (isolate(model, self.settings.attention), has_plain_head(model)) if leads else None
+        self.attention, model.plain_head = self.world.tell(tried)
+        if not leads:
+            model.set_attn_implementation(NAME if self.attention == "documents" else self.attention)
         objective = self.objective(model)
-        model.to(self.device)
         self._frozen = copy.deepcopy(model).requires_grad_(requires_grad=False) if self.keep_start else None
         if self.settings.recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             for layer in layers_of(model):
                 layer.training = True  # of itself only: this is how transformers asks whether to recompute
         return objective
+
+    def _weights(self, model: Any) -> Weights:
+        """Return the weights that are trained of a model that is on the device of one rank."""
+        if self.masters == "none":
+            for weight in model.parameters():
+                weight.data = weight.data.to(torch.bfloat16)
+        return MixedWeights(model) if self._gpu and self.masters == "float32" else Weights(model)
 
     def _plan_memory(self) -> None:
         recompute, ranks = self.settings.recompute, self.world.size
@@ -118,15 +134,12 @@ class Session:
         if self.compiled:
             # Five shares of whole rows, training and measuring, layers with and without a window: 8, torch's limit, is too few.
             torch._dynamo.config.recompile_limit = 64  # noqa: SLF001
-        mixed = self._gpu and not self._sharded
-        self.weights = MixedWeights(self.model) if mixed else Weights(self.model)
-        if self._frozen and mixed:
-            for weight in self._frozen.parameters():
-                weight.data = weight.data.to(torch.bfloat16)
         root = self._spread(self.model)
         self.start = self._spread(self._frozen) if self._frozen else None
         if self._sharded:
             self.weights = Weights(self.model)  # the sharded ones
+            if self.experts:  # by now this rank has them
+                self.experts.bias_LE = torch.stack([router.own_bias().float() for router in self.experts.routers])
         return root
 
     def _spread(self, model: Any) -> Root:
@@ -137,14 +150,17 @@ class Session:
                 # A graph break would raise. Not dynamic: whole rows in a number that varies fail in torch 2.11 (rows of 16,384).
                 layer.compile(fullgraph=True, dynamic=False)
         if self._sharded:
-            shard(root, layers, self._computing_dtype, trained=model is self.model)
+            kept = torch.bfloat16 if self.masters == "none" else torch.float32
+            shard(root, layers, self.device, kept, self._computing_dtype, trained=model is self.model)
         return root
 
     def _build_loop(self, root: Root, objective: Objective) -> None:
         small = sum(weight.numel() for weight in self.model.parameters()) <= SMALL
-        graphs = self.graphs and self.compiled and small and not self._sharded and not self.settings.recompute
+        torch.manual_seed(self.seed)  # weights and moments may be rounded at random; a checkpoint has where that stands
+        own = self.settings.optimiser.model_copy(update={"masters": self.masters, "states": self.states})
+        plain = isinstance(self.weights, MixedWeights) and self.states == "float32" and not self.settings.recompute
+        graphs = self.graphs and self.compiled and small and plain
         graphs = graphs and not self.experts  # which are multiplied in groups, and counted outside of the graph
-        own = self.settings.optimiser
         self.optimiser = Optimiser(self.weights.masters, own, sharded=self._sharded, replayed=graphs)
         self.loop = Loop(
             root, self.weights, self.optimiser, objective, self.source, self.factor, self.guard, own.clip, self.micro, self.device,
@@ -248,21 +264,23 @@ class Session:
             self.weights.round_to(self.saved_dtype)
 
     def _merge(self) -> None:
-        """Add the small matrices in, in float32 and in main memory: a device that holds them may not hold a copy of the rest."""
-        mixed, small = isinstance(self.weights, MixedWeights), self.weights.masters
-        self.model.cpu().float()
-        with torch.no_grad():
-            for name, weight in small.items():
-                self.model.get_parameter(name).copy_(weight)
-        self._adapters.merge_and_unload()
+        """Add the small matrices in, layer by layer and in float32: there is never a float32 copy of the whole."""
+        computed, lost = self.model.dtype, {}
+        for name, weight in self.weights.masters.items():
+            self.model.get_parameter(name).data = weight.data
+        for layer in [part for part in self._adapters.modules() if hasattr(part, "lora_A")]:
+            weight = layer.get_base_layer().weight
+            weight.data = weight.data.float()
+            layer.merge()
+            saved = weight.data.to(self.saved_dtype)
+            weight.data = saved.to(computed)
+            if saved.dtype != computed:
+                lost[id(weight)] = saved  # what is saved may have bits that are not computed with
+        self._adapters.unload()
         self._adapters = None
         self.weights = Weights(self.model.requires_grad_())
         self.weights.round_to(self.saved_dtype)
-        if mixed:
-            self.weights.masters = {name: weight.detach().clone() for name, weight in self.weights.masters.items()}
-            for weight in self.model.parameters():
-                weight.data = weight.data.to(torch.bfloat16)
-        self.model.to(self.device)
+        self.weights.masters = {name: lost.get(id(weight), weight) for name, weight in self.weights.masters.items()}
 
     def export(self, folder: Path) -> None:
         """Save the model, or only the MTP heads if only they were trained; every rank must take part."""
@@ -275,10 +293,27 @@ class Session:
 EXPERT_MATRICES = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"}
 
 
+def load_to_train(
+    folder: Path, settings: TrainerSettings, world: World, *, config: Any = None, frozen: bool = False
+) -> Any:
+    """Return the model to start from: on the device, in bf16 if it computes in that and no bit is lost that training would keep.
+
+    Of several ranks the first has it in main memory, the others only its shape. `frozen`: none of the weights will be trained.
+    """
+    device, lossless = world.device(settings.device), frozen or saved_dtype(folder) == torch.bfloat16
+    half = device.type == "cuda" and (lossless or settings.optimiser.masters == "none")
+    if world.size > 1:
+        device = torch.device("cpu" if world.leads else "meta")
+    try:
+        return load_model(folder, device, torch.bfloat16 if half else torch.float32, config)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise UserError(f"the weights of {folder} alone do not fit {device}; `etude plan` says what would") from None
+
+
 def refuse_damaged(model: Any) -> None:
     """Refuse weights that are not numbers."""
     for name, weight in model.named_parameters():
-        if not torch.isfinite(weight).all():
+        if not weight.is_meta and not torch.isfinite(weight).all():
             damage = f"{name} holds values that are not finite"
             raise UserError(f"the weights to start from are damaged: {damage}; fetch the base again")
 

@@ -35,11 +35,22 @@ class OptimiserSettings(Settings):
     eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(default=0.1, ge=0, description="weight decay (matrices; not embeddings, vectors)")
     clip: float = Field(default=1.0, gt=0, description="gradient norm to clip at")
+    masters: Literal["auto", "float32", "none"] = Field(
+        default="auto",
+        description="copy of bf16 weights to update; none: they are rounded at random; auto: float32 if it fits",
+    )
+    states: Literal["auto", "float32", "8bit", "cpu"] = Field(
+        default="auto", description="AdamW's moments: float32, 8bit, or in main memory (cpu); auto: the first that fits"
+    )
 
     @model_validator(mode="after")
     def _each_number_has_its_use(self) -> Self:
         if self.name == "adamw":
             self.refuse_idle({"momentum", "other_lr"}, "the optimiser 'adamw'")
+        elif self.masters == "none" or self.states in {"8bit", "cpu"}:
+            raise ValueError(
+                "muon keeps float32 masters and states; use 'adamw', or leave `masters` and `states` at \"auto\""
+            )
         return self
 
 

@@ -72,12 +72,11 @@ class ExtendStage(TrainingStage):
         settings: ExtendSettings = training.settings
         corpus = open_corpus(training, training.parent)
         longer = stretch(AutoConfig.from_pretrained(training.parent), settings.length, settings.rope)
-        model = training.parent_model(config=longer)
-        refuse_damaged(model)
         # A place to stop, so only where no other rank would wait for this one.
         reporter = work.reporter if work and world.size == 1 else Reporter(quiet=True)
         if world.leads and not (training.folder / BASE).exists():
             write_json(training.folder / BASE, measured(training.parent, corpus, settings, training.seed, reporter))
+        model = training.parent_model(config=longer)  # after the parent, which was on the device
 
         def more(saved: Path) -> dict[str, Any]:
             child = measured(saved, corpus, settings, training.seed, reporter)
@@ -91,6 +90,7 @@ def measured(saved: Path, corpus: Corpus, settings: ExtendSettings, seed: int, r
     """Ask a saved model: loss by position in rows as long as the corpus has them, and retrieval at several lengths."""
     device = choose_device(settings.device)
     model, tokeniser = load_model(saved, device), load_tokeniser(saved)
+    refuse_damaged(model)
     retrieval, positions = {}, dict(_positions(model, corpus, settings, device))
     model.set_attn_implementation("sdpa")
     lengths = settings.retrieval_lengths or [settings.length // 2, settings.length, 2 * settings.length]

@@ -55,7 +55,7 @@ class MtpStage(TrainingStage):
     def train(self, training: Training, world: World, work: Work | None) -> None:
         """Train on this rank; all ranks draw the same fresh weights."""
         settings: MtpSettings = training.settings
-        model = training.parent_model().requires_grad_(requires_grad=False)
+        model = training.parent_model(frozen=True).requires_grad_(requires_grad=False)
         known = heads_shape(training.parent) == (settings.depth, settings.shared)
         torch.manual_seed(training.seed)
         fresh = MtpHeads.for_model(model, depth=settings.depth, shared=settings.shared)

@@ -93,10 +93,11 @@ class PretrainStage(TrainingStage):
         return outcome
 
     def train(self, training: Training, world: World, work: Work | None) -> None:
-        """Train on this rank; all ranks draw the same weights."""
+        """Train on this rank; the first draws the weights."""
         corpus = open_corpus(training, training.parent)
         torch.manual_seed(training.seed)
-        model = LlamaForCausalLM(_config(training.settings.model, corpus.vocabulary, corpus.separator))
+        with torch.device("cpu" if world.leads else "meta"):
+            model = LlamaForCausalLM(_config(training.settings.model, corpus.vocabulary, corpus.separator))
         train_on_corpus(training, world, work, model, dtype=torch.bfloat16)
 
 

@@ -20,7 +20,7 @@ from etude.rl.orchestrator import orchestrate
 from etude.rl.settings import RlSettings
 from etude.run.folder import MODEL
 from etude.run.stage import Ahead, Job, Outcome, Stage, file_used
-from etude.run.stages.training import UNTRAINED_HEADS, complete_model, is_trained, refuse_long
+from etude.run.stages.training import UNTRAINED_HEADS, complete_model, is_trained, refuse_long, without_later
 from etude.tasks.demos import refuse_benchmarks
 from etude.tasks.manifest import TaskSet, find_manifest, load_set, picked, read_rows
 from etude.tasks.score import check
@@ -69,7 +69,11 @@ class RlStage(Stage):
             chosen["revision"] = (
                 2  # the first was off-policy there, and its penalty did not act where rewards are alike
             )
-        return {"settings": chosen, "seed": seed, "tasks": sha256_file(find_manifest(settings.tasks, "rl.tasks"))}
+        return {
+            "settings": without_later(chosen),
+            "seed": seed,
+            "tasks": sha256_file(find_manifest(settings.tasks, "rl.tasks")),
+        }
 
     def run(self, settings: RlSettings, job: Job) -> Outcome:
         """Train, unless that was done before the session was interrupted, and tidy up."""

@@ -141,9 +141,9 @@ class SftStage(TrainingStage):
                 " leave lora out, or use a template whose tokens the base knows"
             )
         model = training.parent_model()
-        if len(tokeniser) > model.get_input_embeddings().weight.shape[0]:
+        if len(tokeniser) > len(known := model.get_input_embeddings().weight):
             torch.manual_seed(training.seed)
-            model.resize_token_embeddings(len(tokeniser))
+            model.resize_token_embeddings(len(tokeniser), mean_resizing=not known.is_meta)  # another rank has them
         length = settings.length or min(CONTEXT, model_shape(training.parent).context)
         chats, notes = _packed(settings, template, length, training.seed)
         notes += _untrained(settings, model, tokeniser, chats, training.seed)

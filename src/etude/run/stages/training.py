@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from tokenizers import Tokenizer
 
 from etude.data.loader import Corpus, Loader
@@ -22,7 +21,7 @@ from etude.files import fsync_tree, link_or_copy, read_json
 from etude.lineage import environment
 from etude.lineage.record import DataUse, Parent, load_record
 from etude.lineage.weight_files import INDEX
-from etude.models.load import load_model, saved_dtype, weight_files
+from etude.models.load import saved_dtype, weight_files
 from etude.models.mtp_heads import FILE, keep_apart, load_heads
 from etude.models.shape import shape_of
 from etude.report.training import RESULTS, shown, write_report
@@ -33,11 +32,13 @@ from etude.training.measure import Bits, acceptance_by_domain, bits_by_domain, t
 from etude.training.objectives.mtp import MultiToken
 from etude.training.objectives.next_token import NextToken
 from etude.training.run import CHECKPOINTS, TrainingRun, corpus_session
+from etude.training.session import load_to_train
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    import torch
     from rich.console import RenderableType
 
     from etude.training.objectives import Objective
@@ -50,6 +51,7 @@ NO_CORPUS = "trains on a corpus, and this recipe has none; describe one in [data
 NO_HEADS = "the model to start from has no MTP heads; put an `mtp` stage before this one"
 UNTRAINED_HEADS = "the parent's MTP heads came along untrained: they know the parent; train them again"
 WITHOUT_EFFECT = {"micro", "checkpoint_every", "checkpoint_seconds", "keep", "loader_workers"}  # on the result
+LATER = {"masters", "states"}
 SIDE_FILES = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
               "chat_template*", "generation_config.json")  # fmt: skip
 
@@ -65,9 +67,10 @@ class Training:
     corpus: Path | None
     seed: int
 
-    def parent_model(self, **more: Any) -> Any:
-        """Return the model to start from, in main memory, in float32."""
-        return load_model(self.parent, torch.device("cpu"), torch.float32, **more)
+    def parent_model(self, *, config: Any = None, frozen: bool = False) -> Any:
+        """Return the model to start from; `frozen`: none of its weights will be trained."""
+        frozen = frozen or bool(getattr(self.settings, "lora", None))
+        return load_to_train(self.parent, self.settings, join(), config=config, frozen=frozen)
 
 
 class TrainingStage(Stage):
@@ -101,7 +104,7 @@ class TrainingStage(Stage):
         chosen = settings.model_dump(mode="json", exclude=WITHOUT_EFFECT)
         if chosen.get("mtp", ...) is None:
             del chosen["mtp"]  # a setting that came later: what was finished before it is still what it was
-        return {"settings": chosen, "seed": seed}
+        return {"settings": without_later(chosen), "seed": seed}
 
     def run(self, settings: Any, job: Job) -> Outcome:
         """Call the other ranks, if there are any, and train."""
@@ -138,6 +141,12 @@ class TrainingStage(Stage):
 
     def show(self, folder: Path) -> list[RenderableType]:
         return shown(folder)
+
+
+def without_later(chosen: dict[str, Any]) -> dict[str, Any]:
+    """Return settings without those of the optimiser that came later and are at their defaults: earlier stages have none of them."""
+    kept = {name: value for name, value in chosen["optimiser"].items() if name not in LATER or value != "auto"}
+    return {**chosen, "optimiser": kept}
 
 
 def is_trained(folder: Path) -> bool:

@@ -21,7 +21,8 @@ class NextToken:
     """
 
     def __init__(self, model: Any, temperature: float = 1.0) -> None:
-        self.plain_head, self._temperature = _has_plain_head(model), temperature
+        known = getattr(model, "plain_head", None)  # a rank without weights is told
+        self.plain_head, self._temperature = has_plain_head(model) if known is None else known, temperature
 
     def hidden(self, model: Any, rows: Rows) -> torch.Tensor:
         """Return what the matrix of a plain head makes logits of, divided by the temperature: [B, T, D]."""
@@ -63,7 +64,7 @@ def last_hidden(model: Any, rows: Rows) -> torch.Tensor:
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def _has_plain_head(model: Any) -> bool:
+def has_plain_head(model: Any) -> bool:
     """Return whether a model's logits are its decoder's output times the matrix of its head, found out on eight tokens."""
     head, device = model.get_output_embeddings(), next(model.parameters()).device
     if getattr(head, "bias", None) is not None:
