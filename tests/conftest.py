@@ -114,6 +114,7 @@ class Etude(Protocol):
 @pytest.fixture
 def etude(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Etude:
     """Run `etude …` as the shell would, and return its exit code and what it printed."""
+    monkeypatch.setenv("PYTHONSAFEPATH", "")  # which it sets, for its workers; it is as before when the test is over
 
     def call(*words: object) -> Said:
         monkeypatch.setattr(sys, "argv", ["etude", *map(str, words)])

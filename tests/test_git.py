@@ -171,6 +171,51 @@ def test_a_fifo_for_a_file_of_git_is_not_waited_for(plain: Path, tmp_path: Path)
             files_of(folder)
 
 
+@pytest.mark.parametrize("place", [".gitignore", "tests/.gitignore", ".gitattributes", ".git/objects/pack/multi-pack-index",
+                                   ".git/objects/info/commit-graph", "new/" * 150 + ".gitignore"])  # fmt: skip
+def test_no_fifo_is_given_to_git(plain: Path, tmp_path: Path, place: str) -> None:
+    folder = tmp_path / "repository"
+    shutil.copytree(plain, folder, symlinks=True)
+    (folder / place).parent.mkdir(parents=True, exist_ok=True)
+    (folder / place).unlink(missing_ok=True)
+    os.mkfifo(folder / place)
+    below = folder / "tests" if place in {".gitignore", ".gitattributes"} else folder
+    for look in (files_of, tracked_files):
+        with pytest.raises(UserError, match=f"{Path(place).name[:3]}.* is no file, and git would wait for it"):
+            look(below)
+
+
+def test_what_lies_too_deep_is_not_asked_about(plain: Path, tmp_path: Path) -> None:
+    shutil.copytree(plain, tmp_path / "r", symlinks=True)
+    (tmp_path / "r" / ("d/" * 203)).mkdir(parents=True)
+    with pytest.raises(UserError, match="lies more than 200 folders deep"):
+        files_of(tmp_path / "r")
+
+
+def test_git_itself_does_not_come_from_the_repository(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, mark = hostile.program(tmp_path)
+    shutil.copytree(plain, tmp_path / "r", symlinks=True)
+    for name in ("node_modules/.bin/git", "git"):
+        (tmp_path / "r" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "r" / name).symlink_to(program)
+    monkeypatch.setenv("PATH", f"node_modules/.bin:./node_modules/.bin::.:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path / "r")
+    ask_everything(tmp_path / "r", tmp_path)
+    assert git_says(tmp_path / "r", "rev-parse", "HEAD")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("file", [".git", ".git/commondir"])
+def test_a_path_with_a_nul_is_no_traceback(plain: Path, tmp_path: Path, file: str) -> None:
+    if file != ".git":
+        shutil.copytree(plain, tmp_path, symlinks=True, dirs_exist_ok=True)
+    (tmp_path / file).write_bytes(b"gitdir: a\0b\n")
+    with suppress(UserError):
+        files_of(tmp_path)
+
+
 def test_nothing_else_starts_git() -> None:
     """Every other module that names git as a program to start would be found here."""
     for module in sorted(SOURCE.rglob("*.py")):

@@ -63,9 +63,14 @@ def end(number: int) -> int:
 
 
 def test_a_killed_worker_is_said_and_memory_only_where_it_may_be_the_cause() -> None:
-    with pytest.raises(UserError, match=r"a worker process was killed, perhaps for lack of memory; lower `workers`"):
+    with pytest.raises(
+        UserError,
+        match=r"a worker process was ended by signal 9 \(Killed\), perhaps for lack of memory; lower `workers`",
+    ):
         list(in_processes(die, [1, 2, 3, 4], 2, going))
-    with pytest.raises(UserError, match=r"^a worker process was ended from outside; run the same command again$"):
+    with pytest.raises(
+        UserError, match=r"^a worker process was ended by signal 15 \(Terminated\); run the same command again$"
+    ):
         list(in_processes(end, [1, 2, 3, 4], 2, going))
 
 

@@ -13,17 +13,18 @@ A test looks for anything else that starts git.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import stat
 import subprocess
 import tempfile
 import threading
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
-from etude.errors import UserError
-from etude.rooted import Rooted
+from etude.errors import UserError, visible
+from etude.rooted import DEEPEST, Rooted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,7 +60,8 @@ FIXED = {
 PROGRAMS = {"SSH_ASKPASS", "PAGER", "EDITOR", "VISUAL", "LESSOPEN"}  # of the environment; git starts them
 COMMAND = ["git", "--no-pager", "-c", "safe.bareRepository=explicit"]
 PROTOCOLS = "file:git:http:https:ssh"  # for fetching; not `ext`, which is a command
-SECONDS = 120.0  # for a call that needs no network: a FIFO among the files may keep it waiting
+SECONDS = 120.0  # for a call that needs no network
+READ_IN_TREES = frozenset({".gitignore", ".gitattributes", ".gitmodules", ".mailmap"})  # by git, on its way
 SMALL = 1 << 20  # bytes of a file in .git that is read here
 
 
@@ -75,12 +77,17 @@ def repository_of(folder: Path, *, above: bool = True, bare: bool = False) -> Re
     """Return the repository that a folder belongs to (`above`: or a folder above it). `bare`: it may be one itself."""
     folder = folder.resolve()
     for top in [folder, *folder.parents] if above else [folder]:
-        own = top / (os.fsdecode(_file(top, ".git").removeprefix(b"gitdir:").strip()) or ".git")
+        own = top / (_path(top, ".git") or ".git")
         if _file(own, "HEAD"):
-            return Repository(top, own, own / os.fsdecode(_file(own, "commondir").strip()))
+            return Repository(top, own, own / _path(own, "commondir"))
     return (
         Repository(None, folder, folder) if bare and _file(folder, "HEAD") and (folder / "objects").is_dir() else None
     )
+
+
+def _path(folder: Path, name: str) -> str:
+    """Return the path that a file of a git folder holds; as for git, it ends with a NUL."""
+    return os.fsdecode(_file(folder, name).partition(b"\0")[0].removeprefix(b"gitdir:").strip())
 
 
 def _file(folder: Path, name: str, most: int = SMALL) -> bytes:
@@ -110,6 +117,9 @@ def git(
     repository: Repository, *arguments: str, folder: Path | None = None, given: bytes = b"", most: int | None = None
 ) -> Done:
     """Have git read a repository, in a folder of its work tree or (None) without one. `most`: bytes of output, then it is ended."""
+    if folder and repository.top:
+        _refuse_waiting(repository.top, str(folder.resolve().relative_to(repository.top)), READ_IN_TREES)
+    _refuse_waiting(repository.shared, "objects")
     with _disposable(repository, repository.top if folder else None) as environment:
         if "--exclude-standard" in arguments:
             ignored = [_file(repository.shared, "info/exclude"), _users_ignored()]
@@ -129,6 +139,20 @@ def git_says(folder: Path, *arguments: str) -> str | None:
         if done is None or done.returncode
         else done.stdout.decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
     )
+
+
+@functools.cache
+def _refuse_waiting(top: Path, below: str, names: frozenset[str] = frozenset()) -> None:
+    """Refuse FIFOs and devices that git would open, in a folder and in those above it, and wait for. Looked for once a process."""
+    with contextlib.suppress(OSError), Rooted(top) as rooted:
+        above = [str(folder / name) for folder in PurePath(below).parents for name in names]
+        listed = [(path, rooted.stat(path)) for path in above] + list(rooted.walk("" if below == "." else below))
+        for path, about in listed:
+            waits = about and (stat.S_ISFIFO(about.st_mode) or stat.S_ISCHR(about.st_mode))
+            deep = path.count("/") > DEEPEST
+            if deep or (waits and (not names or PurePath(path).name in names)):
+                why = f"lies more than {DEEPEST} folders deep" if deep else "is no file, and git would wait for it"
+                raise UserError(f"{top}/{visible(path)[:80]} {why}; remove it")
 
 
 @contextlib.contextmanager
@@ -172,7 +196,8 @@ def fetching(folder: Path, *arguments: str) -> Done:
 
 def _environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_") and name not in PROGRAMS}
-    return kept | FIXED
+    absolute = filter(os.path.isabs, kept.get("PATH", os.defpath).split(":"))  # others lead into the repository
+    return kept | FIXED | {"PATH": ":".join(absolute)}
 
 
 def _run(
@@ -196,8 +221,6 @@ def _run(
                 process.kill()
         return subprocess.CompletedProcess(command, process.returncode, content, b"")
     except subprocess.TimeoutExpired:
-        raise UserError(
-            f"git {arguments[0]} took longer than {SECONDS:.0f} s in {folder}; is one of its files a FIFO?"
-        ) from None
+        raise UserError(f"git {arguments[0]} took longer than {SECONDS:.0f} s in {folder}") from None
     except FileNotFoundError:
         raise UserError("git is not installed; install it") from None

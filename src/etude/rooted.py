@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+DEEPEST = 200  # folders in one another that are entered
 NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL}
 WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -53,9 +54,8 @@ class Rooted:
                 if make:
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(part, dir_fd=held)
-                inner = os.open(part, FOLDER, dir_fd=held)
-                os.close(held)
-                held = inner
+                outer, held = held, os.open(part, FOLDER, dir_fd=held)
+                os.close(outer)  # a signal may end this between any two lines: `held` is never one that was closed
             yield held, name
         finally:
             os.close(held)
@@ -81,7 +81,7 @@ class Rooted:
                 return file.read(most)
 
     def walk(self, path: str = "", passed: Container[str] = ()) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield all that is below a folder, folders before what is in them; those named in `passed` are not entered."""
+        """Yield all that is below a folder, folders before what is in them; those named in `passed`, or too deep, are not entered."""
         folders = [path]
         while folders:
             folder = folders.pop()
@@ -91,7 +91,7 @@ class Rooted:
                     about = os.stat(each, dir_fd=inner, follow_symlinks=False)
                     below = f"{folder}/{each}" if folder else each
                     yield below, about
-                    if stat.S_ISDIR(about.st_mode) and each not in passed:
+                    if stat.S_ISDIR(about.st_mode) and each not in passed and below.count("/") <= DEEPEST:
                         folders.append(below)
             finally:
                 os.close(inner)

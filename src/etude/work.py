@@ -112,11 +112,11 @@ def in_processes(
     try:
         yield from _in_pool(function, items, min(workers, len(items)), check_stop, started)
     except BrokenProcessPool:  # the pool ends those that are left with SIGTERM
-        if any(process.exitcode == -signal.SIGKILL for process in started.values()):
-            why = "killed, perhaps for lack of memory; lower `workers` and"
-        else:
-            why = "ended from outside;"
-        raise UserError(f"a worker process was {why} run the same command again") from None
+        codes = {process.exitcode or 0 for process in started.values()} - {0}
+        first = min(codes - {-signal.SIGTERM} or codes, default=0)
+        how = f"was ended by signal {-first} ({signal.strsignal(-first)})" if first < 0 else f"left with code {first}"
+        memory = ", perhaps for lack of memory; lower `workers` and" if first == -signal.SIGKILL else ";"
+        raise UserError(f"a worker process {how}{memory} run the same command again") from None
 
 
 def _in_pool(

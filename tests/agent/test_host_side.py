@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hashlib
+import itertools
 import os
 import shutil
 import signal
@@ -16,9 +18,10 @@ import pytest
 
 from etude.agent import changes
 from etude.agent.changes import apply, check, unified
-from etude.agent.repository import copy_files, files_of
+from etude.agent.repository import copy_files, files_of, sandboxed_copy
 from etude.errors import UserError
 from etude.rooted import Rooted
+from etude.sandbox import cgroups
 from etude.sandbox.box import Entry
 from tests import tiny
 from tests.agent.chat_server import ChatServer
@@ -206,6 +209,12 @@ def test_a_really_full_disk_leaves_everything_as_it_was(tmp_path: Path, monkeypa
         Entry("sub/.git/config", "file", content=b""),
         Entry(".GIT", "file", content=b"gitdir: x"),
         Entry("sub/.Git/hooks/x", "file", content=b""),
+        Entry("sub/GIT~1/config", "file", content=b""),
+        Entry(".g\u200cit/config", "file", content=b""),
+        Entry(".git. ./config", "file", content=b""),
+        Entry(".git::$INDEX_ALLOCATION/config", "file", content=b""),
+        Entry("l", "link", content=b".git/config"),
+        Entry("d/l", "link", content=b"../.GIT/hooks"),
         Entry("l", "link", content=b"d/../../x"),
         Entry("l", "link", content=b"d/y/../../../x"),
         Entry("d/l", "link", content=b"../../home/key"),
@@ -231,6 +240,27 @@ def test_a_file_changed_inside_a_folder_that_goes_is_kept(tmp_path: Path) -> Non
     with pytest.raises(UserError, match="has changed since the agent began; nothing was applied"):
         apply([Entry("d", "gone")], folder, layer)
     assert (folder / "d/y/z").read_text() == "changed meanwhile\n"
+
+
+@pytest.mark.parametrize(("before", "asked", "after"), [
+    (0o600, 0o666, 0o600), (0o600, 0o777, 0o700), (0o640, 0o100, 0o750), (0o755, 0o644, 0o644), (0o444, 0o4666, 0o444),
+    (None, 0o666, 0o644), (None, 0o6777, 0o755),
+])  # fmt: skip
+def test_permissions_that_no_diff_shows_are_the_users(
+    tmp_path: Path, before: int | None, asked: int, after: int
+) -> None:
+    layer, folder = (tree(tmp_path / name, {} if before is None else {"f": "x"}) for name in ("layer", "repo"))
+    if before is not None:
+        (folder / "f").chmod(before)
+    apply([Entry("f", "file", mode=asked, content=b"y")], folder, layer)
+    assert (oct((folder / "f").stat().st_mode & 0o7777), (folder / "f").read_text()) == (oct(after), "y")
+
+
+def test_an_empty_folder_that_no_diff_shows_is_not_made(tmp_path: Path) -> None:
+    layer, folder = tree(tmp_path / "layer", OLD), tree(tmp_path / "repo", OLD)
+    entries = [Entry("new", "folder"), Entry("new/inner", "folder")]
+    assert (unified(entries, [layer]), apply(entries, folder, layer)) == ("", 0)
+    assert snapshot(folder) == snapshot(layer)
 
 
 def test_applying_follows_no_link_of_the_user(tmp_path: Path, outside: Path) -> None:
@@ -320,6 +350,15 @@ def test_thousands_of_deep_folders_are_compared_and_refused(tmp_path: Path) -> N
         apply(entries, folder, layer)
 
 
+def test_a_very_deep_folder_is_refused_before_it_is_walked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ("d/" * 300)).mkdir(parents=True)
+    opened, calls = os.open, itertools.count()
+    monkeypatch.setattr(os, "open", lambda *words, **more: (next(calls), opened(*words, **more))[1])
+    with pytest.raises(UserError, match="folders more than 200 deep"):
+        files_of(tmp_path)
+    assert next(calls) < 25_000  # 200 * 201 / 2, and not 300 * 301 / 2
+
+
 # ---- messages and signals
 
 
@@ -347,3 +386,18 @@ def test_ended_by_sigterm_it_leaves_nothing_behind(tmp_path: Path) -> None:
     assert process.returncode == 128 + signal.SIGTERM, output
     assert not list(temporary.iterdir())
     assert snapshot(repository) == before
+
+
+def test_what_a_killed_one_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    own = cgroups.own_name("agent-")
+    dead = own.replace(f"-{os.getpid()}-", f"-{subprocess.Popen(['true']).pid}-")
+    tree(tmp_path / "tmp", {f"{dead}x/layer/a": "", f"{own}other/layer/b": "", "etude-agent-mine/c": ""})
+    repository = tree(tmp_path / "repo", {"a.py": "a\n"})
+
+    async def opened_and_closed() -> bool:
+        async with sandboxed_copy(repository, "auto") as copy:
+            return copy.layer.parent.name.startswith(own)
+
+    assert asyncio.run(opened_and_closed())
+    assert sorted(path.name for path in (tmp_path / "tmp").iterdir()) == sorted(["etude-agent-mine", f"{own}other"])

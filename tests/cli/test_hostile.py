@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import subprocess
+import sys
 import unicodedata
 from pathlib import Path
 
@@ -100,3 +102,24 @@ def test_json_of_hostile_words_reads_back_the_same(etude: Etude, foreign: dict[s
     assert [stage["name"] for stage in json.loads(said.out)["stages"]] == [
         each for each in HOSTILE if "\x00" not in each
     ]
+
+
+POOL = """
+import etude.cli.main as command
+from etude.work import in_processes
+command.app = lambda **_: print(sorted(in_processes(abs, [-1, -2], 2, lambda: None)))
+if __name__ == "__main__":
+    command.main()
+"""
+
+
+def test_workers_import_nothing_from_the_current_folder(tmp_path: Path) -> None:
+    """It may be anybody's repository, and Python looks there first when it is started with -c or -m."""
+    for name in ("multiprocessing", "json", "etude"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\n")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/etude").write_text(POOL)
+    words = [sys.executable, str(tmp_path / "bin/etude")]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.stdout, (tmp_path / "mark").exists()) == ("[(0, 1), (1, 2)]\n", False), done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,23 @@ def test_init_takes_the_licence_that_is_stated_and_wants_a_checkout(etude: Etude
     assert read_settings(Path("other-tasks.toml")).package[0].licence == "MIT"
     nowhere = etude("init", "nowhere")
     assert (nowhere.code, "is not the top of a git checkout" in nowhere.err) == (2, True)
+
+
+def test_init_writes_through_no_link_and_waits_for_no_file(etude: Etude, repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine-tasks.toml").symlink_to(tmp_path / "elsewhere")
+    said = etude("init", repository)
+    assert (said.code, "mine-tasks.toml exists already" in said.err) == (2, True)
+    assert not (tmp_path / "elsewhere").exists()
+    os.mkfifo(repository / "pyproject.toml")
+    assert etude("init", repository, "--out", "fifo.toml").code == 0
+    for number, text in enumerate(("[" * 5000, "project = 3", "project = [1]", "[project]\nlicense = {file = 'x'}")):
+        (repository / "pyproject.toml").unlink()
+        (repository / "pyproject.toml").write_text(text)
+        assert etude("init", repository, "--out", f"{number}.toml").code == 0
+        assert read_settings(Path(f"{number}-tasks.toml")).package[0].licence == "LicenseRef-Mine"
+    odd = repository.rename(repository.with_name('x"\nname = "y'))
+    said = etude("init", odd, "--out", "odd.toml")
+    assert (said.code, "rename it" in said.err) == (2, True)
 
 
 def test_the_shipped_recipe_is_the_template() -> None:

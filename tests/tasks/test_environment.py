@@ -87,3 +87,30 @@ def test_what_cannot_be_installed_is_told_in_one_line(links: Path) -> None:
     with pytest.raises(UserError, match=r"p: no environment for its tests: .*no-such-thing") as caught:
         with_environment(unpacked(links), PackageSettings(folder="p", needs=["no-such-thing"]), links / "cache")
     assert "\n" not in str(caught.value)
+
+
+def test_nothing_of_the_repository_is_installed_or_imported(links: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = links / "here"  # the current folder: somebody's repository
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for name in ("venv", "pip", "json"):
+        (here / f"{name}.py").write_text(f"open({str(links / 'mark')!r}, 'w')\n")
+    with zipfile.ZipFile(here / "helper.zip", "w") as file:  # pip would take it for what `helper.zip` names
+        file.writestr("helper/setup.py", f"open({str(links / 'mark')!r}, 'w')\n")
+    project = "[project]\ndependencies = ['{}']\n"
+    with pytest.raises(UserError, match=r"no environment for its tests: .*helper.zip"):
+        stated = unpacked(links, **{"pyproject.toml": project.format("helper.zip")})
+        with_environment(stated, PackageSettings(folder="p"), links / "cache")
+    stated = unpacked(links, **{"pyproject.toml": project.format(f"helper @ file://{here}/helper.zip")})
+    with pytest.raises(UserError, match="from an address; name it in `needs` or `drop`"):
+        requirements(stated, PackageSettings(folder="p"))
+    assert requirements(stated, PackageSettings(folder="p", drop=["helper"])) == ["coverage", "pytest"]
+    assert not (links / "mark").exists()
+
+
+def test_what_a_package_would_run_when_python_starts_does_not_run_here(links: Path) -> None:
+    wheel(links, "helper")
+    with zipfile.ZipFile(links / "helper-1.0-py3-none-any.whl", "a") as file:
+        file.writestr("helper.pth", f"import sys; open({str(links / 'mark')!r}, 'w')\n")
+    with_environment(unpacked(links), PackageSettings(folder="p", needs=["helper"]), links / "cache")
+    assert not (links / "mark").exists()

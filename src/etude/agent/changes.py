@@ -22,11 +22,12 @@ import secrets
 import shutil
 import signal
 import stat
+import unicodedata
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError
-from etude.rooted import FOLDER, WRITE, Rooted, parts_of
+from etude.rooted import DEEPEST, FOLDER, WRITE, Rooted, parts_of
 from etude.sandbox.layers import FORMATS, Below, lookup
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ LARGEST = 1 << 20  # bytes of a file whose lines are compared
 MOST_SHOWN = 4 << 20  # characters of a diff; the files after that are only named
 MOST_PAIRS = 2_000_000  # of lines that are compared with each other, in all files together
 CONTEXT = 3  # lines shown around a change
-DEEPEST = 200  # folders in one another, in a repository and in what comes back
 
 
 def visible(path: str) -> str:
@@ -166,12 +166,12 @@ def _fault(entry: Entry, root: Rooted, made: set[str]) -> str:
         parts = parts_of(entry.path)
     except OSError:
         return f"the agent changed {name}, which is not a path to apply"
-    if any(part.casefold() == ".git" for part in parts):
+    if any(map(_is_git, parts)):
         return f"the agent changed {name}, which is not a path to apply: git would run what it names"
     if entry.kind == "other" or len(parts) > DEEPEST:
         return f"the agent made {name}, which is no file, link or folder, or lies more than {DEEPEST} folders deep"
     if entry.kind == "link" and not _stays_inside(entry):
-        return f"the agent made {name}, a link that leads outside"
+        return f"the agent made {name}, a link that leads outside or into .git"
     for above in itertools.accumulate(parts[:-1], "{}/{}".format):
         if (about := root.stat(above)) is None:
             break
@@ -197,7 +197,14 @@ def _stays_inside(link: Entry) -> bool:
     """Whether a link leads to something in the folder: up first, if at all, then only down."""
     target = os.fsdecode(link.content or b"").split("/")
     down = itertools.dropwhile(lambda part: part == "..", target)
-    return target[0] != "" and ".." not in down and target.count("..") <= link.path.count("/")
+    inside = target[0] != "" and ".." not in down and target.count("..") <= link.path.count("/")
+    return inside and not any(map(_is_git, target))
+
+
+def _is_git(name: str) -> bool:
+    """Whether a name is git's own folder on some file system: they fold case, skip invisible characters, cut and shorten names."""
+    plain = "".join(char for char in name.casefold() if unicodedata.category(char) != "Cf")
+    return plain.partition(":")[0].rstrip(". ") in {".git", "git~1"}
 
 
 def _has_changed(root: Rooted, path: str, below: Below) -> bool:
@@ -237,8 +244,6 @@ def _apply(entries: Sequence[Entry], root: Rooted, layer: Path) -> None:
             if below.file or (below.folders and entry.kind != "folder"):
                 for path, each in reversed(list(below_folder(entry.path, below))):
                     moves.aside(path, each, must_go=entry.kind != "gone")
-        for path in sorted(entry.path for entry in entries if entry.kind == "folder"):
-            moves.folder(path)
         for path, number in fresh:
             moves.into(number, path)
     except BaseException as error:
@@ -276,9 +281,15 @@ class Moves:
         with os.fdopen(os.open(number, WRITE, 0o600, dir_fd=self.own), "wb") as file:
             file.write(content)
             file.flush()
-            os.fchmod(file.fileno(), entry.mode & 0o777 or 0o644)
+            os.fchmod(file.fileno(), self._mode(entry))
             os.fsync(file.fileno())
         return number
+
+    def _mode(self, entry: Entry) -> int:
+        """Return the user's own permissions with what the diff shows of an entry's: whether the file can be executed."""
+        about = self.root.stat(entry.path)
+        mode = stat.S_IMODE(about.st_mode) & 0o777 if about and stat.S_ISREG(about.st_mode) else 0o644
+        return mode | (mode & 0o444) >> 2 if entry.mode & 0o100 else mode & ~0o111
 
     def aside(self, path: str, below: Below, *, must_go: bool) -> None:
         """Move a file aside; remove a folder that is empty now. One that is not stays, unless it must go: others' files are in it."""

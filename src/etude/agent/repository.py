@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etude.agent.changes import DEEPEST, unified, visible
+from etude.agent.changes import unified, visible
 from etude.agent.harness import SYSTEM, Harness, HarnessSettings
 from etude.agent.search import Searcher, installed_embedder
 from etude.agent.summary import SummarySettings
@@ -28,7 +28,8 @@ from etude.agent.tools import Toolset
 from etude.agent.trace import Trace
 from etude.errors import UserError
 from etude.git import git, repository_of
-from etude.rooted import READ, WRITE, Rooted
+from etude.rooted import DEEPEST, READ, WRITE, Rooted
+from etude.sandbox import cgroups
 from etude.sandbox.box import Limits, Place
 from etude.sandbox.layers import prepare
 from etude.sandbox.local import open_sandbox
@@ -59,14 +60,12 @@ def files_of(folder: Path) -> list[str]:
                 reason = " ".join(listed.stderr.decode(errors="replace").split())[:300]
                 raise UserError(f"git cannot list the files of {folder}: {reason}")
             names = {os.fsdecode(name) for name in listed.stdout.split(b"\0") if name}
+        if deep := next((name for name in names if name.count("/") > DEEPEST), None):
+            too_deep = f"{folder} has folders more than {DEEPEST} deep: {visible(deep)[:80]}…"
+            raise UserError(f"{too_deep}; name a smaller folder with --repo")
         # An index may name anything: what lies behind a link, outside or in .git is not there for us.
         files = [(name, rooted.stat(name)) for name in names if ".git" not in name.casefold().split("/")]
-    kept = sorted(name for name, about in files if about and stat.S_IFMT(about.st_mode) in {stat.S_IFREG, stat.S_IFLNK})
-    if deep := next((name for name in kept if name.count("/") > DEEPEST), None):
-        raise UserError(
-            f"{folder} has folders more than {DEEPEST} deep: {visible(deep)[:80]}…; name a smaller folder with --repo"
-        )
-    return kept
+    return sorted(name for name, about in files if about and stat.S_IFMT(about.st_mode) in {stat.S_IFREG, stat.S_IFLNK})
 
 
 def copy_files(folder: Path, names: list[str], target: Path) -> None:
@@ -110,7 +109,9 @@ class SandboxedCopy:
 async def sandboxed_copy(repository: Path, backend: str) -> AsyncIterator[SandboxedCopy]:
     """Copy a repository into a sandbox, where the active virtual environment can be used; nothing is left of it afterwards."""
     names = files_of(repository)
-    above = Path(tempfile.mkdtemp(prefix="etude-agent-"))
+    for left in cgroups.stale(tempfile.gettempdir()):  # by one that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    above = Path(tempfile.mkdtemp(prefix=cgroups.own_name("agent-")))
     try:
         above.chmod(0o711)  # whoever the sandbox runs as must reach the layer
         copy_files(repository, names, above / "copy")

@@ -5,7 +5,9 @@ Nothing here imports torch: `etude --help` must answer at once. Results go to st
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -57,6 +59,8 @@ mtp_app.command("export", epilog=exporting)(run.export)
 
 def main() -> NoReturn:
     """Run the command line; an error that a user can fix ends as one line and exit code 2."""
+    if str(Path.cwd()) not in sys.path:  # a worker's Python would look there first, and it may be anybody's repository
+        os.environ["PYTHONSAFEPATH"] = "1"
     try:
         left = app(standalone_mode=False)  # a command that leaves early hands its exit code back
         code = left if isinstance(left, int) else 0

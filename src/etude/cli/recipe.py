@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from importlib import resources
@@ -12,6 +13,7 @@ import typer
 
 from etude.cli import options
 from etude.errors import UserError
+from etude.rooted import Rooted
 
 LATER = "# What follows needs tasks"  # how the part of the template begins that cannot run before there are tasks
 TASKS = """# Tasks from your repository: broken trees, terse requests, hidden tests. etude tasks make {file}
@@ -45,8 +47,10 @@ def init(
     folder, tasks = repository.expanduser().resolve(), out.with_name(f"{out.stem}-tasks.toml")
     if not (folder / ".git").exists():
         raise UserError(f"{str(repository)!r} is not the top of a git checkout; name one, or run `git init` and commit")
+    if set('"\\') & set(str(folder)) or not str(folder).isprintable():
+        raise UserError(f"{str(folder)!r} cannot be written in a recipe; rename it")
     for file in (out, tasks):
-        if file.exists():
+        if os.path.lexists(file):
             raise UserError(f"{file} exists already; choose another name with --out, or move it away")
     name = re.sub(r"[^a-z0-9]+", "-", folder.name.lower()).strip("-") or "mine"
     known = {
@@ -82,7 +86,8 @@ def _stated(folder: Path) -> str:
     from etude.data.filters.licence import canonical
 
     try:
-        stated = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["license"]
-    except (OSError, ValueError, KeyError):
+        with Rooted(folder) as rooted:
+            stated = tomllib.loads(rooted.read("pyproject.toml", 1 << 20).decode())["project"]["license"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "LicenseRef-Mine"
     return (canonical(stated) if isinstance(stated, str) else None) or "LicenseRef-Mine"

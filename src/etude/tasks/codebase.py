@@ -196,6 +196,10 @@ def requirements(codebase: Codebase, settings: PackageSettings) -> list[str]:
             continue  # a reference to a file or to another section
         name = canonicalize_name(each.name)
         named = line in settings.needs or not (name in dropped or TOOLS.fullmatch(name))
+        if (
+            each.url and named and line not in settings.needs
+        ):  # it may lie in the repository, and pip runs what it builds
+            raise UserError(f"{codebase.name} needs {line!r}, from an address; name it in `needs` or `drop`")
         if named and (each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in TEST_EXTRAS)):
             each.marker = None
             wanted.setdefault(name, str(each))
@@ -241,7 +245,7 @@ def with_environment(codebase: Codebase, settings: PackageSettings, cache: Path,
     """Give a codebase its Python, built now or there already. `pins`: exactly these packages, from a manifest."""
     wanted = list(pins) or requirements(codebase, settings)
     key = digest_of([f"{sys.version_info.major}.{sys.version_info.minor}", bool(pins), wanted])
-    folder = cache / "environments" / key[:16]
+    folder = cache.absolute() / "environments" / key[:16]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -261,10 +265,11 @@ def _build(folder: Path, wanted: Sequence[str], *, exact: bool, what: str) -> No
     _run([sys.executable, "-m", "venv", "--without-pip", str(folder)], what)
     python = str(folder / "bin" / "python")
     exactly = ["--no-deps"] if exact else []
-    _run([sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check", "--no-input",
-          "--prefer-binary", *exactly, *wanted], what)  # fmt: skip
+    # Asked while the environment is empty: once packages are in it, it runs what their .pth files say.
     asked = "import json, site, sys, sysconfig; print(json.dumps([sysconfig.get_path('purelib'), sys.base_prefix]))"
     site, base = json.loads(_run([python, "-I", "-c", asked], what))
+    _run([sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check", "--no-input",
+          "--prefer-binary", *exactly, *wanted], what)  # fmt: skip
     packages = importlib.metadata.distributions(path=[site])
     installed = sorted(f"{canonicalize_name(each.name)}=={each.version}" for each in packages)
     library = Path(base, "lib", f"python{sys.version_info.major}.{sys.version_info.minor}")
@@ -277,7 +282,10 @@ def _build(folder: Path, wanted: Sequence[str], *, exact: bool, what: str) -> No
 
 def _run(command: Sequence[str], what: str) -> str:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, env=environ)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, env=environ,
+        cwd="/",  # neither Python's modules nor pip's archives come from the current folder: it may be anybody's repository
+    )  # fmt: skip
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it said nothing"]
         raise UserError(f"{what}: no environment for its tests: {lines[-1].strip()[:300]}; set `needs` or `drop`")
