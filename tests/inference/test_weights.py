@@ -146,3 +146,38 @@ def test_weights_are_changed_in_place() -> None:
     places = {name: tensor.data_ptr() for name, tensor in engine.runner.model.state_dict().items()}
     engine.update(weights_of(model_of(seed=1)), 1)
     assert {name: tensor.data_ptr() for name, tensor in engine.runner.model.state_dict().items()} == places
+
+
+def adapter(model: Any, name: str, seed: int) -> dict[str, torch.Tensor]:
+    random, (rows, columns) = torch.Generator().manual_seed(seed), model.get_parameter(name).shape
+    return {
+        f"{name}.lora_A": torch.randn(3, columns, generator=random) * 0.1,
+        f"{name}.lora_B": torch.randn(rows, 3, generator=random) * 0.1,
+    }
+
+
+def test_an_adapter_is_added_to_the_base_and_not_to_the_adapter_before() -> None:
+    name, model = "model.layers.0.mlp.down_proj.weight", model_of()
+    base = model.get_parameter(name).detach().clone()
+    runner = engine_of(model).runner
+    for seed in (0, 1, 2):
+        runner.replace(new := adapter(model, name, seed))
+        expected = base.double() + new[f"{name}.lora_B"].double() @ new[f"{name}.lora_A"].double()
+        torch.testing.assert_close(runner.model.get_parameter(name).double(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", ["lora_A", "lora_B", "name", "half"])
+def test_an_adapter_of_another_base_is_refused_and_nothing_changed(change: str) -> None:
+    name, model = "model.layers.0.mlp.down_proj.weight", model_of()
+    runner = engine_of(model).runner
+    before = weights_of(runner.model)
+    new = adapter(model, name, 0)
+    if change == "name":
+        new = {key.replace("layers.0", "layers.77"): value for key, value in new.items()}
+    elif change == "half":
+        del new[f"{name}.lora_B"]
+    else:
+        new[f"{name}.{change}"] = torch.zeros(5, 5)
+    with pytest.raises(UserError, match=r"another (model|shape)"):
+        runner.replace({**adapter(model, name.replace("layers.0", "layers.1"), 0), **new})
+    assert all(torch.equal(before[key], value) for key, value in runner.model.state_dict().items())

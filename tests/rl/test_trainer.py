@@ -13,7 +13,8 @@ import torch
 
 from etude.agent.trace import Node, Trace
 from etude.errors import UserError
-from etude.inference.local import LocalPolicy
+from etude.inference.kv_cache import plan
+from etude.inference.local import LocalPolicy, build
 from etude.inference.policy import Sampling
 from etude.models.load import load_model, saved_dtype
 from etude.rl.exchange import Batch, TrainedEpisode, TrainedGroup
@@ -172,6 +173,12 @@ def test_lora_publishes_and_exports_the_sum_and_trains_small_matrices_only(tiny_
     with torch.no_grad():
         expected = trainer.session.model(ids).logits
         torch.testing.assert_close(held(ids).logits, expected, rtol=1e-4, atol=1e-4)
+        adapters = trainer.session.computed_state(merged=False)
+        assert sum(each.numel() for each in adapters.values()) < sum(each.numel() for each in published.values()) / 10
+        runner = build(load_model(tiny_base, torch.device("cpu"), torch.float32), None, str, context=64, rows=1).runner
+        runner.replace(adapters)  # an engine that has the base needs no more
+        where = plan([([1], 0, ids.shape[1])], runner.cache.size, runner.device)
+        torch.testing.assert_close(runner.run(ids[0], where)[0], expected[0], rtol=1e-4, atol=1e-4)
         trainer.export(tmp_path / "model")
         exported = load_model(tmp_path / "model", torch.device("cpu"), torch.float32)
         torch.testing.assert_close(exported(ids).logits, expected, rtol=1e-4, atol=1e-4)

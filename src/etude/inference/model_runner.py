@@ -49,6 +49,9 @@ class Routers:
 TRIED = 12  # tokens
 
 
+LORA = (".lora_A", ".lora_B")  # after a weight's name: it becomes what it was at first plus B · A
+
+
 class Staged(dict[str, Tensor]):
     """New weights that were checked and lie on the model's device: all that is left is to copy them over the old ones."""
 
@@ -68,6 +71,7 @@ class Runner:
             None  # experts of the last pass, [N, layers, experts a token], if anybody wants to know
         )
         self.compiled = compiled
+        self._bases: dict[str, Tensor] = {}  # in main memory: weights that adapters are added to, as they were at first
         self._hidden: list[Tensor] = []
         keep = functools.partial(_keep, self._hidden)  # not us: a model outlives its cache
         model.get_decoder().register_forward_hook(keep)
@@ -190,9 +194,21 @@ class Runner:
             self._check(weights)
         own = self._weights()
         for name, new in weights.items():
-            own[name].copy_(new, non_blocking=True)
+            if name.endswith(LORA[1]):
+                continue
+            if (base := name.removesuffix(LORA[0])) != name:
+                own[base].copy_(self._with_adapter(base, own[base], new, weights[base + LORA[1]]))
+            else:
+                own[name].copy_(new, non_blocking=True)
             if new.is_cuda:
                 new.record_stream(torch.cuda.current_stream(self.device))  # its memory is not to be had before that
+
+    def _with_adapter(self, name: str, own: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        """Return a weight with an adapter added to what it was at first: adding each change to the last would add up rounding."""
+        if name not in self._bases:
+            self._bases[name] = own.cpu().pin_memory() if own.is_cuda else own.clone()
+        base = self._bases[name].to(self.device, non_blocking=True)
+        return torch.addmm(base.float(), up.to(self.device).float(), down.to(self.device).float()).to(own.dtype)
 
     def _weights(self) -> dict[str, Tensor]:
         own: dict[str, Tensor] = self.model.state_dict()  # parameters, and what a router is balanced with
@@ -203,10 +219,14 @@ class Runner:
     def _check(self, weights: Mapping[str, Tensor]) -> None:
         own = self._weights()
         for name, new in weights.items():
-            if name not in own:
+            base = name.removesuffix(LORA[0]).removesuffix(LORA[1])
+            if base not in own or (base != name and not weights.keys() >= {base + part for part in LORA}):
                 raise UserError(f"new weights have {name}, which this model does not; they are of another model")
-            if new.shape != own[name].shape:
-                shapes = f"{tuple(new.shape)} instead of {tuple(own[name].shape)}"
+            wanted = tuple(own[base].shape)
+            if base != name:
+                wanted = (new.shape[0], wanted[1]) if name.endswith(LORA[0]) else (wanted[0], new.shape[1])
+            if tuple(new.shape) != wanted:
+                shapes = f"{tuple(new.shape)} instead of {wanted}"
                 raise UserError(f"new weights are of another shape: {name} is {shapes}; nothing was changed")
             if not torch.isfinite(new).all():
                 raise UserError(f"new weights are damaged: {name} holds values that are not finite; nothing changed")

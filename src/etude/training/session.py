@@ -244,10 +244,13 @@ class Session:
         """Whether nothing is trained but MTP heads."""
         return all(name.startswith(HEADS) for name in self.weights.masters)
 
-    def computed_state(self) -> Tensors:
-        """Return the state as the model computes with it, LoRA added in: what an engine should hold. Every rank must take part."""
+    def computed_state(self, *, merged: bool = True) -> Tensors:
+        """Return the state as the model computes with it: what an engine should hold. Every rank must take part.
+
+        With LoRA it is the sum, or if not `merged` the adapters alone, for an engine that has the base (`Runner.replace`).
+        """
         if self._adapters is not None:
-            return merged_state(self._adapters, self.model)
+            return merged_state(self._adapters, self.model) if merged else adapter_state(self.model)
         weights, state = dict(self.model.named_parameters(remove_duplicate=False)), self.model.state_dict()
         once: Tensors = {}  # by a weight's first name: those that share one share it in what is returned too
         first = {id(weight): name for name, weight in reversed(weights.items())}
@@ -353,6 +356,16 @@ def add_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
         raise UserError(f"{wrong}: {one_line(error)}") from None
     finally:
         model.config.model_type = kind
+
+
+def adapter_state(model: Any) -> dict[str, torch.Tensor]:
+    """Return the small matrices by the names of the weights they belong to, their scale in the second one."""
+    layers = {name: part for name, part in model.named_modules() if hasattr(part, "lora_A")}
+    state: dict[str, torch.Tensor] = {}
+    for name, part in layers.items():
+        down, up = (getattr(part, each)["default"].weight.detach() for each in ("lora_A", "lora_B"))
+        state |= {f"{name}.weight.lora_A": down, f"{name}.weight.lora_B": up * part.scaling["default"]}
+    return state
 
 
 def merged_state(adapters: Any, model: Any) -> dict[str, torch.Tensor]:
