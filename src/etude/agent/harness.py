@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 
 from etude.agent.summary import SummarySettings, kept_from, state_text
-from etude.agent.trace import Node, NodeKind, Trace
+from etude.agent.trace import Node, NodeKind, Trace, first_unrouted, note_routes
 from etude.inference.policy import Busy, Completion, Sampling
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ changed and what you checked, and nothing you did not check."""
 
 @dataclass
 class Harness:
-    """Runs one episode. `watch` sees every node as it is added."""
+    """Runs one episode. `watch` sees every node as it is added. With `experts`, the trace tells which of them each token went to."""
 
     policy: Policy
     talk: ChatFormat
@@ -84,6 +84,7 @@ class Harness:
     trace: Trace
     seed: int | None = None
     watch: Callable[[Node], None] = lambda _: None
+    experts: bool = False
 
     def __post_init__(self) -> None:
         self.random = Random(f"{self.seed} {self.trace.id}")  # noqa: S311 - draws triggers, keeps no secret
@@ -232,7 +233,10 @@ class Harness:
         own, prompt = self.settings, self.trace.context(self.leaf)
         most = min(most, self._room(), max(1, own.tokens - self.counts["sampled"]))
         seed = None if self.seed is None else (self.seed * 1_000_003 + len(self.trace.nodes)) % 2**63
-        sampling = Sampling(most, own.temperature, own.top_p, seed=seed, stop_tokens=self.talk.stop_tokens)
+        first = first_unrouted(self.trace, self.leaf) if self.experts else 0
+        sampling = Sampling(
+            most, own.temperature, own.top_p, seed=seed, stop_tokens=self.talk.stop_tokens, experts=self.experts, experts_from=first
+        )  # fmt: skip
         began, written = time.monotonic(), list["Token"]()
         done: Completion | None = None
         try:
@@ -248,6 +252,8 @@ class Harness:
         node = Node(self.leaf, kind, ids, self.talk.text(ids), True, logprobs, raw, versions, details=details)  # noqa: FBT003
         node.seconds = time.monotonic() - began
         self._add(node)
+        if done and done.experts is not None:
+            note_routes(self.trace, self.leaf, first, done.experts)
 
     async def _patiently(
         self, prompt: list[int], sampling: Sampling, on_tokens: Callable[[list[Token]], None]

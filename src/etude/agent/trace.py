@@ -20,6 +20,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from etude.errors import UserError
 from etude.files import whole_file
+from etude.inference.policy import from_npy, to_npy
 from etude.jsonl import append_line, read_lines
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Node:
     versions: list[int] = field(default_factory=list)  # of the weights, a token
     began: float = 0.0  # seconds since the episode began
     seconds: float = 0.0
+    routes: str = ""  # experts of its tokens, as `to_npy`; not yet of the last one sampled, which nobody has read
     details: dict[str, Any] = field(default_factory=dict)  # calls and answers as JSON, finish reason, cached tokens
 
     @property
@@ -68,6 +70,7 @@ class Sample:
     trained: list[bool]
     logprobs: list[float]  # under the distribution they were drawn from; 0 where not sampled
     versions: list[int]  # −1 where not sampled
+    routes: list[tuple[int, str]] = field(default_factory=list)  # from which token on, experts
 
 
 @dataclass
@@ -97,6 +100,29 @@ class Trace:
         return [token for place in self.path(leaf) for token in self.nodes[place].tokens]
 
 
+def first_unrouted(trace: Trace, leaf: int) -> int:
+    """Return the first token up to a leaf whose experts are not known."""
+    known = 0
+    for node in (trace.nodes[place] for place in trace.path(leaf)):
+        rows = len(from_npy(node.routes)) if node.routes else 0
+        known += rows
+        if rows < len(node.tokens):
+            break
+    return known
+
+
+def note_routes(trace: Trace, leaf: int, first: int, experts: Any) -> None:
+    """Note the experts of the tokens from the `first` on, [tokens, layers, experts a token], at the nodes up to a leaf."""
+    import numpy as np
+
+    end, kind = 0, np.int8 if int(experts.max()) < 128 else np.int16
+    for node in (trace.nodes[place] for place in trace.path(leaf)):
+        begin, end = max(end, first), end + len(node.tokens)
+        if begin < end and (fresh := experts[begin - first : end - first]).shape[0]:
+            before = [from_npy(node.routes)] if node.routes else []
+            node.routes = to_npy(np.concatenate([*before, np.asarray(fresh).astype(kind)]))
+
+
 def samples(trace: Trace) -> list[Sample]:
     """Return every path from a root to a leaf, in the order of the leaves; each sampled token is trained in one of them."""
     parents = {node.parent for node in trace.nodes}
@@ -113,6 +139,7 @@ def _sample(nodes: list[Node], fresh: list[bool]) -> Sample:
     made = Sample([], [], [], [])
     for node, new in zip(nodes, fresh, strict=True):
         count, known = len(node.tokens), node.trainable
+        made.routes.extend([(len(made.tokens), node.routes)] if node.routes else [])
         made.tokens.extend(node.tokens)
         made.trained.extend([known and new] * count)
         made.logprobs.extend(node.logprobs if known else [0.0] * count)

@@ -23,8 +23,6 @@ the connection, on which servers abort the request.
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import json
 import math
 import random
@@ -32,13 +30,12 @@ import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import from_json, to_json
 
 from etude.errors import UserError, nearest, one_line
 from etude.inference.connection import ConnectionLost, Connections, Unreachable
-from etude.inference.policy import Busy, Completion, PolicyInfo, Sampling, Token
+from etude.inference.policy import Busy, Completion, PolicyInfo, Sampling, Token, from_npy
 from etude.inference.weight_sync import BrokenStore, Swap
 
 if TYPE_CHECKING:
@@ -141,7 +138,7 @@ class _Answer:
             "logprobs": own.alternatives + 1 if own.alternatives else 0,
         }  # fmt: skip
         if own.experts:
-            params["routed_experts"] = True
+            params |= {"routed_experts": True, "routed_experts_prompt_start": own.experts_from}
         text = [*self.prompt, *(token.id for token in self.tokens)]
         stream = {"stream": True, "stream_options": {"include_usage": True}}
         return to_json({"model": model, "token_ids": text, "sampling_params": params, **stream})
@@ -159,7 +156,7 @@ class _Answer:
         for span in choice.get("weight_versions") or []:
             self._stamp(span["version"], self.began + span["start"], self.began + span["end"])
         if choice.get("routed_experts"):
-            self.experts = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])), allow_pickle=False)
+            self.experts = from_npy(choice["routed_experts"])
         self.finish, self.stop = choice.get("finish_reason"), choice.get("stop_reason")
         return self.tokens[len(self.tokens) - len(fresh) :]
 
@@ -403,7 +400,7 @@ class RemotePolicy:
 
     def _resume(self, answer: _Answer, lost: ServerFailed) -> Completion:
         """Go on after a lost connection, if that is wanted and can be; a stop text may lie across the border."""
-        resumable = self._settings.resume and not (answer.sampling.stop or answer.sampling.experts)
+        resumable = self._settings.resume and not answer.sampling.stop
         if answer.tokens and resumable and answer.ended():
             return answer.completion(self._url)
         raise TryAgain(lost) if resumable or not answer.tokens else lost

@@ -145,7 +145,7 @@ class Engine:
         """Return whether somebody is reading the beginning of this prompt just now: then it need not be read twice."""
         more = max(WORTH_WAITING, self.prefix_cache.size)  # only full pages are shared with those that run
         return (
-            not request.whole
+            request.first > 0
             and len(request.tokens) > more
             and any(
                 request.tokens[: other.prefix + more] == other.tokens[: other.prefix + more]
@@ -157,7 +157,7 @@ class Engine:
     def _begin(self, request: Request, row: int) -> bool:
         # Heads need the hidden states of the last positions, which are not in the cache; nor are the experts of any.
         sure = request.tokens[: max(1, len(request.tokens) + 1 - max(1, self.decoder.window))]
-        known = request.tokens[:1] if request.whole else sure
+        known = sure[: request.first + 1]
         held, done, copy = self.prefix_cache.begin(known)
         if not self.prefix_cache.grow(held, len(request.tokens) + self.drafts + 1):
             self.prefix_cache.end(held, request.tokens, done - (copy[2] if copy else 0))
@@ -384,7 +384,8 @@ class Engine:
         if ended:
             self.counts.finished += 1
             # Of a round, drafts accepted beyond the end were read too.
-            routed = torch.cat(request.routed)[: len(request.tokens) - 1] if request.sampling.experts else None
+            part = slice(request.first - request.prefix, len(request.tokens) - 1 - request.prefix)
+            routed = torch.cat(request.routed)[part] if request.sampling.experts else None
             first = [Token(request.tokens[0], math.nan, math.nan, self.version)] if request.sampling.score else []
             prompt = [*first, *request.scored]
             completion = Completion(request.written, ended, request.stop.by, request.cached, routed, prompt)
@@ -445,9 +446,9 @@ class Request:
     over: bool = False
 
     @property
-    def whole(self) -> bool:
-        """Whether its whole prompt must be read: what is asked of it is not in the cache."""
-        return self.sampling.experts or self.sampling.score
+    def first(self) -> int:
+        """The first position that must be read: what is asked of it is not in the cache."""
+        return 0 if self.sampling.score else self.sampling.experts_from if self.sampling.experts else len(self.tokens)
 
     @property
     def cut(self) -> bool:

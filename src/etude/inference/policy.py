@@ -7,6 +7,8 @@ top-k and top-p), and under the model itself (temperature 1, nothing cut off), w
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Optional, Protocol
@@ -33,6 +35,7 @@ class Sampling:
     stop: tuple[str, ...] = ()  # texts; the tokens that wrote one are part of the completion
     alternatives: int = 0  # likeliest tokens to return at each place, with their log-probs at temperature 1
     experts: bool = False  # return which experts each token went to
+    experts_from: int = 0  # the first position to tell them of: those before it may come from the cache
     score: bool = False  # return the log-probs of the prompt's tokens, too
     # Makes what limits one completion: `allowed()` gives a bit for every token that may come next, `take(token)` goes on.
     constraint: Callable[[], Any] | None = None
@@ -71,7 +74,9 @@ class Completion:
     finish_reason: FinishReason
     stopped_by: int | str | None = None  # the stop token or the stop text
     cached: int = 0  # tokens of the prompt that were not computed again
-    experts: Any = None  # where asked for: int16 [positions of prompt and completion, layers, experts a token]
+    experts: Any = (
+        None  # where asked for: int16 [positions of prompt and completion but the last, layers, experts a token]
+    )
     prompt: list[Token] = field(default_factory=list)  # where asked for; the first has no log-prob (NaN)
 
     @property
@@ -148,3 +153,18 @@ class Policy(Protocol):
     async def close(self) -> None:
         """Let go of everything; requests under way end with an error."""
         ...
+
+
+def to_npy(array: Any) -> str:
+    """Return an array as vLLM sends those of experts: base64 of a .npy file."""
+    import numpy as np
+
+    file = io.BytesIO()
+    np.save(file, np.asarray(array), allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def from_npy(text: str) -> Any:
+    import numpy as np
+
+    return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)

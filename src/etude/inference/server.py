@@ -14,20 +14,17 @@ tokens are written; `finish_weight_update` puts it in place between two steps, a
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import itertools
 import uuid
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 from pydantic import Field, model_validator
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from etude.inference.http import ApiError, Endpoint, Listed, StreamOptions, Wire, parse, running, supported
-from etude.inference.policy import Sampling
+from etude.inference.policy import Sampling, to_npy
 from etude.inference.weight_sync import BrokenStore
 
 if TYPE_CHECKING:
@@ -58,6 +55,7 @@ class SamplingParams(Wire):
     ignore_eos: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=20)
     routed_experts: bool = False  # ours: vLLM returns them where its server was started so
+    routed_experts_prompt_start: int = Field(default=0, ge=0)
 
     @model_validator(mode="before")
     @classmethod
@@ -69,7 +67,7 @@ class SamplingParams(Wire):
         return Sampling(
             self.max_tokens if self.max_tokens is not None else max(1, room), self.temperature, self.top_p, max(0, self.top_k),
             self.seed, frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else ends), tuple(self.stop),
-            self.logprobs or 0, self.routed_experts,
+            self.logprobs or 0, self.routed_experts, self.routed_experts_prompt_start,
         )  # fmt: skip
 
 
@@ -175,7 +173,7 @@ class _Shape:
         if completion:
             choice |= {"finish_reason": completion.finish_reason, "stop_reason": completion.stopped_by}
             if completion.experts is not None:
-                choice["routed_experts"] = _npy(completion.experts)
+                choice["routed_experts"] = to_npy(completion.experts)
         return {"request_id": self.id, "choices": [choice]}
 
 
@@ -195,13 +193,6 @@ def usage(prompt_tokens: int, completions: Sequence[Completion]) -> dict[str, An
     cached = min(prompt_tokens, sum(completion.cached for completion in completions))
     counts = {"prompt_tokens": prompt_tokens, "completion_tokens": out, "total_tokens": prompt_tokens + out}
     return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
-
-
-def _npy(experts: Any) -> str:
-    """Return an array as vLLM does: base64 of a .npy file, [positions, layers, experts a token]."""
-    file = io.BytesIO()
-    np.save(file, np.asarray(experts), allow_pickle=False)
-    return base64.b64encode(file.getvalue()).decode()
 
 
 def weight_routes(served: Served, receiver: Receiver) -> list[Route]:

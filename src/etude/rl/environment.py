@@ -272,7 +272,7 @@ class CodingEnvironment:
 
         def begin(tools: Toolset) -> Harness:
             replaying = ReplayPolicy(policy, journal), talk, ReplayTools(tools, journal)
-            return Harness(*replaying, settings, trace, seed=seed)
+            return Harness(*replaying, settings, trace, seed=seed, experts=bool(self.settings.router_replay))
 
         left = await work_on(task, self.set.codebase(task), trace, self.settings.tools, self.searcher, begin)
         if journal.replayed:

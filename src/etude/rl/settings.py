@@ -86,6 +86,9 @@ class RlSettings(TrainerSettings):
     warmup: int = Field(default=0, ge=0, description="warm-up steps of the learning rate; constant after them")
     normaliser: int = Field(default=1024, ge=1, description="tokens that the loss of every rollout is divided by")
     length: int = Field(default=0, ge=0, description="tokens of a training row; 0: the model's context")
+    router_replay: bool | None = Field(
+        default=None, description="train on the experts that were sampled with; default: for a mixture of experts"
+    )
     lora: LoraSettings | None = Field(default=None, description="LoRA: train low-rank adapters only")
     ranks: int = Field(default=1, ge=1, description="ranks of the trainer, each on a GPU of its own")
     processes: bool = Field(default=True, description="engine and trainer in separate processes; false: all in one")

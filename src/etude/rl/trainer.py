@@ -37,9 +37,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from etude.agent.trace import Trace, from_json, samples
+from etude.agent.trace import Sample, Trace, from_json, samples
 from etude.errors import UserError
 from etude.files import publish_folder
+from etude.inference.policy import from_npy
 from etude.inference.weight_sync import WeightStore
 from etude.lineage.compute import forward_flops
 from etude.models.load import saved_dtype
@@ -50,6 +51,7 @@ from etude.rl.processes import BIND, RlJob, as_child, load_job
 from etude.rl.state import FLAT
 from etude.training.batch import Rows, StepRows, piece_bounds
 from etude.training.distributed import World, join, like
+from etude.training.experts import BIASED
 from etude.training.loop import Guard, Root, Step
 from etude.training.objectives.policy_gradient import PolicyGradient, SampledRows
 from etude.training.session import Session, load_to_train
@@ -96,8 +98,17 @@ class Trainer:
             lambda step: min(1.0, (step + 1) / max(1, settings.warmup)),
             # The size of a loss says nothing, as advantages change from batch to batch: only what is no number is refused.
             Guard(GuardSettings(), outliers=False), say, objective,
-            saved_dtype(model), settings.lora, keep_start=settings.kl.reference if settings.kl.coefficient else "", graphs=False,
+            saved_dtype(model), settings.lora, keep_start=settings.kl.reference if settings.kl.coefficient else "",
+            total=settings.steps, graphs=False,
         )  # fmt: skip
+        experts = self.session.experts
+        if settings.router_replay and experts is None:
+            raise UserError(
+                f"router_replay: the routers of {model.name} are of a kind that is not known here; set it to false"
+            )
+        if experts and experts.fading and settings.experts.balance in BIASED:
+            place = f'{model.name} has no place for the bias of "{settings.experts.balance}", and would be sampled from without it'
+            raise UserError(f'experts.balance: {place}; set "aux_loss" or "none"')
         start = self.session.start
         self.reference = Reference(start, settings.kl, self.session.weights.masters) if start else None
         self._batches: Iterator[Batch] = iter(())
@@ -171,8 +182,10 @@ class Trainer:
             gone = f"step {batch.step} learns from {error.filename}, which is gone"
             raise UserError(f"{gone}; put it back or begin a new run") from None
         traces = [from_json(line, str(file)) for line, file in zip(lines, files, strict=True)]
-        masked = {"train_summaries": self.settings.train_summaries}
-        read = [branch for place, trace in enumerate(traces) for branch in branches(trace, place, **masked)]
+        chosen = {"train_summaries": self.settings.train_summaries, "routes": bool(self.settings.router_replay)}
+        read = [branch for place, trace in enumerate(traces) for branch in branches(trace, place, **chosen)]
+        if self.session.experts and any(not self.session.experts.knows(branch.routes) for branch in read):
+            raise UserError(f"step {batch.step}: a trace names experts that this model does not have; begin a new run")
         if not any(branch.learnt.any() for branch in read):
             raise UserError(f"step {batch.step}: its rollouts hold no token to train on; look at their traces")
         return read
@@ -198,6 +211,7 @@ class Trainer:
         metrics = {
             "loss": step.loss, "advantage": float(np.abs(packed.gains).mean()), "tokens": step.tokens,
             "padding": 1 - step.tokens / places, "flops": flops, **self.observed(packed.parts, step.number - 1), "gradient": step.norm,
+            **step.metrics,
             "lr": self.settings.optimiser.lr * step.factor, "skipped": float(bool(step.skipped)), "seconds": step.seconds,
         }  # fmt: skip
         return metrics | ({"kl": packed.apart / metrics["sampled"]} if self.reference else {})
@@ -300,6 +314,7 @@ class Branch:
     versions: Array  # −1 where not sampled
     fresh: Array  # sampled, and in no branch before this one
     learnt: Array  # fresh, and not of a summary if those are masked
+    routes: Array | None = None  # experts by token and layer, −1 where not known: of all tokens
 
     def begun_by(self, version: int) -> Array:
         """Return which fresh tokens are of a completion that a version began: those after a swap read a cache of older weights."""
@@ -324,7 +339,17 @@ class Part:
             here = slice(column, column + len(branch.learnt))
             logprobs[row, here], learnt[row, here] = branch.logprobs, branch.learnt
             learnt_weights[row, here] = branch.learnt * weights[branch.episode]
-        return SampledRows(self._plain(learnt_weights), torch.from_numpy(logprobs), torch.from_numpy(learnt))
+        arrays = torch.from_numpy(logprobs), torch.from_numpy(learnt)
+        return SampledRows(self._plain(learnt_weights), *arrays, self._routes())
+
+    def _routes(self) -> torch.Tensor | None:
+        known = [(branch.routes, row, column) for branch, row, column in self.places if branch.routes is not None]
+        if not known:
+            return None
+        routes = np.full((*self.tokens.shape, *known[0][0].shape[1:]), -1, np.int16)
+        for own, row, column in known:
+            routes[row, column : column + len(own)] = own
+        return torch.from_numpy(routes)
 
     def plain_rows(self) -> Rows:
         """Return the rows as tensors to be scored only."""
@@ -339,7 +364,7 @@ class Part:
         return [(branch, array[row, column : column + len(branch.fresh)]) for branch, row, column in self.places]
 
 
-def branches(trace: Trace, episode: int, *, train_summaries: bool) -> list[Branch]:
+def branches(trace: Trace, episode: int, *, train_summaries: bool, routes: bool = False) -> list[Branch]:
     """Return the branches of an episode that hold sampled tokens of their own."""
     if not all(node.trainable for node in trace.nodes if node.sampled):
         raise UserError(
@@ -354,8 +379,23 @@ def branches(trace: Trace, episode: int, *, train_summaries: bool) -> list[Branc
             until = slice(1, len(sample.trained) - sample.trained[::-1].index(True))
             columns = ((sample.logprobs, np.float32), (sample.versions, np.int64), (sample.trained, np.bool_))
             values = [np.array(column[until], kind) for column, kind in (*columns, (other.trained, np.bool_))]
-            made.append(Branch(episode, np.array(sample.tokens[: until.stop], np.int64), *values))
+            tokens, routed = (
+                np.array(sample.tokens[: until.stop], np.int64),
+                _routed(sample, until.stop) if routes else None,
+            )
+            made.append(replace(Branch(episode, tokens, *values), routes=routed))
     return made
+
+
+def _routed(sample: Sample, length: int) -> Array | None:
+    """Return the experts of the first `length` tokens of a path, [length, layers, experts a token]; −1 where they are not known."""
+    known = [(begin, from_npy(text)) for begin, text in sample.routes if begin < length]
+    if not known:
+        return None
+    routes = np.full((length, *known[0][1].shape[1:]), -1, np.int16)
+    for begin, own in known:
+        routes[begin : begin + len(own)] = own[: length - begin]
+    return routes
 
 
 def _without_summaries(trace: Trace) -> Trace:

@@ -208,6 +208,12 @@ class Experts:
         self._share_LE: torch.Tensor | None = None  # of the load of the step before
         self._sums: list[torch.Tensor] = []
 
+    def knows(self, routes: Any) -> bool:
+        """Return whether routes, [tokens, layers, experts a token], can be of this model."""
+        router = self.routers[0]
+        fits = routes is None or routes.shape[1:] == (len(self.replayed), router.top_k)
+        return fits and (routes is None or -1 <= int(routes.min()) <= int(routes.max()) < len(router.weight))
+
     def begin(self, parts: Sequence[Any], world: World) -> None:
         """Begin a step on these micro-batches."""
         self._sums = []

@@ -13,6 +13,7 @@ from etude.files import read_json, sha256_file, write_json
 from etude.inference.client import RemotePolicy
 from etude.lineage.environment import device_name
 from etude.models.load import choose_device
+from etude.models.shape import model_shape
 from etude.report.rl import PAGE, steps_of, verdict, write_report
 from etude.rl.environment import CodingEnvironment
 from etude.rl.metrics import ends
@@ -35,7 +36,7 @@ WITHOUT_EFFECT = {
     "micro", "checkpoint_every", "checkpoint_seconds", "keep",
     "ranks", "anchor_every", "engine_memory", "processes", "keep_traces", "tasks"
 }  # fmt: skip
-LATER = {"algorithm", "window", "tau", "lora", "attention", "engine"}
+LATER = {"algorithm", "window", "tau", "lora", "attention", "engine", "router_replay"}
 SCRATCH = ("exchange", "weights", "trainer", "job.json", "engine.log", "trainer.log", "reward_weights.json")
 CHECKED = 2  # tasks whose check is tried before any time is spent on episodes
 
@@ -108,6 +109,7 @@ async def _answers(address: str) -> None:
 
 def _trained(tasks: TaskSet, settings: RlSettings, job: Job) -> None:
     parent, work = job.model.folder, job.work
+    settings = with_replay(settings, parent)
     environment = CodingEnvironment(tasks, settings, work.cache)
     start = parent.absolute()
     asyncio.run(orchestrate(environment, start, settings, work, job.seed, before=lambda: _tasks_work(tasks)))
@@ -120,6 +122,16 @@ def _trained(tasks: TaskSet, settings: RlSettings, job: Job) -> None:
         "notes": [UNTRAINED_HEADS] if carried else [],
     }
     write_json(work.folder / RESULTS, results)
+
+
+def with_replay(settings: RlSettings, model: Path) -> RlSettings:
+    """Return settings that say whether the experts of rollouts are trained on: they are, unless told otherwise, if it has any."""
+    shape = model_shape(model)
+    mixture = shape.active_parameters < shape.parameters
+    if settings.router_replay and not mixture:
+        raise UserError(f"router_replay = true: {model.name} has no experts to replay; leave it out")
+    chosen = mixture if settings.router_replay is None else settings.router_replay
+    return settings.model_copy(update={"router_replay": chosen})
 
 
 async def _tasks_work(tasks: TaskSet) -> None:

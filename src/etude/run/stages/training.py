@@ -33,6 +33,7 @@ from etude.training.objectives.mtp import MultiToken
 from etude.training.objectives.next_token import NextToken
 from etude.training.run import CHECKPOINTS, TrainingRun, corpus_session
 from etude.training.session import load_to_train
+from etude.training.settings import ExpertSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -144,9 +145,10 @@ class TrainingStage(Stage):
 
 
 def without_later(chosen: dict[str, Any]) -> dict[str, Any]:
-    """Return settings without those of the optimiser that came later and are at their defaults: earlier stages have none of them."""
+    """Return settings without those that came later and are at their defaults: earlier stages have none of them."""
     kept = {name: value for name, value in chosen["optimiser"].items() if name not in LATER or value != "auto"}
-    return {**chosen, "optimiser": kept}
+    plain = {"experts": ExpertSettings().model_dump(mode="json")}
+    return {name: value for name, value in chosen.items() if value != plain.get(name, ...)} | {"optimiser": kept}
 
 
 def is_trained(folder: Path) -> bool:

@@ -37,9 +37,14 @@ class SampledRows:
     rows: Rows
     sampled_BT: torch.Tensor  # float32: log-prob that the target had when it was sampled
     learnt_BT: torch.Tensor  # bool
+    routes_BTLK: torch.Tensor | None = None  # experts that each token was sampled with, layer by layer; −1: not known
 
     def to(self, device: torch.device) -> SampledRows:
-        return SampledRows(self.rows.to(device), self.sampled_BT.to(device), self.learnt_BT.to(device))
+        routes = None if self.routes_BTLK is None else self.routes_BTLK.to(device)
+        return SampledRows(self.rows.to(device), self.sampled_BT.to(device), self.learnt_BT.to(device), routes)
+
+    def live(self) -> torch.Tensor:
+        return self.rows.live(self.learnt_BT)
 
 
 class Terms(NamedTuple):
