@@ -13,7 +13,7 @@ from etude.errors import UserError
 from etude.models.context import RopeSettings, stretch
 from tests import tiny
 
-YARN = RopeSettings(method="yarn")
+YARN, SCALE = RopeSettings(method="yarn"), RopeSettings(method="scale")
 SMALL = {
     "vocab_size": 64,
     "hidden_size": 128,
@@ -26,6 +26,13 @@ SMALL = {
 def wide() -> Any:
     """A Llama with heads of 64, enough pairs for YaRN to keep, blend and divide."""
     return tf.LlamaConfig(**SMALL, max_position_embeddings=2048, rope_theta=10_000.0)
+
+
+def scaled(kind: str) -> Any:
+    """A Llama made for 1,024 tokens and scaled to 4,096 by its maker."""
+    more = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 1024, **more}
+    return tf.LlamaConfig(**SMALL, max_position_embeddings=4096, rope_parameters=rope)
 
 
 def model_of(config: Any, weights: Any = None) -> Any:
@@ -108,17 +115,62 @@ def test_mixtral_which_leaves_its_head_size_open() -> None:
     assert rotary(stretch(config, 2048, YARN)).inv_freq.shape == (32,)
 
 
+@pytest.mark.parametrize("settings", [YARN, SCALE], ids=["yarn", "scale"])
+def test_yarn_goes_on_from_yarn_as_if_it_had_been_one_step(settings: RopeSettings) -> None:
+    config = scaled("yarn")
+    made = rotary(stretch(config, 16_384, settings))
+    torch.testing.assert_close(made.inv_freq, torch.tensor(yarn_by_the_paper(10_000.0, 64, 1024, 16.0)))
+    assert made.attention_scaling == pytest.approx(0.1 * math.log(16) + 1)
+
+
+@pytest.mark.parametrize(("kind", "slowest"), [("linear", 4.0), ("llama3", 4.0), ("yarn", 4.0)])
+def test_scaling_on_slows_the_slowest_pair_by_as_much_as_the_context_grows(kind: str, slowest: float) -> None:
+    before, after = rotary(scaled(kind)).inv_freq, rotary(stretch(scaled(kind), 16_384, SCALE)).inv_freq
+    assert float(before[-1] / after[-1]) == pytest.approx(slowest)
+    assert float(before[0] / after[0]) == pytest.approx(slowest if kind == "linear" else 1.0)
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+def test_a_raised_base_beside_a_scaling_lets_no_slow_pair_meet_a_new_angle(kind: str) -> None:
+    old, new = (
+        rotary(scaled(kind)).inv_freq.double(),
+        rotary(stretch(scaled(kind), 16_384, RopeSettings())).inv_freq.double(),
+    )
+    slow = old * 4096 < math.tau
+    assert slow.any()
+    assert (new[slow] * 16_384 <= old[slow] * 4096 * (1 + 1e-6)).all()
+
+
+def test_the_context_of_qwen_with_yarn_is_what_it_is_scaled_to() -> None:
+    config = scaled("yarn")
+    config.max_position_embeddings = 1024  # as its cards say to set it
+    with pytest.raises(UserError, match="context of 4096 tokens"):
+        stretch(config, 4096, SCALE)
+    assert stretch(config, 8192, SCALE).rope_parameters["factor"] == 8.0
+
+
+def test_of_layers_with_windows_only_those_that_see_far_are_stretched() -> None:
+    config = tf.Gemma3TextConfig(**SMALL, num_key_value_heads=1, head_dim=64, max_position_embeddings=2048)
+    before, after = config.rope_parameters, stretch(config, 8192, YARN).rope_parameters
+    assert after["sliding_attention"] == before["sliding_attention"]
+    assert (after["full_attention"]["rope_type"], after["full_attention"]["factor"]) == ("yarn", 4.0)
+    model_of(stretch(config, 8192, YARN))(torch.arange(20)[None])
+
+
 @pytest.mark.parametrize(
     ("config", "length", "settings", "said"),
     [
         (wide(), 2048, RopeSettings(), "already has a context of 2048 tokens"),
         (wide(), 4096, RopeSettings(theta=10_000.0), "does not exceed the model's 10000"),
-        (wide(), 8192, RopeSettings(method="yarn", factor=2.0), "too small for a context 4 times as long"),
-        (stretch(wide(), 4096, YARN), 8192, YARN, "already scaled .rope_type 'yarn', to 4096 tokens."),
-        (stretch(wide(), 4096, YARN), 8192, RopeSettings(), "would compound"),
+        (wide(), 8192, RopeSettings(method="yarn", factor=2.0), "too small for that context; it takes 4"),
+        (scaled("yarn"), 8192, SCALE.model_copy(update={"factor": 7.0}), "too small for that context; it takes 8"),
+        (scaled("yarn"), 4096, YARN, "already has a context of 4096 tokens"),
+        (scaled("llama3"), 8192, YARN, "scaled already .rope_type 'llama3'.; set rope.method"),
+        (wide(), 8192, SCALE, "not scaled yet; set rope.method"),
+        (scaled("dynamic"), 8192, SCALE, "rope_type 'dynamic' turns a text by how long it is"),
         (tf.GPT2Config(), 8192, RopeSettings(), "gpt2 models have no rotary positions"),
         (tf.FalconConfig(alibi=True), 8192, RopeSettings(), "falcon models have no rotary positions"),
-        (tf.Gemma3TextConfig(), 10**6, RopeSettings(), "each kind of layer in its own way"),
+        (tf.Gemma3TextConfig(sliding_window=None), 10**6, RopeSettings(), "each kind of layer in its own way"),
         (tf.Phi3Config(max_position_embeddings=4096), 8192, YARN, "phi3 models do not take 'yarn'"),
     ],
 )

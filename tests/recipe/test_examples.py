@@ -184,11 +184,11 @@ def test_lora_of_the_mixture_leaves_routers_and_experts_alone() -> None:
     MtpHeads.for_model(AutoModelForCausalLM.from_config(tiny.config_of("deepseek_v3")), depth=3)
 
 
-def test_what_the_example_says_of_deepseeks_positions_is_so() -> None:
+def test_deepseeks_positions_which_are_scaled_already_are_scaled_on() -> None:
     plain = tiny.config_of("deepseek_v3")
     scaled = stretch(plain, 4096, RopeSettings(method="yarn"))
-    with pytest.raises(UserError, match="a second scaling would compound"):
-        stretch(scaled, 8192, RopeSettings(method="yarn"))
+    again = stretch(scaled, 8192, RopeSettings(method="scale"))
+    assert again.rope_parameters["factor"] == 2 * scaled.rope_parameters["factor"]
 
 
 def test_what_the_example_says_of_kimi_is_so(tmp_path: Path) -> None:

@@ -122,6 +122,13 @@ class JointMtpSettings(Settings):
     detach: bool = Field(default=True, description="no gradient of the MTP loss into the trunk; false: joint")
 
 
+def mtp_or_lora(settings: Any) -> Any:
+    """Refuse MTP heads that are trained with all weights beside adapters."""
+    if settings.mtp and settings.lora:
+        raise ValueError("`mtp` trains MTP heads with all weights, `lora` adapters only; leave one of the two out")
+    return settings
+
+
 class TrainerSettings(Settings):
     """How a model is trained, whatever it learns."""
 

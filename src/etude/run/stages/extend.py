@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 from transformers import AutoConfig
 
 from etude.errors import UserError
@@ -22,7 +22,7 @@ from etude.training.long_context import Retrieval, bucket_bounds, by_position, m
 from etude.training.measure import bytes_per_token, heldout_domains
 from etude.training.objectives.next_token import NextToken
 from etude.training.session import refuse_damaged
-from etude.training.settings import JointMtpSettings, OptimiserSettings, TrainSettings
+from etude.training.settings import JointMtpSettings, LoraSettings, OptimiserSettings, TrainSettings, mtp_or_lora
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -42,11 +42,14 @@ class ExtendSettings(TrainSettings):
     length: int = Field(ge=16, description="new context in tokens; a divisor of data.length")
     rope: RopeSettings = RopeSettings()
     optimiser: OptimiserSettings = OptimiserSettings(lr=1e-4)
+    lora: LoraSettings | None = Field(default=None, description="LoRA: train low-rank adapters only")
     mtp: JointMtpSettings | None = Field(default=None, description="train the parent's MTP heads jointly")
     retrieval_items: int = Field(default=50, ge=0, description="retrieval items at each length (0 = none)")
     retrieval_keys: int = Field(default=4, ge=1, le=512, description="constants planted in each retrieval item")
     retrieval_lengths: list[int] = Field(default=[], description="context lengths of it; default: half, all, twice")
     position_rows: int = Field(default=16, ge=0, description="held-out rows of a domain, for bits per byte by position")
+
+    _one_of_both = model_validator(mode="after")(mtp_or_lora)
 
 
 class ExtendStage(TrainingStage):

@@ -26,7 +26,7 @@ from etude.run.stages.training import Training, TrainingStage, joint_objective, 
 from etude.tasks.demos import DemoSettings, licences_of, make_demos, read_samples, refuse_benchmarks, tokeniser_digest
 from etude.tasks.manifest import find_manifest, picked, read_rows
 from etude.training.measure import Bits, acceptance, bits, bits_by_domain
-from etude.training.settings import JointMtpSettings, LoraSettings, OptimiserSettings, TrainSettings
+from etude.training.settings import JointMtpSettings, LoraSettings, OptimiserSettings, TrainSettings, mtp_or_lora
 
 if TYPE_CHECKING:
     from etude.lineage.record import DataUse
@@ -61,8 +61,7 @@ class SftSettings(TrainSettings):
 
     @model_validator(mode="after")
     def _has_data(self) -> SftSettings:
-        if self.mtp and self.lora:
-            raise ValueError("`mtp` trains MTP heads with all weights, `lora` adapters only; leave one of the two out")
+        mtp_or_lora(self)
         if not (self.conversations or self.traces or self.demos or self.code):
             ways = "name `conversations` or `traces` (JSONL files), `demos`, or a folder of `code`"
             raise ValueError(f"nothing to train on; {ways}")
