@@ -65,6 +65,13 @@ def wrapped(text: str) -> str:
     return "\n".join(textwrap.fill(line, 40) for line in text.splitlines())
 
 
+def pages(text: str, foot: str) -> str:
+    return "".join(
+        line + (foot.format(number // 12) if number % 12 == 11 else "")
+        for number, line in enumerate(text.splitlines(keepends=True))
+    )
+
+
 def ligatures(text: str) -> str:
     return text.replace("ffi", "ﬃ").replace("fi", "ﬁ").replace("fl", "ﬂ").replace("ff", "ﬀ")
 
@@ -83,6 +90,18 @@ DISGUISES: dict[str, Callable[[str], str]] = {
         chr(ord(one) + 0xFEE0) if one.isascii() and one.isalnum() else one for one in text
     ),
     "hyphenated": lambda text: re.sub(r"(?i)(condi)(tion)", r"\1-\n\2", text),
+    "escaped twice, as a page": lambda text: (
+        f"<!DOCTYPE html><html><body><pre>{html.escape(html.escape(text))}</pre></body></html>"
+    ),
+    "bold words": lambda text: re.sub(r"\b(\w{7,})\b", r"**\1**", text),
+    "escapes of Markdown": lambda text: re.sub(r"([().\-])", r"\\\1", text),
+    "a fence of Markdown": lambda text: f"```text\n{text}\n```",
+    "30 columns, tabs": lambda text: "\n".join(textwrap.fill(line, 30) for line in text.splitlines()).replace(" ", "\t"),
+    "page numbers": lambda text: pages(text, "Page {}\n\f"),
+    "page numbers in dashes": lambda text: pages(text, "\n- {} -\n"),
+    "full width, brackets too": lambda text: "".join(
+        chr(ord(one) + 0xFEE0) if "!" <= one <= "~" else one for one in text
+    ),
     "quoted": lambda text: "\n".join(f"> {line}" for line in text.splitlines()),
     "a comment, CRLF": lambda text: "\r\n".join(f" * {line}" for line in text.splitlines()),
     "all at once": lambda text: html.escape(wrapped(ligatures(sprinkled(text, "\u200b")))),
@@ -143,6 +162,43 @@ def test_mit_with_another_clause_is_not_mit(clause: str) -> None:
 def test_a_clause_that_starts_with_the_word_copyright_is_not_an_owner() -> None:
     clause = "\nCopyright notices shall be displayed in the user interface of every product above 20 million a month.\n"
     assert identify(MIT.format(owner="2026 Somebody") + clause) is None
+
+
+@pytest.mark.parametrize(
+    "owner",
+    [
+        "2026 Acme. Commercial use above 10 million users is not permitted.",
+        "2026 Acme, who may revoke it at any time",
+        "2026 Acme; this licence ends on 31 December 2026",
+        "2026 Acme. For academic purposes",
+        "2026 Acme " + "and others " * 20,
+    ],
+)
+def test_a_condition_in_the_owner_s_line_is_not_overlooked(owner: str) -> None:
+    assert identify(MIT.format(owner="2026 Acme Research, Brian May and others <a@b.c>. All rights reserved.")) == "MIT"
+    assert identify(MIT.format(owner=owner)) is None
+    assert identify(APACHE + f"\nCopyright (c) {owner}\n") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "others"),
+    [
+        ("100 million", "100 thousand"),
+        ("20 million", "\u202e20\u202c million"),
+        ("20 million", "&#x202e;20&#x202c; million"),
+        ("free of charge", "~~free of charge~~"),
+        ("free of charge", "".join(f"{one}\u0336" for one in "free of charge")),
+        ("free of charge", '<span style="display:none">free of charge</span>'),
+        ("is hereby", "is not hereby"),
+        ("50%", "50‰"),
+        ("fifty percent (50%)", "fifty percent (60%)"),
+        ("You may reproduce", "You may not reproduce"),
+    ],
+)
+def test_what_changes_the_meaning_for_a_reader_is_another_text(words: str, others: str) -> None:
+    text = KIMI if words in KIMI else APACHE
+    assert words in text
+    assert identify(text.replace(words, others)) is None
 
 
 def test_the_grant_of_apache_cannot_be_taken_out() -> None:

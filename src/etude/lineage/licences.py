@@ -30,17 +30,29 @@ OWN = "this recipe"  # where a licence comes from that came with no ancestor
 
 LICENCE_NAME = re.compile(r"(LICEN[CS]E|NOTICE|COPYING|COPYRIGHT|USE_POLICY|USAGE_POLICY)([-_. ].*)?", re.IGNORECASE)
 
-# Not every line that starts with the word: "copyright notices shall be displayed" is a duty, not an owner.
-OWNER_LINE = re.compile(r"[\W_]*copyright\s*(\(c\)|©|\[|\{|<|\d)", re.IGNORECASE)
-HTML_TAG = re.compile(r"</?(?:p|br|b|i|em|strong|div|span|li|ul|ol|pre|code|h[1-6])\s*/?>", re.IGNORECASE)
+# Not every line that starts with the word: "copyright notices shall be displayed" is a duty, not an owner, and an owner's line that
+# goes on with a condition has to be read.
+OWNER_LINE = re.compile(r"[\W_]*copyright[\s*\\]*([(（]c[\\]*[)）]|©|\\?\[|\{|<|\d)", re.IGNORECASE)
+CONDITION = re.compile(
+    r"\b(must|shall|not|no|only|us(e|es|ed|age|ing)|licen[cs]\w*|permi\w+|prohibit\w*|forbid\w*|revo\w+|pays?|paid|fees?|royalt\w+"
+    r"|commercial\w*|revenue|conditions?|require\w*|terminat\w*|expire\w*|delete\w*|agree\w*|except\w*|unless|grant\w*|restrict\w*|purposes?|until)\b"
+)
+OWNER_LENGTH = 200  # characters
+LAYOUT = re.compile(  # simple tags of HTML, fences of Markdown, page numbers: a tag with attributes may hide what it holds
+    r"<!doctype html>|</?(?:html|body|p|br|hr|b|i|em|strong|div|span|li|ul|ol|pre|code|blockquote|h[1-6])\s*/?>"
+    r"|^[ \t>]*```(?:text|txt|markdown|md)[ \t]*$|^[ \t]*(?:page \d+(?: of \d+)?|[-–—] ?\d+ ?[-–—])[ \t]*$",
+    re.IGNORECASE | re.MULTILINE,
+)
+# What a reader sees and letters do not show: struck-out words, an order of letters that is overridden, thousandths.
+UNSEEN = re.compile(r"(?<!~)~~(?!~)|[\u0334-\u0338\u202a-\u202e\u2066-\u2069‰‱]")
 
 
 def plain(text: str) -> str:
-    """Return a text as it is read: entities and simple tags of HTML resolved, ligatures as letters, nothing invisible, lower case.
+    """Return a text as it is read: entities and simple layout resolved, ligatures as letters, nothing invisible, lower case.
 
     Letters and numbers of other kinds become the usual ones where they mean the same (“ﬁ”, “２”), or stay and make another text (“²”).
     """
-    shown = html.unescape(HTML_TAG.sub(" ", text))
+    shown = LAYOUT.sub(" ", html.unescape(html.unescape(LAYOUT.sub(" ", text))))
     kinds = [(letter, unicodedata.category(letter)) for letter in shown]
     kept = (unicodedata.normalize("NFKC", one) if kind[0] in "LN" else one for one, kind in kinds if kind != "Cf")
     return "".join(kept).lower()
@@ -73,14 +85,20 @@ def obligations() -> list[dict[str, Any]]:
 def identify(text: str, facts: Iterable[dict[str, Any]] | None = None) -> str | None:
     """Return the id of a licence text, or None if none of the licences we have facts of has exactly these words."""
     shown = plain(text)
+    if UNSEEN.search(html.unescape(html.unescape(text))):
+        return None
     # Copies of MIT and BSD differ in the lines that name the owner.
-    unowned = "\n".join(line for line in shown.splitlines() if not OWNER_LINE.match(line))
+    unowned = "\n".join(line for line in shown.splitlines() if not _names_owner(line))
     letters, words = {letters_hash(shown), letters_hash(unowned)}, words_hash(shown)
     for licence in obligations() if facts is None else facts:
         known = licence.get("text_sha256_letters")
         if letters.intersection(known) if known else words == licence["text_sha256_norm"]:
             return str(licence["id"])
     return None
+
+
+def _names_owner(line: str) -> bool:
+    return bool(OWNER_LINE.match(line)) and len(line) <= OWNER_LENGTH and not CONDITION.search(line)
 
 
 def headline_duties(licence_id: str | None) -> list[str]:
