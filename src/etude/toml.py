@@ -35,7 +35,7 @@ class Layer:
 
 def read_layer(file: Path) -> Layer:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")  # some editors begin with a mark of the encoding
     except FileNotFoundError:
         raise UserError(f"recipe {str(file)!r} does not exist (looked in {Path.cwd()})") from None
     except IsADirectoryError:
@@ -80,6 +80,12 @@ def _explain(error: ErrorDetails, name: str, model: type[BaseModel]) -> str:
     ours = error["type"] == "value_error"  # our own checks say what they were given
     given = "" if ours or isinstance(error["input"], dict) else f", not {error['input']!r}"
     message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "model_type":
+        message = "input should be a table of settings"
+    elif error["type"] == "too_short":
+        message, given = f"list should have at least {error['ctx']['min_length']} item", ""
+    elif error["type"] == "string_pattern_mismatch" and key in fields and (wanted := fields[str(key)].description):
+        message = f"input should be a {wanted}"
     return f"{name + ': ' if name else ''}{message[0].lower() + message[1:]}{given}"
 
 

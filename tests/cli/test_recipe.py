@@ -36,6 +36,9 @@ def test_what_init_writes_can_be_planned_as_it_is_and_with_all_its_stages(etude:
     assert "etude tasks make mine-tasks.toml" in said.out
     planned = etude("run", "mine.toml", "--dry-run", "--cache", "cache")
     assert (planned.code, "cpt: would run" in planned.out) == (0, True), planned.err
+    later = Path("mine.toml").read_text().partition("# What follows needs tasks: ")[2]
+    assert later, "the first comment of what is commented out is one comment"
+    assert all(line.startswith("# ") and "# #" not in line for line in later.splitlines()[1:] if line)
     assert read_settings(Path("mine-tasks.toml")).package[0].git == str(repository)
     assert read_settings(Path("mine-tasks.toml")).package[0].licence == "LicenseRef-Mine"
 

@@ -96,7 +96,9 @@ DISGUISES: dict[str, Callable[[str], str]] = {
     "bold words": lambda text: re.sub(r"\b(\w{7,})\b", r"**\1**", text),
     "escapes of Markdown": lambda text: re.sub(r"([().\-])", r"\\\1", text),
     "a fence of Markdown": lambda text: f"```text\n{text}\n```",
-    "30 columns, tabs": lambda text: "\n".join(textwrap.fill(line, 30) for line in text.splitlines()).replace(" ", "\t"),
+    "30 columns, tabs": lambda text: "\n".join(textwrap.fill(line, 30) for line in text.splitlines()).replace(
+        " ", "\t"
+    ),
     "page numbers": lambda text: pages(text, "Page {}\n\f"),
     "page numbers in dashes": lambda text: pages(text, "\n- {} -\n"),
     "full width, brackets too": lambda text: "".join(

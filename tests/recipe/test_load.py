@@ -89,10 +89,10 @@ def test_the_hash_is_of_what_is_meant_not_of_how_it_is_written(tmp_path: Path) -
         (GOOD.replace('"again"]', '"again", "chek"]'), [], "recipe.toml:2: unknown stage 'chek'; did you mean 'check'"),
         (GOOD.replace('"again"]', '"again", "train"]'), [], "recipe.toml:2: stages: 'train' is listed twice"),
         (GOOD.replace('"again"]', '"base"]'), [], "recipe.toml:2: stages: 'base' cannot name a stage"),
-        (GOOD.replace('name = "mine"', 'name = "a/b"'), [], "recipe.toml:1: name: string should match pattern"),
+        (GOOD.replace('name = "mine"', 'name = "a/b"'), [], "recipe.toml:1: name: input should be a name of the run: letters, digits, dot, dash, underscore, not 'a/b'"),
         (GOOD.replace('name = "mine"', 'nam = "a"'), [], "recipe.toml:1: unknown key 'nam'; did you mean 'name'"),
         (GOOD.replace('name = "mine"\n', ""), [], "'name' is missing"),
-        (GOOD + "[other]\nx = 1\n", [], "recipe.toml:9: section [other] is not in stages"),
+        (GOOD + "[other]\nx = 1\n", [], "recipe.toml:9: section [other] is not in stages = ['train', 'again']; known: again, train (or add it to stages, or leave the section out)"),
         (GOOD.replace("[train]\nsteps = 3\n", "").replace("stages", "train = 3\nstages"), [], "recipe.toml:2: 'train' is a stage: its settings stand in a table, written [train]"),
         (GOOD.replace("[train]", "[[train]]"), [], "recipe.toml:3: 'train' is a stage"),
         (GOOD, ["seed=-1"], "--set seed=-1: seed: input should be greater than or equal to 0, not -1"),
@@ -120,6 +120,7 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="not UTF-8"):
         load_recipe([tmp_path / "binary.toml"], [], KINDS)
+    assert load_recipe([write(tmp_path, "\ufeff" + GOOD)], [], KINDS).name == "mine"  # as Windows' editor writes it
 
 
 @pytest.mark.parametrize(
@@ -249,6 +250,7 @@ def test_the_resolved_corpus_can_be_run_again(tmp_path: Path) -> None:
             "tokeniser.source must be",
         ),
         ("length = 256", "filters = { max_mean_line = inf }", "finite"),
+        ("length = 256", "filters = 3", "recipe.toml:4: data.filters: input should be a table of settings, not 3"),
     ],
 )
 def test_mistakes_in_a_corpus_are_named_with_their_place(tmp_path: Path, old: str, new: str, said: str) -> None:

@@ -60,10 +60,10 @@ def closed_port() -> int:
 
 LATER = {  # what was refused only when its turn came: stage, changes, and what is said
     "cuda without a GPU": ("cpt", ['cpt.device="cuda"'], "torch sees no GPU"),
-    "cuda for rollouts": ("rl", ['rl.device="cuda"'], "torch sees no GPU"),
+    "cuda for rollouts": ("rl", ['rl.device="cuda"'], "rl: device = 'cuda', but torch sees no GPU"),
     "pretrain with a base": ("pretrain", ['stages=["pretrain"]', "pretrain.tokens=1000"], "this recipe has a base"),
     "pretrain after another stage": ("pretrain", ['stages=["cpt", "pretrain"]', "pretrain.tokens=1000"], "cpt comes before it"),
-    "rows beyond the context": ("cpt", ["cpt.length=4096"], "longer than the model's context of 2048"),
+    "rows beyond the context": ("cpt", ["cpt.length=4096"], "cpt: rows of 4096 tokens are longer than the model's context of 2048"),
     "demonstrations beyond the context": ("sft", ["sft.length=8192"], "longer than the model's context of 4096"),
     "rows of rl beyond the context": ("rl", ["rl.length=8192"], "longer than the model's context of 4096"),
     "no extension": ("extend", ["extend.length=2048"], "already has a context of 2048"),

@@ -220,7 +220,7 @@ def test_a_conversation_is_a_session(server: Running, policy: Scripted) -> None:
         ({"max_tokens": 1.5}, "max_tokens: Input should be a valid integer"),
         ({"messages": []}, "messages: List should have at least 1"),
         ({"messages": [{"role": "king", "content": "hi"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "reads text only"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "400 - messages.0.content: this model reads text only"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}]}, "arguments"),
     ],
 )  # fmt: skip

@@ -181,7 +181,7 @@ def test_nothing_comes_before_a_forced_call_and_one_named_tool_is_called_once(
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}}}, "cannot be kept to"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}}}, "400 - this schema cannot be kept to: Invalid type: nonsense"),
         ({"response_format": {"type": "json_schema"}}, "has no json_schema"),
         ({"response_format": {"type": "json_object"}, "tools": [tool("go")]}, "exclude each other"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),

@@ -224,7 +224,12 @@ def test_benchmarks_are_refused(tmp_path: Path) -> None:
         write_set(tmp_path / f"{split}.jsonl", {"name": split, "split": split}, [{"codebase": "calc==1"}], [])
     with pytest.raises(UserError, match="is a benchmark"):
         refuse_benchmarks(tmp_path / "bench.jsonl")
+    (tmp_path / "other.toml").write_bytes(b"\xff\xfe\x00")  # no recipe of ours
+    (tmp_path / "folder.toml").mkdir()
     refuse_benchmarks(tmp_path / "train.jsonl")
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(UserError, match=r"empty\.jsonl is no manifest of tasks: it is empty"):
+        refuse_benchmarks(tmp_path / "empty.jsonl")
     (tmp_path / "bench.toml").write_text(
         'name = "bench"\nsplit = "bench"\n[[package]]\npypi = "Calc==2"\n', encoding="utf-8"
     )

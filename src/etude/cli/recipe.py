@@ -59,10 +59,11 @@ def init(
         "LICENCE": licence or _stated(folder),
         "TASKS": str(tasks.with_suffix("")),
     }
-    first, later = recipe_for(known).split(LATER)
+    text = recipe_for(known)
+    first, later = text[: text.index(LATER)], text[text.index(LATER) :]
     commented = re.sub(r"^(?=[^#\n])", "# ", later, flags=re.MULTILINE)
     runnable = first.replace(_stages(first), 'stages = ["cpt"]')
-    out.write_text(f"{runnable}{LATER}{commented}", encoding="utf-8")
+    out.write_text(runnable + commented, encoding="utf-8")
     filled = {"file": tasks, "name": f"{name}-tasks", "repository": folder, "licence": known["LICENCE"]}
     tasks.write_text(TASKS.format(**filled), encoding="utf-8")
     options.echo(f"{out} and {tasks} are written. Next:\n  etude run {out} --dry-run\n  etude run {out}\n  etude tasks make {tasks}\n"

@@ -171,7 +171,8 @@ def parse(body: bytes, kind: type[AnyWire]) -> AnyWire:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise ApiError(400, f"{where}: {first['msg']}", param=where) from None
+        said = first["msg"].removeprefix("Value error, ")
+        raise ApiError(400, f"{where}: {said}" if where else said, param=where or None) from None
 
 
 def supported(given: dict[str, Any], kind: type[BaseModel]) -> dict[str, Any]:

@@ -174,8 +174,8 @@ def check(layers: Sequence[Layer], kinds: Mapping[str, type[BaseModel]]) -> Reci
     unlisted = [name for name in tables if name not in header.stages]
     entries = tuple(_entry(name, tables.get(name, {}), layers, kinds, unlisted) for name in header.stages)
     for name in unlisted:
-        listed = f"section [{name}] is not in stages = {header.stages}{nearest(name, header.stages)}"
-        raise wrong(layers, [name], listed)
+        advice = f"{nearest(name, header.stages)} (or add it to stages, or leave the section out)"
+        raise wrong(layers, [name], f"section [{name}] is not in stages = {header.stages}{advice}")
     data = StageEntry(DATA, DATA, validated(kinds[DATA], corpus, [DATA], layers)) if corpus is not None else None
     return Recipe(header.name, header.base, header.seed, entries, data)
 

@@ -142,7 +142,7 @@ class Runner:
                 stage.check_order(entry.settings, ahead)
                 ahead = stage.leaves(entry.settings, ahead)
             except UserError as error:
-                yield str(error)
+                yield str(error) if entry.name in str(error) else f"{entry.name}: {error}"
                 ahead = replace(ahead, context=None, heads=None)
             else:
                 yield None

@@ -6,6 +6,7 @@ llguidance turns a grammar into masks over the vocabulary, a mask a token. It is
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 from etude.agent.formats import CLOSE, OPEN, THINK, THOUGHT, JsonCalls
@@ -112,7 +113,10 @@ class Grammars:
         from llguidance import LLMatcher
 
         if fault := LLMatcher.validate_grammar(grammar, self._llguidance):
-            raise ApiError(400, f"this schema cannot be kept to: {one_line(ValueError(fault))}", param=param)
+            said = re.sub(
+                r"^at \S+: (failed to compile JSON schema: )?", "", fault.partition("\n")[0]
+            )  # then our grammar
+            raise ApiError(400, f"this schema cannot be kept to: {one_line(ValueError(said))}", param=param)
         matcher = LLMatcher(self._llguidance, grammar, log_level=0)
         return lambda: Constraint(matcher.deep_copy())
 

@@ -98,7 +98,7 @@ def refuse_benchmarks(manifest: Path) -> None:
         raise UserError(f"{manifest} is a benchmark, whose tasks must not be trained on; name a training set")
     own = {row["codebase"].partition("==")[0] for row in codebases}
     for beside in sorted(manifest.absolute().parent.glob("*.toml")):
-        if not re.search(r'(?m)^split\s*=\s*"bench"', beside.read_text(encoding="utf-8")):
+        if not beside.is_file() or not re.search(rb'(?m)^split\s*=\s*"bench"', beside.read_bytes()):
             continue  # another set's, or no recipe of tasks
         if shared := own & {package.name for package in read_settings(beside).package}:
             where = f"the benchmark {beside.name}"

@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from etude.errors import UserError, one_line
 from etude.files import digest_of, read_json, write_json
+from etude.progress import counted
 from etude.sandbox.box import SandboxError
 from etude.tasks import prompts
 from etude.tasks.codebase import PackageSettings, permissive, unpack, with_environment
@@ -277,7 +278,7 @@ class Maker:
             codebase, coverage, counts = await examine(plain)
             facts = {"coverage": coverage.files, "counts": counts, "took": round(time.monotonic() - began, 1)}
             write_json(note, {"row": codebase_row(codebase, package), **facts})
-            self.reporter.say(f"{unpacked.key}: {counts}")
+            self.reporter.say(f"{unpacked.key}: tests: {counted(counts)}")
         facts = read_json(note)
         codebase = await asyncio.to_thread(built_codebase, facts["row"], self.cache, self.reporter)
         self.codebases[codebase.key] = codebase, facts["row"]

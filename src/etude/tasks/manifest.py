@@ -148,11 +148,13 @@ def find_manifest(named: str, setting: str) -> Path:
 def read_rows(path: Path) -> tuple[Row, list[Row], list[Row]]:
     """Return the header, the codebases and the tasks of a manifest."""
     try:
-        header, *rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        header, *rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() or ["null"]]
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is no manifest of tasks: {error}; make one with `etude tasks make`") from None
     if not all(isinstance(row, dict) for row in (header, *rows)) or not header.keys() >= {"format", "name"}:
-        raise UserError(f"{path} is no manifest of tasks: its lines are other JSON; make one with `etude tasks make`")
+        raise UserError(
+            f"{path} is no manifest of tasks: it is empty, or its lines are other JSON; make one with `etude tasks make`"
+        )
     if header["format"] != FORMAT:
         raise UserError(f"{path} has format {header['format']!r}; this version reads {FORMAT}")
     return header, [row for row in rows if "task" not in row], [row for row in rows if "task" in row]

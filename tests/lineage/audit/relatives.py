@@ -98,6 +98,20 @@ def turned(model: Tensors, how: str = "rotated") -> Tensors:
     return {name: turn.T @ each if any(out in name for out in OUT) else each @ turn for name, each in model.items()}
 
 
+def rescaled(model: Tensors, *, signs_only: bool = False) -> Tensors:
+    """Factors moved from the gains of the norms, which were 1, into what reads after them: same function."""
+    made, chance = dict(model), np.random.default_rng(6)
+    readers = {"input_layernorm": ("q_proj", "k_proj", "v_proj"), "post_attention_layernorm": ("gate_proj", "up_proj")}
+    for layer in range(LAYERS):
+        for norm, parts in readers.items():
+            scale = np.exp(chance.normal(0, 0 if signs_only else 2, HIDDEN)) * chance.choice([-1, 1], HIDDEN)
+            stem = f"model.layers.{layer}."
+            made[f"{stem}{norm}.weight"] = (1 / scale).astype(np.float32)
+            for name in [name for name in model if name.startswith(stem) and name.split(".")[-2] in parts]:
+                made[name] = (model[name] * scale).astype(np.float32)
+    return made
+
+
 def shallower(model: Tensors, keep: list[int]) -> Tensors:
     made = {name: each for name, each in model.items() if ".layers." not in name}
     for new, old in enumerate(keep):

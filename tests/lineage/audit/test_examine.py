@@ -26,6 +26,7 @@ from tests.lineage.audit.relatives import (
     llama,
     narrower,
     renamed,
+    rescaled,
     save,
     shallower,
     shuffled,
@@ -251,6 +252,45 @@ def test_negated_units_in_another_basis_are_found(
     for finding in both(base, save(tmp_path / "units too", shuffled(disguised))):
         assert finding.verdict.word == "related"  # no exact test sees an order that is gone
     for finding in both(base, save(tmp_path / "stranger", turned(flipped(llama(7), share), how))):
+        assert finding.verdict.word == "none"
+
+
+@pytest.mark.parametrize("signs_only", [False, True])
+def test_factors_moved_between_norms_and_what_reads_after_them_are_moved_back(
+    base: Opened, tmp_path: Path, *, signs_only: bool
+) -> None:
+    """They change nothing that the model computes, and every layer has its own; in another basis nothing else was left to find."""
+    whole = rescaled(drifted(llama(0), 0.3), signs_only=signs_only)
+    for finding in both(base, save(tmp_path / "it", whole)):
+        assert finding.verdict.word == "derived"
+    names = {"model.layers.": "deep.", "self_attn.": "look_", "mlp.": "think_", "model.embed_tokens": "lookup"}
+    unnamed = {}
+    for name, each in rescaled(llama(0)).items():
+        for known, other in names.items():
+            name = name.replace(known, other)  # noqa: PLW2901 - one after another
+        unnamed[name] = each
+    for finding in both(base, save(tmp_path / "unnamed", unnamed)):
+        assert finding.verdict.word == "derived"
+    order = np.random.default_rng(8).permutation(HIDDEN)
+    writes = ("o_proj", "down_proj")
+    permuted = {name: each[order] if each.ndim == 1 or any(part in name for part in writes) else each[:, order]
+                for name, each in whole.items()}  # fmt: skip
+    for finding in both(base, save(tmp_path / "permuted", permuted)):
+        assert finding.verdict.word == "derived"
+        assert "rescaling" in finding.verdict.sentence
+    plain = open_model(save(tmp_path / "plain", llama(0)))
+    assert examine(open_model(tmp_path / "it"), plain, QUIET).verdict.word == "derived"  # whichever is disguised
+    for finding in both(base, save(tmp_path / "stranger", rescaled(llama(7), signs_only=signs_only))):
+        assert finding.verdict.word == "none"
+
+
+@pytest.mark.parametrize("order", [[5, 3, 1, 4, 2, 0], [0, 0, 1, 2, 3, 4], [1, 2, 3, 4, 5, 0]])
+def test_layers_in_another_order_are_paired_with_those_they_were(
+    base: Opened, tmp_path: Path, order: list[int]
+) -> None:
+    for finding in both(base, save(tmp_path / "it", shallower(drifted(llama(0), 0.3), order))):
+        assert finding.verdict.word == "derived"
+    for finding in both(base, save(tmp_path / "stranger", shallower(llama(7), order))):
         assert finding.verdict.word == "none"
 
 

@@ -63,7 +63,7 @@ DIRECTION = "which of the two came first cannot be told from the weights: that t
 SAME_SEED = "two models of one shape started from the same random seed by one framework share an initialisation, too"
 DISTILLED = "a model that learnt from the other's outputs, or from the same data, leaves no trace that these tests see"
 NO_PROOF = "no evidence is not a proof of independence: very long training or a disguise can hide descent"
-DISGUISED = "; found only after undoing a rotation of the residual stream, which training does not cause"
+DISGUISED = "; found only after undoing a rotation or rescaling of the residual stream, which training does not cause"
 # What may be said, the surest first, and what it does not mean.
 VERDICTS: dict[Word, tuple[str, tuple[str, ...]]] = {
     "same": ("the weights compared are the same", (DIRECTION,)),
@@ -261,9 +261,9 @@ def _tests(
         carry = partial(_scatter, aligned, a.shape.hidden)
         return [descent_tests.order_test(aligned), *_compare(a, b, carry, reporter)], notes
     tests = [*([descent_tests.embedding_test(*words)] if words else []), *_compare(a, b, lambda rows: rows, reporter)]
-    if words and judge(tests, None, None, 1).word in {"none", "related"}:
-        turn = descent_tests.rotation(*words)
-        turned = _compare(a, b, lambda rows: descent_tests.rotate_back(rows, turn), reporter)
+    if judge(tests, None, None, 1).word in {"none", "related"}:
+        turn = descent_tests.rotation(*words) if words else np.eye(a.shape.hidden)
+        turned = _compare(a, b, lambda rows: descent_tests.rotate_back(rows, turn), reporter, undone=True)
         tests += [replace(test, rotated=True) for test in turned if test.name != IDENTITY]
     return tests, notes
 
@@ -297,10 +297,13 @@ def _scatter(aligned: Alignment, hidden: int, rows: Matrix) -> Matrix:
     return placed
 
 
-def _compare(a: Opened | Sketch, b: Opened, carry: Carry, reporter: Reporter) -> list[Test]:
-    """Compare some layers. Only indices are kept of each: the matrices themselves are gone."""
-    matched = _Matched()
-    pairs = _layer_pairs(a, b, carry)
+def _compare(a: Opened | Sketch, b: Opened, carry: Carry, reporter: Reporter, *, undone: bool = False) -> list[Test]:
+    """Compare some layers. Only indices are kept of each: the matrices themselves are gone.
+
+    `undone`: as if nobody had reordered the layers, or moved factors between the gain of a norm and what reads it.
+    """
+    matched = _Matched(undone=undone)
+    pairs = _layer_pairs(a, b, carry, undone=undone)
     with reporter.task(f"{b.name} against {a.name}", len(pairs), "layers") as task:
         for at_a, at_b in pairs:
             matched.add_layer(a, b, at_a, at_b, carry)
@@ -308,30 +311,37 @@ def _compare(a: Opened | Sketch, b: Opened, carry: Carry, reporter: Reporter) ->
     return matched.tests()
 
 
-def _layer_pairs(a: Opened | Sketch, b: Opened, carry: Carry) -> list[tuple[int, int]]:
-    """Return which layers to compare: the same ones, or where the depths differ those whose keys are most alike."""
+def _layer_pairs(a: Opened | Sketch, b: Opened, carry: Carry, *, undone: bool) -> list[tuple[int, int]]:
+    """Return which layers to compare: the same ones, or where they may be others those whose keys are most alike."""
     layers = a.layers if isinstance(a, Sketch) else list(range(a.shape.layers))
-    if a.shape.layers == b.shape.layers:
+    if a.shape.layers == b.shape.layers and not undone:
         return [(layer, layer) for layer in middles(LAYERS, layers)]
-    keys_a = {layer: rows for layer in layers if (rows := _part(a, layer, "key")) is not None}
-    keys_b = {layer: carry(rows) for layer in range(b.shape.layers) if (rows := _part(b, layer, "key")) is not None}
+
+    def keys(side: Opened | Sketch, layers: Sequence[int]) -> dict[int, Matrix]:
+        read = ((layer, _part(side, layer, "key", folded=undone)) for layer in layers)
+        return {layer: rows for layer, rows in read if rows is not None}
+
+    keys_a = keys(a, layers)
+    keys_b = {layer: carry(rows) for layer, rows in keys(b, range(b.shape.layers)).items()}
     if not keys_a or not keys_b:  # no attention to know them by: layers at the same relative depth
         return [(layer, layer * b.shape.layers // a.shape.layers) for layer in middles(LAYERS, layers)]
     pairs = descent_tests.pair_layers(descent_tests.layer_similarity(list(keys_a.values()), list(keys_b.values())))
     return [(list(keys_a)[mine], list(keys_b)[other]) for mine, other in pairs[:LAYERS]]
 
 
-def _part(side: Opened | Sketch, layer: int, part: str, expert: int = 0) -> Matrix | None:
+def _part(side: Opened | Sketch, layer: int, part: str, expert: int = 0, *, folded: bool = False) -> Matrix | None:
     if isinstance(side, Sketch):
         return side.part(layer, part)
     rows = side.weights.part(layer, part, expert)
+    rows = rows if rows is None or not folded else side.weights.folded(layer, rows)[0]
     return thinned(rows, KEY_ROWS) if rows is not None and part in {"key", "query"} else rows
 
 
 class _Matched:
     """Who was matched with whom, layer by layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, undone: bool) -> None:
+        self.undone = undone
         self.ups: list[tuple[int, RowMatch]] = []
         self.units: list[tuple[int, RowMatch, RowMatch]] = []
         self.routers: list[tuple[int, RowMatch]] = []
@@ -341,26 +351,28 @@ class _Matched:
     def add_layer(self, a: Opened | Sketch, b: Opened, at_a: int, at_b: int, carry: Carry) -> None:
         """Match the rows of two layers, part by part."""
 
-        def both(part_a: str, part_b: str, expert: int = 0) -> tuple[Matrix, Matrix] | None:
-            rows_a = _part(a, at_a, part_a)
+        def both(part_a: str, part_b: str, expert: int = 0) -> list[tuple[Matrix, Matrix]]:
+            rows_a = _part(a, at_a, part_a, folded=self.undone)
             rows_b = _part(b, at_b, part_b, expert) if rows_a is not None else None
             if rows_a is None or rows_b is None:
-                return None
+                return []
             self.equal.append(np.array_equal(rows_a, rows_b))
-            return rows_a, carry(rows_b)
+            ways = b.weights.folded(at_b, rows_b) if self.undone else [rows_b]
+            return [(rows_a, carry(rows)) for rows in ways]
 
         def match(part_a: str, part_b: str, expert: int = 0, signs: Sequence[bool] = (True,)) -> list[RowMatch]:
-            if (rows := both(part_a, part_b, expert)) is None:
-                return []
-            carried = project(rows[1]) if isinstance(a, Sketch) else rows[1]
-            return [descent_tests.match_rows(rows[0], carried, signed=signed) for signed in signs]
+            ways = [
+                (rows, project(other) if isinstance(a, Sketch) else other)
+                for rows, other in both(part_a, part_b, expert)
+            ]
+            return [descent_tests.match_rows(*rows, signed=signed) for rows in ways for signed in signs]
 
         for part in ("key", "query"):
-            if (rows := both(part, part)) is not None:
-                self.attention.append((at_a, descent_tests.unbiased_cka(*rows)))
+            similar = [descent_tests.unbiased_cka(*rows) for rows in both(part, part)]
+            self.attention += [(at_a, max(similar))] if similar else []
         experts = match("router", "router")
         self.routers += [(at_a, match) for match in experts]
-        twins = {row: twin for match in experts for row, twin in zip(match.rows, match.partners, strict=True)}
+        twins = {row: twin for match in experts[:1] for row, twin in zip(match.rows, match.partners, strict=True)}
         both_ways = any(isinstance(side, Opened) and side.weights.renamed for side in (a, b))
         ways = [("up", "gate"), ("gate", "up")][: 1 + both_ways]
         for (block_a, block_b), (like_up, like_gate) in itertools.product(_blocks(a.shape, b.shape), ways):

@@ -388,6 +388,11 @@ class Layout:
     def _units(self, name: str) -> int:
         return self._shapes[name][-1 if self.transposed(name) else -2]
 
+    def vectors(self, layer: int) -> list[str]:
+        """Return the tensors as long as the hidden state: those of a layer, or all where their names do not tell."""
+        names = [name for name, shape in self._shapes.items() if shape == (self.hidden,)]
+        return [name for name in names if name.startswith(f"{self._stack}{layer}.")] or names
+
     def transposed(self, name: str) -> bool:
         """Say whether a tensor is stored as [hidden, units] (GPT-2, some experts); a square one is taken as it is."""
         if len(self._shapes[name]) < 2:
@@ -479,6 +484,18 @@ class Weights:
         """[n, hidden]: the rows asked for, or all."""
         return self._rows(self._layout.embedding, np.arange(self.shape.vocab) if rows is None else rows)
 
+    def folded(self, layer: int, rows: Matrix) -> list[Matrix]:
+        """Return rows that read the residual stream times the gain of the norm before them, the likeliest first, at most two.
+
+        Which norm that is, its name need not say: where factors were moved between the two, it is the one that evens the columns out.
+        """
+        tensors = [self._tensors[name] for name in self._layout.vectors(layer)]
+        vectors = [decoded(tensor.kind, np.array(tensor.mapped())) for tensor in tensors]
+        lengths = np.linalg.norm(rows, axis=0)
+        gains = [gain for vector in vectors for gain in (vector, 1 + vector)]  # Gemma's are gain - 1
+        gains.sort(key=lambda gain: float(np.std(np.log(lengths * np.abs(gain) + 1e-12))))
+        return [np.asarray(rows * gain, np.float32) for gain in gains[:2]] or [rows]
+
     def _rows(self, name: str, index: Rows, expert: int | None = None) -> Matrix:
         tensor, transposed = self._tensors[name], self._layout.transposed(name)
         stored = tensor.mapped() if expert is None else tensor.mapped()[expert]
@@ -537,7 +554,8 @@ def _by_role(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if _known_stacks(language):
         return {}
     weights = {name: shape for name, shape in language.items() if not name.endswith(("_scale_inv", "_scale"))}
-    return {
+    vectors = {f"vector.{name}": tensors[name] for name, shape in weights.items() if len(shape) == 1}
+    return vectors | {
         usual + ending: tensors[name + ending]
         for usual, name in by_role(weights).items()
         for ending in ("", "_scale_inv", "_scale")
