@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from etude.errors import UserError
 from etude.models.bases import resolve
 from etude.models.load import choose_device, default_dtype, load_model, load_tokeniser
+from etude.models.shape import model_shape
 from tests.lineage.refusals import one_line
 
 if TYPE_CHECKING:
@@ -206,3 +207,13 @@ def test_a_gpu_is_refused_where_there_is_none_and_taken_where_there_is_one(monke
     assert choose_device("auto") == choose_device("cuda") == torch.device("cuda")
     assert choose_device("cpu") == CPU
     assert (default_dtype(CPU), default_dtype(torch.device("cuda"))) == (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("ask", [lambda folder: load_model(folder, CPU), model_shape])
+def test_a_multimodal_checkpoint_is_told_what_to_do(model: Path, ask: Callable[[Path], object]) -> None:
+    config = {"model_type": "llava", "text_config": {"model_type": "llama"}, "vision_config": {}}
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        UserError, match=one_line(model, "is multimodal", "text-only release, or save its language model")
+    ):
+        ask(model)

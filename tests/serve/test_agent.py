@@ -45,7 +45,8 @@ def test_the_agent_works_against_our_own_server(
         (folder / "tokenizer_config.json").rename(folder / "gone")
     try:
         said = etude(
-            "agent", "add subtracts", "--model", address, "--repo", tmp_path / "repo", "--turns", 3 if in_messages else 1, "--trace", tmp_path / "t"
+            "agent", "add subtracts", "--model", address, "--repo", tmp_path / "repo", "--turns", 3 if in_messages else 1, "--trace", tmp_path / "t",
+            "--temperature", 0,  # the same text every time
         )  # fmt: skip
     finally:
         if in_messages:

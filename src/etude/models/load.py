@@ -97,6 +97,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = N
     except Exception as error:
         if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError, UserError)):
             raise
+        refuse_multimodal(folder)
         raise UserError(f"{folder} cannot be loaded: {one_line(error)}") from None
     lacking = sorted(info["missing_keys"]) + [str(entry[0]) for entry in info.get("mismatched_keys", [])]
     if lacking:
@@ -130,6 +131,22 @@ def _packing(folder: Path, config: Any) -> Any:
             f"{folder} is quantised by {method!r}, which cannot be trained ({known} can); take its bf16 weights"
         )
     return PACKINGS[method](dequantize=True)
+
+
+def refuse_multimodal(folder: Path) -> None:
+    """Say of a model that transformers does not load as a causal language model what to do, if it has a vision or audio part."""
+    try:
+        config = read_json(folder / "config.json")
+    except (OSError, ValueError):
+        return  # what else is wrong with it, the caller says
+    parts = [
+        name for name in ("vision_config", "audio_config", "text_config") if isinstance(config, dict) and name in config
+    ]
+    if parts:
+        advice = "take its text-only release, or save its language model as a checkpoint of its own"
+        raise UserError(
+            f"{folder} is multimodal ({parts[0]} in config.json), and Etude loads text models; {advice}"
+        ) from None
 
 
 def saved_dtype(folder: Path) -> torch.dtype:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from etude.errors import UserError, one_line
 from etude.lineage.compute import Attention, ComputeShape
+from etude.models.load import refuse_multimodal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,6 +36,7 @@ def model_shape(folder: Path) -> ModelShape:
         return shape_of(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     except Exception as error:  # noqa: BLE001 - a damaged config makes transformers raise almost anything
         file, why = folder / "config.json", one_line(error)
+        refuse_multimodal(folder)
         raise UserError(f"{file} is not a causal language model transformers knows ({why})") from None
 
 
