@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from etude.inference.http import OWN_NAMES, Connection, Gate, Limits
+from etude.inference.http import MOST_LINES, OWN_NAMES, Connection, Gate, Limits
 from tests.serve.scripted import CHAT, PATIENCE, Running, Scripted, request_bytes, serving
 
 ASK: Any = [{"role": "user", "content": "hi"}]
@@ -346,6 +346,49 @@ def test_idle_connections_make_room_for_who_asks(policy: Scripted, bound: str) -
         for client in (busy, *more):
             assert first_line(client) == b"HTTP/1.1 200 OK"
             client.close()
+
+
+@pytest.mark.parametrize("limits", [{"max_queue": 3}, {"max_connections": 3}, {"max_client_connections": 3}])
+@pytest.mark.parametrize("host", [b"127.0.0.1", b"elsewhere"])
+def test_half_sent_bodies_keep_nobody_out(policy: Scripted, limits: Any, host: bytes) -> None:
+    half = request_bytes(CHAT % b"false")[:-5].replace(b"127.0.0.1", host)
+    with serving(policy, Limits(drain=0, **limits), Gate(hosts=OWN_NAMES)) as server:
+        slow = []
+        for _ in range(3):
+            slow.append(server.connect())
+            slow[-1].sendall(half)
+            connection = connection_of(server, slow[-1])
+            while getattr(connection, "cycle", None) is None:
+                pass
+        assert still_answers(server)
+        if host == b"127.0.0.1" or "max_queue" not in limits:
+            assert first_line(slow[0]) == (
+                b"HTTP/1.1 408 Request Timeout" if "max_queue" in limits else b""
+            )  # the oldest
+        slow[2].sendall(request_bytes(CHAT % b"false")[-5:])
+        assert first_line(slow[2]).startswith(b"HTTP/1.1 200" if host == b"127.0.0.1" else b"HTTP/1.1 403")
+        for client in slow:
+            client.close()
+
+
+def chunked(size: int) -> bytes:
+    head, _, body = request_bytes(CHAT % b"false").partition(b"\r\n\r\n")
+    lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"content-length")]
+    pieces = [body[at : at + size] for at in range(0, len(body), size)]
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in [*pieces, b""])
+    return b"\r\n".join([*lines, b"transfer-encoding: chunked", b"", chunks])
+
+
+def test_chunks_are_read_but_not_tens_of_thousands_of_a_byte(server: Running) -> None:
+    for size in (1, 50):
+        client = server.connect()
+        client.sendall(chunked(size))
+        assert first_line(client) == b"HTTP/1.1 200 OK"
+        client.close()
+    client = server.connect()
+    client.sendall(chunked(50).removesuffix(b"0\r\n\r\n") + b"1\r\n \r\n" * (MOST_LINES // 2))
+    assert until_closed(client).startswith(b"HTTP/1.1 400 Bad Request")
+    assert still_answers(server)
 
 
 def test_two_thousand_half_sent_headers_keep_nobody_out(policy: Scripted) -> None:

@@ -49,6 +49,8 @@ LAST_WORDS = 2.0  # seconds to say why a stream ends; the client may not be list
 RETRY_AFTER = 2.0  # seconds after which a refused client may try again
 UNREAD = 30_000  # milliseconds that the network may fail to take what we send before the connection is dropped
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+PIECE = 1 << 14  # bytes of a connection that are read at once
+MOST_LINES = 20_000  # in a request that comes in chunks, two for each
 OWN_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 log = logging.getLogger("etude.serve")
 
@@ -183,11 +185,15 @@ def supported(given: dict[str, Any], kind: type[BaseModel]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def read_body(receive: Receive, most: int, seconds: float) -> bytes:
-    """Return the body. One that is too large is read to its end and dropped: a client hears nothing while it still sends."""
+async def read_body(receive: Receive, most: int, seconds: float, unfinished: dict[asyncio.Timeout, None]) -> bytes:
+    """Return the body. One that is too large is read to its end and dropped: a client hears nothing while it still sends.
+
+    While it is read, its timeout is in `unfinished`, the oldest first, for others to let it end at once.
+    """
     body, size = bytearray(), 0
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(seconds) as ending:
+            unfinished[ending] = None
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
@@ -197,7 +203,9 @@ async def read_body(receive: Receive, most: int, seconds: float) -> bytes:
                 if not message.get("more_body"):
                     break
     except TimeoutError:
-        raise ApiError(408, f"the request was not sent within {seconds:.0f} s") from None
+        raise ApiError(408, f"the request was not sent within {seconds:.0f} s, or while others waited") from None
+    finally:
+        unfinished.pop(ending, None)
     if size > most > 0:
         raise ApiError(413, f"the request has {size:,} bytes; at most {most:,} are read here")
     return bytes(body)
@@ -268,13 +276,17 @@ class Endpoint:
         try:
             served.gate.check(scope)
             if served.in_flight >= limits.max_queue:
-                raise Busy(RETRY_AFTER)
+                oldest = next((each for each in served.unfinished if not each.expired()), None)
+                if oldest is None:
+                    raise Busy(RETRY_AFTER)
+                del served.unfinished[oldest]
+                oldest.reschedule(0)  # who sends slowly keeps nobody out
         except (ApiError, Busy):
-            await read_body(receive, 0, limits.body_timeout)  # else the connection breaks before the reply is read
+            await read_body(receive, 0, limits.body_timeout, {})  # else the connection breaks before the reply is read
             raise
         served.in_flight += 1
         try:
-            body = await read_body(receive, limits.max_request_bytes, limits.body_timeout)
+            body = await read_body(receive, limits.max_request_bytes, limits.body_timeout, served.unfinished)
             answering = asyncio.wait_for(self.answer(body, dict(scope["headers"]), reply), limits.timeout)
             return await _unless_it_hangs_up(receive, answering)
         finally:
@@ -359,6 +371,7 @@ class Served:
         self.policy, self.limits, self.gate = policy, limits, gate or Gate()
         self.metrics = Metrics(lambda: self.in_flight, getattr(policy, "statistics", dict))
         self.in_flight = 0
+        self.unfinished: dict[asyncio.Timeout, None] = {}  # requests in flight that are not wholly sent
 
     def inbox(self) -> Inbox:
         """Return where the tokens of the current task's stream wait; if too many do, the task is cancelled."""
@@ -516,9 +529,10 @@ class Server(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """A connection, which must come to a request in time. Of too many, those that are in none are closed, the oldest first.
+    """A connection, which must come to a request in time. Of too many, those that have sent no whole one are closed, the oldest first.
 
-    So half-sent headers, however slowly they trickle in, keep nobody out. A Unix socket has no strangers and no such bounds.
+    So half-sent requests, however slowly they trickle in, keep nobody out. Nor do thousands of chunks of a byte, each of which takes
+    Python's time: their ends are counted before they are read. A Unix socket has no strangers and no such bounds.
     """
 
     def __init__(self, limits: Limits, **given: Any) -> None:
@@ -526,6 +540,7 @@ class Connection(H11Protocol):
         self.limits = limits
         self.idle_since = 0.0
         self._late: asyncio.TimerHandle | None = None  # set while it is in no request
+        self._lines = 0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -543,13 +558,21 @@ class Connection(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        return self._late is not None and not self.transport.is_closing()
+        unsent = self._late is not None or (self.cycle is not None and self.cycle.more_body)
+        return unsent and not self.transport.is_closing()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
+        for begin in range(0, len(data), PIECE):
+            piece = data[begin : begin + PIECE]
+            self._lines += piece.count(b"\n")
+            if self.cycle and self._lines > MOST_LINES and any(key == b"transfer-encoding" for key, _ in self.headers):
+                return self.end(b"400 Bad Request")
+            if not self.transport.is_closing():
+                super().data_received(piece)
+        return self._watch()
 
     def on_response_complete(self) -> None:
+        self._lines = 0
         super().on_response_complete()
         self._watch()
 
