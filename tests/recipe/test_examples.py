@@ -104,10 +104,12 @@ def test_all_that_is_missing_is_said_at_once(etude: Etude, tmp_path: Path, monke
         told = {line.partition(": ")[0]: line for line in said.out.splitlines() if ": cannot run yet: " in line}
         assert list(told) == stages
         reason = told[stages[0]].partition("cannot run yet: ")[2]
-        assert said.err == f"error: {reason} ({len(stages) - 1} more above)\n"
+        assert said.err.startswith("error: ")
+        assert said.err.endswith(f"{reason} ({len(stages) - 1} more above)\n")
+        assert not reason.startswith(f"{stages[0]}: "), "its stage is named once"
         planned = json.loads(etude(*words, "--json").out)["steps"]
         assert [step["stage"] for step in planned if step["lacks"]] == stages
-        assert etude(*[word for word in words if word != "--dry-run"]).err == f"error: {reason}\n"
+        assert etude(*[word for word in words if word != "--dry-run"]).err.endswith(f"{reason}\n")
     assert not (tmp_path / "runs").exists()
 
 
@@ -231,7 +233,7 @@ def test_a_domain_without_code_is_learnt_and_compared(etude: Etude, desk: Path, 
     assert [row["bits"]["files"] for row in measured] == [1, 1]
     refused = etude(*words, "--set", "compare.keep=code", "--dry-run")
     assert refused.err.startswith(
-        f"error: '{desk.parent}/home/documents/heldout' holds no code to read (8 not source code)"
+        f"error: compare: '{desk.parent}/home/documents/heldout' holds no code to read (8 not source code)"
     )
 
 

@@ -98,7 +98,9 @@ def _print_plan(runner: Runner, recipe: Recipe, until: str | None, *, as_json: b
         for step in steps:
             words = {"kept": "is finished, would be kept", "finish": "is finished, would be published",
                      "reuse": f"would be reused from {step.source}", "run": "would run"}  # fmt: skip
-            state = f"cannot run yet: {step.lacks}" if step.lacks else words[step.action]
+            state = words[step.action]
+            if step.lacks:
+                state = f"cannot run yet: {step.lacks.removeprefix(f'{step.entry.name}: ')}"
             options.echo(f"{step.entry.name}: {state}")
     if lacking := [step.lacks for step in steps if step.lacks]:
         more = f" ({len(lacking) - 1} more above)" if len(lacking) > 1 else ""
