@@ -78,5 +78,5 @@ def storage_error(error: OSError, working_in: str = "") -> UserError | None:
     advice = STORAGE_TROUBLE.get(error.errno or 0)
     if advice is None:
         return None
-    where = error.filename or working_in
+    where = error.filename2 or error.filename or working_in  # of a copy, the second is where it goes
     return UserError(f"cannot use{f' {where}' if where else ''}: {advice}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from etude.errors import storage_error
 from etude.models import bases
 from tests import tiny
 
@@ -177,6 +179,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield place
     finally:
         subprocess.run(["umount", place], check=True)
+
+
+def test_a_copy_for_which_there_is_no_space_names_where_it_goes(small_disk: Path, tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(bytes(200_000))
+    with pytest.raises(OSError, match="No space") as full:
+        shutil.copyfile(tmp_path / "weights", small_disk / "weights")
+    assert str(storage_error(full.value)).startswith(f"cannot use {small_disk}/weights: no space left")
 
 
 def test_no_space_left(etude: Etude, tmp_path: Path, tiny_base: Path, code_tree: Path, small_disk: Path) -> None:
