@@ -330,6 +330,15 @@ def test_what_to_try_next_fits_what_the_run_has_made() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("tasks", "told"), [("recipes/tasks/quick.jsonl", True), ("…/bench.jsonl", True), ("tasks.jsonl", False)]
+)
+def test_who_has_tasks_of_their_own_is_not_told_to_make_some(tasks: str, told: bool) -> None:
+    recipe = full_record().recipe.model_copy(update={"stage": {"tasks": tasks}})
+    steps = next_steps(Path("run"), [*chain("base", "sft"), ended("bench", recipe=recipe)])
+    assert ("etude tasks make tasks.toml" in [command for _, command in steps]) is told
+
+
 @pytest.mark.parametrize("settings", [{"tools": {"tools": ["bash"]}}, {"demos": {"tools": ["bash"]}}])
 def test_an_agent_that_learnt_bash_alone_is_asked_with_bash_alone(settings: dict[str, Any]) -> None:
     recipe = full_record().recipe.model_copy(update={"stage": settings})

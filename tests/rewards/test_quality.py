@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.rewards.quality import churn, decisions, hunks, measure, owners, size, touched
+from etude.tasks.generators.parsed import LARGEST_FILE
 
 BEFORE = textwrap.dedent("""
     import os
@@ -166,3 +167,16 @@ def test_decision_points_as_radon_counts_them() -> None:
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and not any(isinstance(each, ast.FunctionDef | ast.Assert) for part in node.body for each in ast.walk(part)):  # fmt: skip
                 assert 1 + sum(map(decisions, node.body)) == counted[node.lineno]
+
+
+def test_a_file_too_long_to_be_code_is_not_read_as_code() -> None:
+    long = "".join(f"value_{number} = {number}  # {number}\n" for number in range(20_000))
+    found = measure({"a.py": ("x = 1\n", long)}, {"a.py": ("x = 1\n", "x = 2\n")})
+    assert len(long) > LARGEST_FILE
+    assert (found.lines, found.unparsable, found.lint, found.complexity) == (20_001, 1, 0, 0)
+    assert hunks((long, long + "y = 1\n")) == [(0, 20_000, 0, 20_001)]
+    assert hunks((long, long)) == []
+    shorter = long[: LARGEST_FILE // 2].rpartition("\n")[0] + "\n"
+    assert hunks((shorter, shorter + "y = 1\n")) == [
+        (shorter.count("\n"),) * 2 + (shorter.count("\n"), shorter.count("\n") + 1)
+    ]

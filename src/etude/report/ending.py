@@ -11,6 +11,7 @@ import shlex
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import pairwise
+from pathlib import PurePath
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 MOST = 5  # measures of a stage before the rest is left to its report
 RESULTS = "results.json"
+SHIPPED = {"quick", "train", "bench"}  # sets of tasks in recipes/tasks
 PICKED = " *"
 WIDE, HIGH = 60, 6  # characters of a curve
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -343,7 +345,8 @@ def next_steps(run: Path, stages: Sequence[Ended]) -> list[tuple[str, str]]:
     if released := kinds.get("release"):
         folder = shlex.quote(str(run / released.stage / RELEASE))
         steps.append(("check the release as those who receive it would", f"etude verify {folder}"))
-    if kinds.keys() & {"rl", "bench"}:
+    sets = [str(kinds[kind].recipe.stage.get("tasks", "quick")) for kind in ("rl", "bench") if kind in kinds]
+    if sets and all(PurePath(name).stem in SHIPPED for name in sets):  # not who has tasks of their own
         words = "teach it your repository: say in tasks.toml where it is (docs/your-own-agent.md)"
         steps.append((words, "etude tasks make tasks.toml"))
     base = next((stage.record.origin.name for stage in stages if stage.record.origin), "sprout")

@@ -3,7 +3,8 @@
 Two versions of a file are compared: which lines came and went, in which functions, and which of them only look different. Lint
 findings are those of ruff with one fixed set of rules, the same for every codebase and deaf to `noqa`, and only those that are new:
 per file and rule, how many more there are after than before. Limits: taste is not measured; a new helper function is welcome wherever
-it stands in a file that the reference touches; a new file is not, since the reference needed none.
+it stands in a file that the reference touches; a new file is not, since the reference needed none. A file of more than 300,000
+characters is not read as code: it counts as unparsable, and as replaced from its first line to its last. So judging takes seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from etude.errors import UserError
 from etude.syntax import parse_python
-from etude.tasks.generators.parsed import differing, is_below
+from etude.tasks.generators.parsed import LARGEST_FILE, differing, is_below
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,7 +42,10 @@ DEEP = 200  # levels of syntax; ruff overflows its stack at some thousands
 @lru_cache(maxsize=4096)
 def hunks(pair: Pair) -> list[tuple[int, int, int, int]]:
     """Return the runs of lines that differ, by their numbers from 0: before[i:j] became after[k:m]."""
-    return differing(*((text or "").splitlines() for text in pair))
+    before, after = ((text or "").splitlines() for text in pair)
+    if max(len(text or "") for text in pair) > LARGEST_FILE:
+        return [(0, len(before), 0, len(after))] if before != after else []
+    return differing(before, after)
 
 
 def size(change: Change) -> int:
@@ -67,7 +71,9 @@ def _meaning(lines: list[str]) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def parsed(text: str) -> ast.Module | None:
-    """Return a file's syntax tree, or None: what a model wrote need not be Python, or is nested so deeply that tools crash."""
+    """Return a file's syntax tree, or None: what a model wrote need not be Python, or is too long or too deep for tools to read."""
+    if len(text) > LARGEST_FILE:
+        return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
         try:
@@ -221,7 +227,7 @@ def _comment_density(python: Change) -> float | None:
 def _commented(text: str) -> frozenset[int]:
     """Return the lines that hold a comment; of text that cannot be tokenised, those that begin with one."""
     try:
-        tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+        tokens = list(tokenize.generate_tokens(io.StringIO(text).readline)) if len(text) <= LARGEST_FILE else []
     except (SyntaxError, tokenize.TokenError):
         return frozenset(number for number, line in enumerate(text.splitlines()) if line.lstrip().startswith("#"))
     return frozenset(token.start[0] - 1 for token in tokens if token.type == tokenize.COMMENT)
