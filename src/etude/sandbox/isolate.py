@@ -403,7 +403,8 @@ FILE_SYSTEM_IOCTLS = (
     0x6600,
     0x9400,
 )  # by their second byte: XFS and freezing, ext4 and flags, btrfs and clones
-FILE_CONTROLS = (0x400, 0x402, 0x407)  # F_SETLEASE and F_NOTIFY, what others do to a file; F_SETPIPE_SZ
+# F_SETLEASE and F_NOTIFY, what others do to a file; F_SETPIPE_SZ; F_OFD_SETLK and F_OFD_SETLKW, locks that /proc/locks shows to all
+FILE_CONTROLS = (0x400, 0x402, 0x407, 37, 38)
 BUFFER_SIZES = (7, 8)  # SO_SNDBUF, SO_RCVBUF
 DEVICE_KINDS = (0x2000, 0x6000)  # S_IFCHR, S_IFBLK
 
