@@ -80,7 +80,7 @@ def usage(socket_memory: int) -> tuple[int, int]:
     pipes = {file for file in pipes if file.startswith("pipe:")}
     with open("/proc/net/sockstat", encoding="ascii") as file:
         sockets = int(file.readline().split()[2])
-    with open("/proc/locks", "rb") as file:
+    with open("/proc/locks", encoding="ascii") as file:
         memory += (len(file.read(MOST_LOCKS)) == MOST_LOCKS) << 60
     return memory + PIPE * len(pipes) + socket_memory * sockets, processes
 
