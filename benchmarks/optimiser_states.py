@@ -88,7 +88,7 @@ def main() -> None:
     given = parser.parse_args()
     folder = resolve("sprout").folder
     lines = corpus(folder)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for way in WAYS:
         losses = [trained(folder, way, lines, given.steps, seed, given.lr) for seed in SEEDS]
         rows.append(

@@ -22,6 +22,7 @@ SMALL = ["--set", "window=64", "--set", "stride=32", "--set", "state_tasks=2", "
 
 COMMANDS = [
     "run",
+    "plan",
     "init",
     "schema",
     "compare",

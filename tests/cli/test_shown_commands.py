@@ -38,6 +38,7 @@ NOT_RUN = {
     "licences": "needs a finished run; tests/cli/test_licences.py",
     "lineage": "needs a finished run; tests/cli/test_lineage.py",
     "mtp": "needs a model with heads; tests/models/test_mtp_export.py",
+    "plan": "needs the recipe that a page stands for; tests/run/test_resources.py",
     "release": "needs a finished run; tests/cli/test_release.py",
     "rl": "needs a run of RL; tests/cli/test_rl.py",
     "sandbox": "depends on what this machine can isolate; tests/cli/test_sandbox.py",

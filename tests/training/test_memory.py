@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import resource
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,45 +18,46 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from etude.errors import UserError
 from etude.models.mtp_heads import MtpHeads
-from etude.training import memory
+from etude.training import memory, optimiser
 from etude.training.batch import Rows, StepRows
 from etude.training.distributed import World
 from etude.training.loop import Guard
-from etude.training.memory import Estimate, choose_micro, estimate
+from etude.training.memory import Counts, Plan, Way, choose_micro, count, plan, remedy, settle
 from etude.training.objectives.mtp import MultiToken
 from etude.training.objectives.next_token import NextToken
 from etude.training.session import Session, add_lora
-from etude.training.settings import LoraSettings, TrainSettings
+from etude.training.settings import LoraSettings, OptimiserSettings, TrainSettings
 from tests.training import sessions
 
 CPU = torch.device("cpu")
 GIGABYTE = 10**9
-ROOM_FOR_FIVE = Estimate(fixed=GIGABYTE, row=GIGABYTE, available=round(6.5 * GIGABYTE / memory.SHARE))
+ON_CPU = Way(32, gpu=False)
+ROOM_FOR_FIVE = Plan(ON_CPU, {"weights": GIGABYTE}, row=GIGABYTE, available=round(6.5 * GIGABYTE / memory.SHARE))
 
 
 def test_as_many_rows_as_divide_the_batch_and_fit() -> None:
     assert ROOM_FOR_FIVE.rows() == 5
-    assert choose_micro(0, 8, ROOM_FOR_FIVE, recompute=False) == 4
-    assert choose_micro(0, 5, ROOM_FOR_FIVE, recompute=False) == 5
-    assert choose_micro(0, 7, ROOM_FOR_FIVE, recompute=False) == 1
-    assert choose_micro(3, 8, ROOM_FOR_FIVE, recompute=False) == 3  # a wish is a wish
-    assert choose_micro(64, 4, ROOM_FOR_FIVE, recompute=False) == 4  # more would be padding
+    assert choose_micro(0, 8, ROOM_FOR_FIVE) == 4
+    assert choose_micro(0, 5, ROOM_FOR_FIVE) == 5
+    assert choose_micro(0, 7, ROOM_FOR_FIVE) == 1
+    assert choose_micro(3, 8, ROOM_FOR_FIVE) == 3  # a wish is a wish
+    assert choose_micro(64, 4, ROOM_FOR_FIVE) == 4  # more would be padding
 
 
 def test_what_does_not_fit_is_refused_with_a_setting_that_does() -> None:
     with pytest.raises(UserError) as caught:
-        choose_micro(8, 16, ROOM_FOR_FIVE, recompute=False)
+        choose_micro(8, 16, ROOM_FOR_FIVE)
     assert str(caught.value) == (
-        "micro = 8 rows will not fit: about 9.0 GB are needed and 6.5 GB may be used, 85% of what is free; set micro = 5, or recompute = true"
+        "micro = 8 rows will not fit: about 9.0 GB are needed and 6.5 GB may be used, 85% of what is there; set micro = 5, or recompute = true"
     )
     with pytest.raises(UserError, match=r"set micro = 5$"):
-        choose_micro(8, 16, ROOM_FOR_FIVE, recompute=True)
-    none = Estimate(fixed=8 * GIGABYTE, row=GIGABYTE, available=8 * GIGABYTE)
-    with pytest.raises(
-        UserError,
-        match=r"^not even one row fits: about 9\.0 GB are needed and 6\.8 GB may be used, 85% of what is free; set a shorter `length`, or recompute",
-    ):
-        choose_micro(0, 16, none, recompute=False)
+        choose_micro(8, 16, replace(ROOM_FOR_FIVE, way=replace(ON_CPU, recompute=True)))
+    none = Plan(ON_CPU, {"weights": 8 * GIGABYTE}, row=GIGABYTE, available=8 * GIGABYTE)
+    said = "not even one row of 32 tokens fits: about 9.0 GB are needed and 6.8 GB may be used, 85% of what is there; "
+    with pytest.raises(UserError, match="^" + re.escape(f"{said}recompute = true would do (see `etude plan`)") + "$"):
+        choose_micro(0, 16, none, "recompute = true")
+    with pytest.raises(UserError, match="^" + re.escape(f"{said}take a smaller base")):
+        choose_micro(0, 16, none)
 
 
 @given(
@@ -68,14 +70,14 @@ def test_what_does_not_fit_is_refused_with_a_setting_that_does() -> None:
     st.integers(0, 10**11),
 )
 def test_the_advice_is_good(fixed: int, row: int, available: int, rows: int, wish: int, logits: int, most: int) -> None:
-    found = Estimate(fixed, row, available, logits, most)
+    found = Plan(ON_CPU, {"weights": fixed}, row, available, logits, most)
     assume(found.rows() >= 1)
     try:
-        chosen = choose_micro(wish, rows, found, recompute=False)
+        chosen = choose_micro(wish, rows, found)
     except UserError as error:
         advised = re.search(r"set micro = (\d+)", str(error))
         assert advised
-        chosen = choose_micro(int(advised[1]), rows, found, recompute=False)
+        chosen = choose_micro(int(advised[1]), rows, found)
     assert 1 <= chosen <= rows
     assert fixed + chosen * row + min(chosen * logits, most) <= available
     if not wish:
@@ -86,20 +88,24 @@ def test_the_advice_is_good(fixed: int, row: int, available: int, rows: int, wis
 def test_the_fixed_part_is_counted() -> None:
     model = sessions.fresh_model()
     weights = sum(weight.numel() for weight in model.parameters())
-    on_cpu = estimate(model, 32, CPU, recompute=False)
-    assert weights * 16 <= on_cpu.fixed <= weights * 20  # weight, gradient and two moments, in float32
-    assert (on_cpu.row * 8, on_cpu.logits * 8) == (
-        (longer := estimate(model, 256, CPU, recompute=False)).row,
-        longer.logits,
-    )
-    assert estimate(model, 32, CPU, recompute=True).row < on_cpu.row
+    on_cpu, longer = (plan(count(model), Way(length, gpu=False), GIGABYTE) for length in (32, 256))
+    assert on_cpu.parts == {
+        "weights": 4 * weights, "masters": 0, "gradients": 4 * weights, "optimiser states": 8 * weights
+    }  # fmt: skip
+    assert (on_cpu.row * 8, on_cpu.logits * 8) == (longer.row, longer.logits)
+    assert plan(count(model), Way(32, gpu=False, recompute=True), GIGABYTE).row < on_cpu.row
+    imagined = plan(count(model).with_lora(2), Way(32), GIGABYTE)
     add_lora(model, LoraSettings(rank=2), seed=0)
-    assert estimate(model, 32, CPU, recompute=False).fixed < on_cpu.fixed - weights * 12
+    adapters = sum(weight.numel() for name, weight in model.named_parameters() if "lora_" in name)
+    assert imagined.parts == plan(count(model), Way(32), GIGABYTE).parts  # tried out without adding them
+    assert imagined.parts == {
+        "weights": 2 * (weights + adapters), "masters": 4 * adapters, "gradients": 6 * adapters, "optimiser states": 8 * adapters
+    }  # fmt: skip
 
 
 def train_and_measure(file: Path, heads: bool, recompute: bool, rows: int) -> None:
     """Do two steps; write by how much memory has grown at most, and what was estimated."""
-    length, vocabulary, device = 512, 8192, torch.device("cpu")
+    length, vocabulary = 512, 8192
     model = LlamaForCausalLM(LlamaConfig(
         hidden_size=256, num_hidden_layers=6, intermediate_size=704, vocab_size=vocabulary, num_attention_heads=4, tie_word_embeddings=True
     ))  # fmt: skip
@@ -120,7 +126,7 @@ def train_and_measure(file: Path, heads: bool, recompute: bool, rows: int) -> No
     )  # fmt: skip
     list(training.steps(2))
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    file.write_text(f"{grown} {estimate(model, length, device, recompute=recompute).needed(rows)}")
+    file.write_text(f"{grown} {training.plan.needed(rows)}")
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="asks Linux")
@@ -137,19 +143,20 @@ def test_heads_of_a_small_model_fit_where_a_few_hundred_megabytes_are_free() -> 
         hidden_size=256, num_hidden_layers=4, intermediate_size=704, vocab_size=3072, num_attention_heads=4
     ))  # fmt: skip
     model.mtp = MtpHeads.for_model(model.requires_grad_(False), depth=2)
-    assert estimate(model, 1024, CPU, recompute=False).needed(1) < 400e6
+    assert plan(count(model), Way(1024, gpu=False), 10**12).needed(1) < 400e6
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="says what Linux says")
 def test_files_in_the_cache_do_not_count_as_used() -> None:
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     said = 1024 * int(lines["MemAvailable"].split()[0])
-    assert estimate(sessions.fresh_model(), 32, CPU, recompute=False).available == pytest.approx(said, rel=0.2)
+    assert memory.available_on(CPU, sessions.fresh_model()) == pytest.approx(said, rel=0.2)
 
 
 def test_a_training_that_does_not_fit_is_refused_before_it_starts(tmp_path: Path) -> None:
     corpus = sessions.write_corpus(tmp_path / "corpus")
-    free = estimate(sessions.fresh_model(), sessions.LENGTH, CPU, recompute=False)
+    model = sessions.fresh_model()
+    free = plan(count(model), Way(sessions.LENGTH, gpu=False), memory.available_on(CPU, model))
     batch = 4 * free.available // free.row
     changes = {"batch": batch, "micro": batch, "tokens": batch * sessions.LENGTH}
     with (
@@ -157,3 +164,69 @@ def test_a_training_that_does_not_fit_is_refused_before_it_starts(tmp_path: Path
         sessions.session(corpus, tmp_path / "run", sessions.settings(**changes)),
     ):
         pass
+
+
+BIG = Counts(
+    weights=8 * 10**9, trained=8 * 10**9, layer=2 * 10**8, outside=10**9, layers=35, kept_layers=35, heads=0, hidden=4096,
+    attention=5120, feed_forward=12288, experts=0, vocabulary=150_000, linear=3 * 10**6, cached=70_000,
+)  # fmt: skip
+
+
+def test_bytes_on_a_gpu_by_hand() -> None:
+    parts = plan(BIG, Way(4096), 10**12).parts
+    assert parts == {"weights": 16e9, "masters": 32e9, "gradients": 48e9, "optimiser states": 64e9}
+    compact = plan(BIG, Way(4096, masters="none", states="8bit", reference="average"), 10**12).parts
+    update = 4 * memory.UPDATE * optimiser.CHUNK
+    assert compact == {
+        "weights": 16e9, "masters": 0, "gradients": 16e9, "optimiser states": 16e9 + 0.25e9 + update, "frozen reference": 48e9
+    }  # fmt: skip
+    eight = plan(BIG, Way(4096, ranks=8), 10**12).parts
+    assert eight == {
+        "weights": 2 * (1e9 + 2 * 2e8), "masters": 4e9, "gradients": 4e9 + 6 * (1e9 + 2e8), "optimiser states": 8e9
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("there", "chosen"),
+    [
+        (300, ("float32", "float32")),
+        (180, ("float32", "8bit")),
+        (100, ("none", "8bit")),
+        (50, ("none", "cpu")),
+        (9, ("none", "cpu")),
+    ],
+)
+def test_auto_takes_the_first_that_fits(there: int, chosen: tuple[str, str]) -> None:
+    planned = settle(BIG, Way(4096, recompute=True), OptimiserSettings(), there * GIGABYTE)
+    assert (planned.way.masters, planned.way.states) == chosen
+    assert bool(planned.rows()) == (there > 9)
+    asked = settle(BIG, Way(4096), OptimiserSettings(states="8bit", masters="float32"), 9 * GIGABYTE).way
+    assert (asked.masters, asked.states) == ("float32", "8bit")
+    plain = settle(BIG, Way(4096, gpu=False), OptimiserSettings(), 9 * GIGABYTE).way
+    assert (plain.masters, plain.states) == ("float32", "float32")
+
+
+@given(st.integers(1, 400), st.booleans(), st.sampled_from([1024, 4096, 32768]))
+def test_what_would_make_it_fit_does(there: int, recompute: bool, length: int) -> None:
+    way, available = Way(length, recompute=recompute), there * GIGABYTE
+    words = remedy(BIG, way, available)
+    if plan(BIG, way, available).rows() or not words:
+        return
+    changed = replace(way, recompute=recompute or "recompute" in words)
+    if match := re.search(r'states = "(\w+)"', words):
+        changed = replace(changed, states=match[1])
+    if match := re.search(r'masters = "(\w+)"', words):
+        changed = replace(changed, masters=match[1])
+    if match := re.search(r"(\d+) ranks", words):
+        changed = replace(changed, ranks=int(match[1]))
+    if match := re.search(r"length = (\d+)", words):
+        changed = replace(changed, length=int(match[1]))
+    assert plan(BIG.with_lora(16) if "LoRA" in words else BIG, changed, available).rows() >= 1
+
+
+def test_the_nearest_remedy_comes_first() -> None:
+    assert remedy(BIG, Way(4096), 172 * GIGABYTE) == 'optimiser.states = "8bit"'
+    assert remedy(BIG, Way(16384), 230 * GIGABYTE) == "recompute = true"
+    assert remedy(BIG, Way(4096), 40 * GIGABYTE) == "recompute = true and LoRA ([….lora])"
+    assert "ranks" in remedy(BIG, Way(4096), 40 * GIGABYTE, lora=False)
+    assert remedy(BIG, Way(4096), GIGABYTE) == ""

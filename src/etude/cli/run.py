@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from etude.models.bases import KnownBase
     from etude.recipe.recipe import Recipe
+    from etude.run.plan import Planned
     from etude.run.runner import Runner, Step
 
 
@@ -36,6 +37,48 @@ def run(
 ) -> None:  # fmt: skip
     """Run a recipe. Finished stages are kept; an interrupted one resumes where it stopped."""
     _run_recipe(_load(recipes, change), out, cache, until=until, dry_run=dry_run, as_json=as_json)
+
+
+def plan(
+    recipes: options.RecipeFiles, change: options.Changes = None,
+    on: Annotated[str, typer.Option("--on", metavar="[N]x[GPU]", help="Machine to plan for, such as h200 or 8xh200.")] = "h200",
+    cache: options.CacheFolder = None, as_json: options.AsJson = False,
+) -> None:  # fmt: skip
+    """Say what a recipe will take: memory by part, rows at once, hours, and what would make it fit. Needs no GPU and no weights."""
+    recipe = _load(recipes, change)
+    from etude.run.plan import described, machine, plan_recipe
+
+    planned = plan_recipe(recipe, machine(on), options.cache_folder(cache))
+    if as_json:
+        options.print_json({"on": on, "stages": [described(each) for each in planned]})
+        return
+    if not planned:
+        options.echo("no stage of this recipe trains a model")
+    for each in planned:
+        _print_planned(each, on)
+
+
+def _print_planned(each: Planned, on: str) -> None:
+    from etude.training.memory import SHARE, gigabytes
+
+    way, rows = each.plan.way, max(1, each.micro)
+    parts = {**each.plan.parts, f"activations of {rows} rows": rows * each.plan.row,
+             "logits": each.plan.needed(rows) - sum(each.plan.parts.values()) - rows * each.plan.row}  # fmt: skip
+    ranks = f", each of {way.ranks} ranks" if way.ranks > 1 else ""
+    title = f"{each.name} on {on}{ranks}: rows of {each.length:,} tokens, masters {way.masters}, states {way.states}"
+    listed = [(name, f"{size / 1e9:.1f}") for name, size in [*parts.items(), ("in all", each.plan.needed(rows))]]
+    options.echo(title)
+    Console().print(terminal(Table(("part", ">GB"), listed)))
+    may = gigabytes(SHARE * each.plan.available)
+    if each.cache:
+        options.echo(f"beside it the engine: {gigabytes(each.engine)} of weights, {gigabytes(each.cache)} of KV cache")
+    if not each.micro:
+        advice = f"{each.remedy} would do" if each.remedy else "nothing that was tried would do: take a smaller base"
+        options.echo(f"it does not fit: {may} may be used; {advice}\n")
+        return
+    hours = f", {each.hours:,.1f} hours for {human(each.tokens)} tokens" if each.hours and each.tokens else ""
+    speed = f"; about {human(round(each.rate))} tokens/s{hours} ({each.source})" if each.rate else ""
+    options.echo(f"it fits: {may} may be used, {each.micro} rows at once{speed}\n")
 
 
 def build_corpus(

@@ -167,11 +167,16 @@ def open_policy(job: RlJob, say: Say) -> LocalPolicy:
     import torch
 
     from etude.inference.local import LocalPolicy
+    from etude.models.load import choose_device
+    from etude.models.shape import model_shape
+    from etude.rl.division import of_run
 
-    own = job.settings
+    own, cache = job.settings, int(job.settings.engine_memory * 1e9)
+    if not cache and choose_device(own.device).type == "cuda":
+        cache = of_run(job.model, own, own.length or model_shape(job.model).context)[1]
     return LocalPolicy.open(
         job.model, device=own.device, dtype=None if own.dtype == "auto" else getattr(torch, own.dtype),
-        context=own.length or None, memory=int(own.engine_memory * 1e9) or None, speculate=False, say=say,
+        context=own.length or None, memory=cache or None, speculate=False, say=say,
     )  # fmt: skip
 
 

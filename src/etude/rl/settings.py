@@ -93,7 +93,7 @@ class RlSettings(TrainerSettings):
     ranks: int = Field(default=1, ge=1, description="ranks of the trainer, each on a GPU of its own")
     processes: bool = Field(default=True, description="engine and trainer in separate processes; false: all in one")
     engine: str = Field(default="", description="address of a running vLLM server that samples; empty: our own engine")
-    engine_memory: float = Field(default=0.0, ge=0, description="KV cache in GB; 0: a share of the free memory")
+    engine_memory: float = Field(default=0.0, ge=0, description="KV cache in GB; 0: by the plan")
     anchor_every: int = Field(default=20, ge=1, description="weight versions between full copies, not deltas")
     checkpoint_every: int = Field(default=10, ge=1, description="steps between checkpoints of the trainer, at most")
     keep_traces: bool = Field(default=False, description="keep all traces after the run")

@@ -46,6 +46,7 @@ from etude.lineage.compute import forward_flops
 from etude.models.load import saved_dtype
 from etude.models.shape import model_shape
 from etude.rl.algorithm import ALGORITHMS, divergence
+from etude.rl.division import AT_ONCE, of_run
 from etude.rl.exchange import Batch, Exchange, Report
 from etude.rl.processes import BIND, RlJob, as_child, load_job
 from etude.rl.state import FLAT
@@ -66,7 +67,6 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 
-AT_ONCE = {"cpu": 8192, "cuda": 32_768}  # tokens; more would not be faster, and a GPU's last rows are padding
 KEPT = 2  # versions that readers may still be on their way to
 POLL = 0.05  # seconds between looks for a batch
 STEP = 64  # lengths that may change from batch to batch are multiples of this
@@ -88,6 +88,7 @@ class Trainer:
             beyond = f"length = {self.length} is beyond the model's context of {context}"
             raise UserError(f"{beyond}; set length = 0 or extend it")
         device = self.world.device(settings.device).type
+        available = of_run(model, settings, self.length)[0] if device == "cuda" else 0
 
         def objective(prepared: Any) -> PolicyGradient:
             return PolicyGradient(prepared, self.algorithm.weigh, settings.harness.temperature)
@@ -99,7 +100,7 @@ class Trainer:
             # The size of a loss says nothing, as advantages change from batch to batch: only what is no number is refused.
             Guard(GuardSettings(), outliers=False), say, objective,
             saved_dtype(model), settings.lora, keep_start=settings.kl.reference if settings.kl.coefficient else "",
-            total=settings.steps, graphs=False,
+            total=settings.steps, graphs=False, available=available,
         )  # fmt: skip
         experts = self.session.experts
         if settings.router_replay and experts is None:

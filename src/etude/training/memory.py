@@ -1,11 +1,12 @@
-"""Memory: how much a training will take, before it starts, and how to take it only once.
+"""Memory: one plan of what a training takes, made before anything is allocated, which `etude plan` prints and every session obeys.
 
-Weights, gradients and the optimiser's state are counted exactly. What is kept of the forward pass for the backward pass is estimated
-from the model's shape, in the computing dtype: for each position and layer about 10 vectors as wide as the model, 4 as wide as
-its feed-forward part, queries, keys and values; with recomputation one vector a layer, and one layer whole. A trunk that only MTP
-heads learn from keeps nothing, the heads a layer a depth. Then the logits, up to a chunk of them, some copies each (`COPIES`). On a
-CPU the peaks of some shapes were measured: the estimates are within a fifth of them (tests/training/test_memory.py). From this
-follows how many rows a device works on at once (`choose_micro`).
+The plan is a pure function of the model's shape (`count`, which also answers for a model on torch's `meta` device), of how it is
+trained (`Way`) and of the bytes there are. Weights, masters, gradients and AdamW's moments are counted exactly; gathered layers of a
+sharded model and what the update needs besides, by what FSDP2 and `CompactAdamW` do. What is kept of the forward pass for the backward
+pass is estimated in the computing dtype: for each position and layer some vectors as wide as the model, as its attention and as its
+feed-forward part, of a mixture of experts for each expert that the token goes to; with recomputation one vector a layer, and one layer
+whole. A trunk that only MTP heads learn from keeps nothing, the heads a layer a depth. Then the logits, up to a chunk of them, some
+copies each. On a CPU the peaks of some shapes were measured: the estimates are within 30 % of them (tests/training/test_memory.py).
 
 A CPU's memory is then kept between operations (`keep_freed_memory`): glibc would give every large block back to the system when it is
 freed, and the kernel would clear the pages of the next. Steps of sprout became a third faster (docs/lab-notes.md); the peak stays
@@ -17,89 +18,250 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from etude.errors import UserError
+from etude.models.shape import routed_share
 from etude.training.cross_entropy import CHUNK
+from etude.training.optimiser import CHUNK as UPDATED
 
-SHARE = 0.85  # of the memory that may be planned for
-STREAMS, FEED_FORWARD = 10, 4
+if TYPE_CHECKING:
+    from etude.training.settings import OptimiserSettings
+
+# What is estimated, and where each number comes from. Those marked CPU were measured there; no GPU's peak was held against them yet.
+SHARE = 0.85  # of the memory that may be planned for; a guess, for fragments and what libraries take
+STREAMS = (
+    6  # vectors as wide as the model that a layer keeps (CPU, with the next two: Llama shapes of 2 to 57M parameters)
+)
+ATTENTION = 2  # of queries and outputs, and of keys and values
+FEED_FORWARD = 4  # vectors as wide as the feed-forward part
+DISPATCHED = 2  # vectors as wide as the model for each expert of a token: its input and output in the expert's order (by the code)
 COPIES = {
     "cpu": 3.75,
     "cuda": 3.0,
     "distilled": 11.0,
-}  # of logits in float32: one loss, one compiled; of MTP heads on a CPU
+}  # of logits in float32: one loss (CPU); compiled (guess); of MTP heads (CPU)
+UPDATE = 8  # float32 copies of the numbers that `CompactAdamW` updates at once (by the code)
+LAYERS_GATHERED = (
+    2  # whole layers on a device at once under FSDP2: one is computed, the next is on its way (by the code)
+)
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Bytes."""
+class Counts:
+    """A model in numbers (of weights, of vectors' widths), without its weights."""
 
-    fixed: int  # whatever the rows
-    row: int  # for each row at once
+    weights: int
+    trained: int
+    layer: int  # weights of the largest layer
+    outside: int  # weights outside the layers
+    layers: int
+    kept_layers: int  # of which the backward pass needs something
+    heads: int  # depth of MTP heads
+    hidden: int
+    attention: int  # queries, keys and values of a token
+    feed_forward: int  # of all experts that a token goes to
+    experts: int  # that a token goes to; 0: dense
+    vocabulary: int
+    linear: int  # Σ inputs + outputs of the matrices that LoRA takes: what rank 1 trains
+    cached: int  # keys and values of a position, over all layers
+
+    def with_lora(self, rank: int) -> Counts:
+        """Return what would be counted with adapters."""
+        return replace(self, trained=rank * self.linear, weights=self.weights + rank * self.linear)
+
+
+def count(model: Any) -> Counts:
+    """Count a model, which may be on the meta device."""
+    config = model.config.get_text_config()
+    weights = {id(weight): weight for weight in model.parameters()}
+    if config.tie_word_embeddings and (head := model.get_output_embeddings()) is not None:
+        weights.pop(id(head.weight), None)  # on the meta device they are two
+        weights[id(model.get_input_embeddings().weight)] = model.get_input_embeddings().weight
+    decoder = model.get_decoder()
+    blocks = [
+        sum(weight.numel() for weight in layer.parameters())
+        for part in decoder.children() if isinstance(part, torch.nn.ModuleList) for layer in part
+    ]  # fmt: skip
+    heads = model.mtp.depth if hasattr(model, "mtp") else 0
+    moved = any(weight.requires_grad for weight in decoder.parameters())
+    matrices = [part for part in decoder.modules() if isinstance(part, torch.nn.Linear)]
+    total, share = sum(weight.numel() for weight in weights.values()), routed_share(config)
+    return Counts(
+        total, sum(weight.numel() for weight in weights.values() if weight.requires_grad), max(blocks), total - sum(blocks),
+        len(blocks), len(blocks) if moved or not heads else 1, heads, config.hidden_size, *_widths(config),
+        config.num_experts_per_tok if share < 1 else 0, config.vocab_size,
+        sum(part.in_features + part.out_features for part in matrices), _cached(config),
+    )  # fmt: skip
+
+
+def _widths(config: Any) -> tuple[int, int]:
+    """Return the widths of a token's queries, keys and values together, and of its feed-forward part."""
+    heads, kept = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if getattr(config, "kv_lora_rank", None):
+        kept, width = heads, config.qk_nope_head_dim + config.qk_rope_head_dim
+    plain = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    if routed_share(config) == 1:
+        return (heads + kept) * width, plain
+    one = getattr(config, "moe_intermediate_size", None) or plain
+    return (heads + kept) * width, one * (config.num_experts_per_tok + (getattr(config, "n_shared_experts", None) or 0))
+
+
+def _cached(config: Any) -> int:
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):
+        return int(layers * (config.kv_lora_rank + config.qk_rope_head_dim))
+    kept, width = getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None)
+    return int(2 * layers * kept * (width or config.hidden_size // heads))
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is trained, as far as memory is concerned."""
+
+    length: int
+    gpu: bool = True
+    masters: str = "float32"
+    states: str = "float32"
+    recompute: bool = False
+    ranks: int = 1
+    reference: str = ""  # "start", "average": a frozen copy
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes on one rank, by part."""
+
+    way: Way
+    parts: dict[str, int]  # whatever the rows
+    row: int  # activations for each row at once
     available: int
     logits: int = 0  # for each row at once,
     most_logits: int = 0  # but not more than this in all
 
     def needed(self, rows: int) -> int:
         """Return what so many rows at once take."""
-        return self.fixed + rows * self.row + min(rows * self.logits, self.most_logits)
+        return sum(self.parts.values()) + rows * self.row + min(rows * self.logits, self.most_logits)
 
     def rows(self) -> int:
         """Return how many rows fit at once."""
-        room = self.available * SHARE - self.fixed
+        room = self.available * SHARE - sum(self.parts.values())
         return max(0, int(room // (self.row + self.logits)), int((room - self.most_logits) // self.row))
 
 
-def estimate(model: Any, length: int, device: torch.device, *, recompute: bool, sharded_over: int = 1) -> Estimate:
-    """Estimate what training a model takes on a device."""
-    config = model.config.get_text_config()
-    weights = sum(weight.numel() for weight in model.parameters())
-    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    half = device.type == "cuda"
+def plan(counts: Counts, way: Way, available: int) -> Plan:
+    """Plan one rank."""
+    half = way.gpu or way.masters == "none"
     kept = 2 if half else 4  # bytes of a number kept for the backward pass
-    fixed = weights * kept + trained * (16 + (kept if half else 0)) // sharded_over
-    ffn = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    layer = STREAMS * config.hidden_size + FEED_FORWARD * ffn
-    heads = model.mtp.depth if hasattr(model, "mtp") else 0
-    trunk = config.num_hidden_layers
-    if heads and not any(weight.requires_grad for weight in model.get_decoder().parameters()):
-        trunk = 1  # of which nothing is kept
-    streams = trunk * config.hidden_size + layer if recompute else (trunk + heads) * layer
-    row = length * kept * (streams + 4 * config.hidden_size)
-    logit = round(4 * COPIES["distilled" if heads and not half else device.type])
-    return Estimate(fixed, row, _available(device), length * config.vocab_size * logit, CHUNK * logit)
+    layer = STREAMS * counts.hidden + ATTENTION * counts.attention + FEED_FORWARD * counts.feed_forward
+    layer += DISPATCHED * counts.experts * counts.hidden
+    streams = (counts.kept_layers + counts.heads) * layer
+    if way.recompute:
+        streams = counts.kept_layers * counts.hidden + layer
+    row = way.length * kept * (streams + 4 * counts.hidden)
+    logit = round(4 * COPIES["distilled" if counts.heads and not half else "cuda" if half else "cpu"])
+    return Plan(way, _fixed(counts, way, kept), row, available, way.length * counts.vocabulary * logit, CHUNK * logit)
 
 
-def _available(device: torch.device) -> int:
+def _fixed(counts: Counts, way: Way, computed: int) -> dict[str, int]:
+    exact, trained = way.masters == "float32", counts.trained // way.ranks
+    moments = {"float32": 8 * trained, "8bit": 2 * trained + trained // 32, "cpu": 0 if way.gpu else 8 * trained}
+    compact = way.states != "float32" or not exact
+    if way.ranks == 1:
+        parts = {"weights": computed * counts.weights, "masters": 4 * trained if exact and computed == 2 else 0}
+        # Of a micro-batch in bf16, and their sum in float32.
+        parts["gradients"] = trained * (6 if parts["masters"] else computed)
+    else:
+        shard, whole = 4 if exact else 2, counts.outside + LAYERS_GATHERED * counts.layer
+        parts = {"weights": computed * whole, "masters": shard * counts.weights // way.ranks}
+        # Of what was gathered, before and while it is reduced in float32.
+        parts["gradients"] = shard * trained + (computed + 4) * (counts.outside + counts.layer)
+    parts["optimiser states"] = moments[way.states] + (4 * UPDATE * min(trained, UPDATED) if compact else 0)
+    if way.reference:
+        parts["frozen reference"] = computed * counts.weights // way.ranks + (
+            4 * trained if way.reference == "average" else 0
+        )
+    return parts
+
+
+LESS_AND_LESS = (("float32", "float32"), ("float32", "8bit"), ("none", "8bit"), ("none", "cpu"))
+
+
+def settle(counts: Counts, way: Way, wish: OptimiserSettings, available: int) -> Plan:
+    """Return the plan with the first masters and states that fit, where the wish leaves them open; the least if none does."""
+    if not way.gpu or wish.name == "muon":
+        states = wish.states.replace("auto", "float32")
+        return plan(counts, replace(way, masters=wish.masters.replace("auto", "float32"), states=states), available)
+    open_ways = [
+        replace(way, masters=masters, states=states) for masters, states in LESS_AND_LESS
+        if wish.masters in {"auto", masters} and wish.states in {"auto", states}
+    ] or [replace(way, masters=wish.masters.replace("auto", "float32"), states=wish.states.replace("auto", "float32"))]  # fmt: skip
+    plans = [plan(counts, each, available) for each in open_ways]
+    return next((each for each in plans if each.rows()), plans[-1])
+
+
+def remedy(counts: Counts, way: Way, available: int, *, adamw: bool = True, lora: bool = True) -> str:
+    """Return the nearest thing that would make one row fit, found by trying: first what costs least; "" if nothing does."""
+    lighter: list[dict[str, Any]] = [{}]
+    if way.gpu and adamw:
+        lighter += [{"states": "8bit"}, {"masters": "none", "states": "8bit"}, {"masters": "none", "states": "cpu"}]
+    changes = [{**less, **more} for less in lighter for more in ({}, {"recompute": True})]
+    more_ranks = (
+        [{**each, "ranks": way.ranks * factor} for factor in (2, 4, 8, 16) for each in changes[:4]] if way.gpu else []
+    )
+    shorter = [{"recompute": True, "length": way.length >> by} for by in range(1, 8) if way.length >> by >= 16]
+    for rank, change in [*((0, each) for each in changes), *((16, each) for each in changes[:2] if lora and way.ranks == 1),
+                         *((0, each) for each in [*more_ranks, *shorter])]:  # fmt: skip
+        changed = replace(way, **change)
+        if (rank or changed != way) and plan(counts.with_lora(rank) if rank else counts, changed, available).rows():
+            return _words(way, changed, lora=bool(rank))
+    return ""
+
+
+def _words(way: Way, changed: Way, *, lora: bool) -> str:
+    said = {
+        "recompute = true": changed.recompute and not way.recompute, f"length = {changed.length}": changed.length != way.length,
+        f'optimiser.states = "{changed.states}"': changed.states != way.states, "LoRA ([….lora])": lora,
+        f'optimiser.masters = "{changed.masters}"': changed.masters != way.masters,
+        f"{changed.ranks} ranks": changed.ranks != way.ranks,
+    }  # fmt: skip
+    return " and ".join(words for words, is_so in said.items() if is_so)
+
+
+def available_on(device: torch.device, model: Any) -> int:
+    """Return the bytes that a training may take on a device, where its model may be already."""
+    held: int = sum(weight.nbytes for weight in model.parameters() if weight.device.type == device.type)
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        unused: int = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused + held
     try:  # what is free and what files take up only as long as nobody needs it
-        return 1024 * int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0])
+        return 1024 * int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) + held
     except (OSError, IndexError):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def choose_micro(wish: int, rows: int, estimated: Estimate, *, recompute: bool) -> int:
+def choose_micro(wish: int, rows: int, planned: Plan, help_with: str = "") -> int:
     """Return how many rows to work on at once: as wished, or the largest divisor of a rank's rows that fits; refuse what will not."""
-    fits, wish = estimated.rows(), min(wish, rows)
-    other = "" if recompute else ", or recompute = true"
-    there = f"{_gb(estimated.available * SHARE)} may be used, {SHARE:.0%} of what is free"
+    fits, wish = planned.rows(), min(wish, rows)
+    there = f"{gigabytes(planned.available * SHARE)} may be used, {SHARE:.0%} of what is there"
     if fits < 1:
-        raise UserError(f"not even one row fits: about {_gb(estimated.needed(1))} are needed and {there};"
-                        f" set a shorter `length`{other}, or take a smaller base or LoRA")  # fmt: skip
+        advice = f"{help_with} would do" if help_with else "take a smaller base"
+        raise UserError(f"not even one row of {planned.way.length} tokens fits: about {gigabytes(planned.needed(1))} are needed and"
+                        f" {there}; {advice} (see `etude plan`)")  # fmt: skip
     if wish > fits:
-        raise UserError(f"micro = {wish} rows will not fit: about {_gb(estimated.needed(wish))} are needed and"
+        other = "" if planned.way.recompute else ", or recompute = true"
+        raise UserError(f"micro = {wish} rows will not fit: about {gigabytes(planned.needed(wish))} are needed and"
                         f" {there}; set micro = {fits}{other}")  # fmt: skip
     return wish or max(size for size in range(1, rows + 1) if rows % size == 0 and size <= fits)
 
 
-def _gb(amount: float) -> str:
+def gigabytes(amount: float) -> str:
     return f"{amount / 1e9:.1f} GB"
 
 

@@ -63,6 +63,12 @@ class TrainingRun:
     def __post_init__(self) -> None:
         self.steps = self.settings.steps(self.session.length)
         self._number = sum(1 for _ in self.work.metrics.rows("etude/session/")) if self.work else 0
+        if self.work:
+            planned, micro = self.session.plan, self.session.micro
+            self.work.metrics.put(
+                f"plan/{self._number:04d}", micro=micro, masters=planned.way.masters, states=planned.way.states,
+                needed_bytes=planned.needed(micro), available_bytes=planned.available,
+            )  # fmt: skip
 
     def run(self) -> dict[str, dict[str, Bits]]:
         """Train to the end; return the measurements before and after."""
@@ -180,6 +186,8 @@ class TrainingRun:
         )
         session = self.session
         way = f"attention by {session.attention}, {session.micro} rows of {session.length} tokens at once"
+        if (session.masters, session.states) != ("float32", "float32"):
+            way += f", masters {session.masters}, AdamW's states {session.states}"
         return [
             f"{len(rows):,} steps, {tokens:,} tokens, {tokens / seconds:,.0f} tokens a device-second; {way}",
             f"seen: {domains}; epochs: {epochs}",

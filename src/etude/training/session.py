@@ -1,8 +1,9 @@
 """A model in training: everything that has a gradient goes through here, whatever it learns from.
 
     load                straight into what is computed in, on the device; of several ranks the first reads, for all
-    prepare the model   refuse damaged weights, add LoRA, isolate documents
-    plan memory         how many rows fit at once
+    check the model     refuse damaged weights, add LoRA
+    plan memory         how many rows fit at once, with which masters and states
+    prepare the model   bring it to the device, isolate documents
     compile and shard   layer by layer
     build the loop      weights, optimiser, CUDA graphs
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -68,32 +69,32 @@ class Session:
     clock: Callable[[], float] = time.monotonic
     total: int = 0  # steps of the whole training
     graphs: bool = True  # CUDA graphs for a small model; the source must give rows of few shapes
+    available: int = 0  # bytes to plan with; 0: what is free
 
     def __post_init__(self) -> None:
         self.device = self.world.device(self.settings.device)
         self._gpu, self._sharded = self.device.type == "cuda", self.world.size > 1
-        wished = self.settings.optimiser
-        self.masters, self.states = (each if each != "auto" else "float32" for each in (wished.masters, wished.states))
-        self._computing_dtype = torch.bfloat16 if self._gpu or self.masters == "none" else torch.float32
         wish = self.settings.dtype
         self.saved_dtype: torch.dtype = self.parent_dtype if wish == "auto" else getattr(torch, wish)
         self._saved_at = self.clock()
         self._checkpoints = Checkpoints(self.folder, self.settings.keep, self.say)
-        objective = self._prepare_model()
+        self._check_model()
         self._plan_memory()
+        objective = self._prepare_model()
         self._build_loop(self._compile_and_shard(), objective)
 
-    def _prepare_model(self) -> Objective:
-        """Check the model, try it out and bring it to its device, in what it computes in. Of several ranks the first does, for all."""
+    def _check_model(self) -> None:
         if not self._gpu:
             memory.keep_freed_memory()
-        model = self.model
-        refuse_damaged(model)
-        self.shape = shape_of(model.config).compute
+        refuse_damaged(self.model)
+        self.shape = shape_of(self.model.config).compute
         if self.lora and self._sharded:
             raise UserError("lora cannot be used on several ranks yet; train on one, or without it")
-        self._adapters: Any = add_lora(model, self.lora, self.seed) if self.lora else None
-        model.eval()  # dropout stays off
+        self._adapters: Any = add_lora(self.model, self.lora, self.seed) if self.lora else None
+
+    def _prepare_model(self) -> Objective:
+        """Bring the model to its device, in what it computes in, and try it out. Of several ranks the first does, for all."""
+        model = self.model.eval()  # dropout stays off
         if not self._sharded:
             self.weights = self._weights(model.to(self.device))
         self.experts = take_up(model, self.settings.experts, self.total)
@@ -118,14 +119,25 @@ class Session:
         return MixedWeights(model) if self._gpu and self.masters == "float32" else Weights(model)
 
     def _plan_memory(self) -> None:
-        recompute, ranks = self.settings.recompute, self.world.size
-        estimate = memory.estimate(self.model, self.length, self.device, recompute=recompute, sharded_over=ranks)
-        if self._frozen:
-            weights = sum(weight.numel() for weight in self.model.parameters())
-            kept = (2 if self._gpu else 4) + (4 if self.keep_start == "average" else 0)
-            estimate = replace(estimate, fixed=estimate.fixed + weights * kept)
-        micro = memory.choose_micro(self.settings.micro, self.rows, estimate, recompute=recompute)
-        self.micro = self.world.tell(micro)  # ranks that differed would wait for each other for ever
+        """Choose rows at once, masters and states by the plan; rank 0 does: ranks that differed would wait for each other for ever."""
+        settings, counts = self.settings, memory.count(self.model)
+        way = memory.Way(
+            self.length, self._gpu, recompute=settings.recompute, ranks=self.world.size, reference=self.keep_start
+        )
+        there = self.available or memory.available_on(self.device, self.model)
+        planned = memory.settle(counts, way, settings.optimiser, there)
+        adamw = settings.optimiser.name == "adamw"
+        advice = "" if planned.rows() else memory.remedy(counts, planned.way, there, adamw=adamw, lora=not self.lora)
+        micro = memory.choose_micro(settings.micro, self.rows, planned, advice)
+        self.micro, self.plan = self.world.tell((micro, planned))
+        self.masters, self.states = self.plan.way.masters, self.plan.way.states
+        self._computing_dtype = torch.bfloat16 if self._gpu or self.masters == "none" else torch.float32
+        if (
+            self.world.leads
+            and "auto" in {settings.optimiser.masters, settings.optimiser.states}
+            and self.states != "float32"
+        ):
+            self.say(f"to fit, AdamW keeps masters = {self.masters!r} and states = {self.states!r}")
 
     def _compile_and_shard(self) -> Root:
         self.compiled = self.settings.compile == "on" or (self.settings.compile == "auto" and self._gpu)

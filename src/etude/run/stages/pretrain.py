@@ -97,11 +97,12 @@ class PretrainStage(TrainingStage):
         corpus = open_corpus(training, training.parent)
         torch.manual_seed(training.seed)
         with torch.device("cpu" if world.leads else "meta"):
-            model = LlamaForCausalLM(_config(training.settings.model, corpus.vocabulary, corpus.separator))
+            model = LlamaForCausalLM(llama_config(training.settings.model, corpus.vocabulary, corpus.separator))
         train_on_corpus(training, world, work, model, dtype=torch.bfloat16)
 
 
-def _config(shape: ShapeSettings, vocabulary: int, separator: int) -> LlamaConfig:
+def llama_config(shape: ShapeSettings, vocabulary: int, separator: int) -> LlamaConfig:
+    """Return the config of a shape."""
     return LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=shape.width,

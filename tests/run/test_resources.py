@@ -1,0 +1,154 @@
+"""`etude plan`: shapes that people use, counted and added up by hand, from a config alone; and what is said when it does not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from etude.errors import UserError
+from etude.recipe.recipe import load_recipe
+from etude.rl.division import CONTEXTS, ENGINE_WORK, LEAST, divide
+from etude.rl.settings import RlSettings
+from etude.run.plan import gpus, machine, on_meta, plan_recipe
+from etude.run.runner import stage_settings
+from etude.training import memory
+
+if TYPE_CHECKING:
+    from tests.conftest import Etude
+
+SHAPES = Path(__file__).parent / "shapes"
+PARAMETERS = {  # as their publishers count them; of Gemma 3 the text model
+    "qwen3-8b": 8_190_735_360, "qwen3-30b-a3b": 30_532_122_624, "gpt-oss-20b": 20_914_757_184, "gemma-3-12b": 11_766_034_176,
+    "smollm2-135m": 134_515_008,
+}  # fmt: skip
+KV_NUMBERS = {  # keys and values × layers × key-value heads × width of a head
+    "qwen3-8b": 2 * 36 * 8 * 128, "qwen3-30b-a3b": 2 * 48 * 4 * 128, "gpt-oss-20b": 2 * 24 * 8 * 64, "gemma-3-12b": 2 * 48 * 8 * 256,
+    "smollm2-135m": 2 * 30 * 3 * 64,
+}  # fmt: skip
+
+
+def base(folder: Path, name: str) -> Path:
+    """Make a folder that holds a config and nothing else."""
+    folder.mkdir(exist_ok=True)
+    shutil.copyfile(SHAPES / f"{name}.json", folder / "config.json")
+    return folder
+
+
+def recipe_file(tmp_path: Path, name: str, stages: str) -> Path:
+    file = tmp_path / "recipe.toml"
+    named = [line[1:-1] for line in stages.splitlines() if line.startswith("[") and "." not in line]
+    corpus = '[data]\nlength = 4096\n[[data.source]]\nname = "x"\nfolder = "."\ndomain = "code"\n'
+    file.write_text(
+        f'name = "big"\nbase = "{base(tmp_path / "base", name)}"\nstages = {json.dumps(named)}\n{corpus}{stages}'
+    )
+    return file
+
+
+def planned(tmp_path: Path, name: str, stages: str, on: str = "h200") -> Any:
+    return plan_recipe(load_recipe([recipe_file(tmp_path, name, stages)], [], stage_settings()), machine(on))
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_shapes_are_counted_exactly(tmp_path: Path, name: str) -> None:
+    config = AutoConfig.from_pretrained(base(tmp_path, name))
+    counts = memory.count(on_meta(config))
+    assert counts.weights == counts.trained == PARAMETERS[name]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    tied = model.lm_head.weight.numel() if config.tie_word_embeddings else 0
+    assert counts.weights == sum(weight.numel() for _, weight in model.named_parameters(remove_duplicate=False)) - tied
+    assert counts.cached == KV_NUMBERS[name]
+    assert counts.outside + sum(
+        weight.numel() for name, weight in model.named_parameters() if ".layers." in name
+    ) == counts.weights  # fmt: skip
+    parts = memory.plan(counts, memory.Way(4096), 10**12).parts
+    assert sum(parts.values()) == (2 + 4 + 6 + 8) * PARAMETERS[name]  # bf16, masters, both gradients, two moments
+
+
+CPT = "[cpt]\ntokens = 1_000_000_000\nbatch = 16\n"
+
+
+def test_qwen3_8b_is_trained_whole_on_one_h200_with_8_bits(tmp_path: Path) -> None:
+    """It was refused: a float32 copy was counted that need not exist."""
+    (stage,) = planned(tmp_path, "qwen3-8b", f"{CPT}recompute = true\n")
+    assert (stage.plan.way.masters, stage.plan.way.states) == ("float32", "8bit")
+    assert stage.micro >= 1
+    assert stage.plan.needed(stage.micro) <= memory.SHARE * stage.plan.available
+    flops = 6 * (8_190_735_360 - 151936 * 4096) + 3 * 36 * 2 * 32 * 256 * 4097 / 2  # of a token; causal attention
+    assert stage.rate == pytest.approx(0.44 * 989e12 / flops, rel=1e-6)
+    assert stage.hours == pytest.approx(1e9 / stage.rate / 3600)
+
+
+def test_what_does_not_fit_is_told_with_what_would(tmp_path: Path) -> None:
+    (whole,) = planned(tmp_path, "qwen3-30b-a3b", CPT)
+    assert whole.micro == 0
+    assert whole.remedy == "LoRA ([….lora])"
+    (adapters,) = planned(tmp_path, "qwen3-30b-a3b", f"{CPT}recompute = true\n[cpt.lora]\n")
+    assert adapters.micro >= 1
+    (eight,) = planned(tmp_path, "qwen3-30b-a3b", f"{CPT}recompute = true\n", "8xh200")
+    assert eight.micro >= 1
+    assert eight.plan.way.ranks == 8
+    (many,) = planned(tmp_path, "smollm2-135m", CPT + "micro = 16\n", "rtx4090")
+    assert many.remedy == f"micro = {many.plan.rows()}"
+
+
+def test_the_command_needs_no_weights_and_no_gpu(etude: Etude, tmp_path: Path) -> None:
+    file = recipe_file(tmp_path, "qwen3-8b", f'{CPT}[rl]\ntasks = "none.jsonl"\nlength = 8192\n[rl.lora]\n')
+    out = etude("plan", str(file), "--on", "8xH200", "--set", "cpt.recompute=true").out
+    assert "cpt on 8xH200, each of 8 ranks: rows of 4,096 tokens, masters float32, states float32" in out
+    assert "several ranks not measured" in out
+    assert "KV cache" in out
+    told = json.loads(etude("plan", str(file), "--on", "rtx5090", "--json").out)
+    assert [stage["stage"] for stage in told["stages"]] == ["cpt", "rl"]
+    assert not told["stages"][0]["fits"]
+    assert told["stages"][0]["remedy"]
+    assert told["stages"][1]["parts"]["weights"] == 2 * (PARAMETERS["qwen3-8b"] + 16 * 2_727_936)
+    for wrong, why in (
+        ("9xH20", "or several as 8xh200; did you mean 'h200'"),
+        ("0xh200", "is no machine known here"),
+    ):
+        refused = etude("plan", str(file), "--on", wrong)
+        assert refused.code == 2
+        assert why in refused.err
+
+
+def test_a_base_without_a_config_is_refused(tmp_path: Path) -> None:
+    file = recipe_file(tmp_path, "qwen3-8b", CPT)
+    (tmp_path / "base" / "config.json").unlink()
+    with pytest.raises(UserError, match=r"has no config\.json, which a plan needs"):
+        plan_recipe(load_recipe([file], [], stage_settings()), machine("h200"))
+
+
+def test_every_rate_has_its_source() -> None:
+    for name, facts in gpus().items():
+        assert {"bf16_tflops", "bandwidth_tbs", "memory_gb"} <= facts.keys()
+        assert ("measured" in facts) == (name == "h200")
+    assert all(rate["source"] and 0 < rate["mfu"] < 1 for rate in gpus()["h200"]["measured"])
+    assert "not measured on b200: as on h200" in machine("b200").share("train", 10**9)[1]
+
+
+def test_engine_and_trainer_divide_a_gpu(tmp_path: Path) -> None:
+    counts = memory.count(on_meta(AutoConfig.from_pretrained(base(tmp_path, "qwen3-8b"))))
+    settings = RlSettings(tasks="x", length=8192, lora={"rank": 16}, groups=4, group_size=8)  # type: ignore[arg-type]
+    way, total, rollout = memory.Way(8192, recompute=True), int(149.2e9), 2 * counts.cached * 8192
+    plan, rows, cache = divide(counts.with_lora(16), way, settings, total)
+    beside = cache + 2 * counts.with_lora(16).weights + ENGINE_WORK + CONTEXTS
+    assert cache == settings.at_once * rollout  # all of them fit
+    assert rows == 4
+    assert plan.rows() >= rows
+    assert plan.available + beside == pytest.approx(total, abs=2)
+    more = settings.model_copy(update={"groups": 64})
+    plan, rows, cache = divide(counts.with_lora(16), way, more, total)
+    assert LEAST * rollout <= cache < more.at_once * rollout
+    assert plan.rows() >= rows >= 1
+    given = settings.model_copy(update={"engine_memory": 10.0})
+    assert divide(counts.with_lora(16), way, given, total)[2] == 10**10
+    elsewhere = settings.model_copy(update={"engine": "http://x"})
+    plan, _, cache = divide(counts.with_lora(16), way, elsewhere, total)
+    assert (plan.available, cache) == (int(total - CONTEXTS), 0)
