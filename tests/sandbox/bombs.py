@@ -190,17 +190,6 @@ def _map(size: int, access: int, flags: int, file: int = -1) -> int:
     return address
 
 
-def byte_range_locks(limits: Bounds) -> list[str]:
-    def hold() -> Iterator[int]:
-        for number in range(900):
-            file = os.open(f"/tmp/locks-{os.getpid()}-{number}", os.O_RDWR | os.O_CREAT)
-            for place in range(1000):
-                fcntl.lockf(file, fcntl.LOCK_EX, 1, 2 * place)
-            yield 1000 * 200  # bytes that the kernel takes for one
-
-    return _held_by_children(limits, hold)
-
-
 def page_tables(limits: Bounds) -> list[str]:
     """Read from a vast mapping, which has one page of zeros everywhere and costs a page of tables for every two megabytes."""
 

@@ -365,7 +365,7 @@ class Trial:
         return [] if inside and ended == len(inside) else [f"{len(inside) - ended} of {len(inside)} live on"]
 
 
-BOMBS = ("unix_socket_buffers", "datagram_buffers", "tcp_buffers", "pipe_buffers", "byte_range_locks", "page_tables", "hidden_mappings", "semaphores", "messages",
+BOMBS = ("unix_socket_buffers", "datagram_buffers", "tcp_buffers", "pipe_buffers", "page_tables", "hidden_mappings", "semaphores", "messages",
          "spliced_pages", "many_processes", "many_threads", "fork_bomb", "memory_of_one", "shared_memory", "memory_of_many", "memory_files",
          "disk", "inodes", "many_descriptors", "deep_folders", "sparse_files")  # fmt: skip
 

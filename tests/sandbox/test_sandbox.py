@@ -157,6 +157,32 @@ def test_cpu_seconds_of_a_process_are_bounded(layer: Path) -> None:
     assert within(Place((layer,), limits=Limits(cpu_seconds=1)), use) == -24  # SIGXCPU
 
 
+LOCKS = """
+import fcntl, os, signal, struct
+for name in "abcdef":
+    file = os.open(f"/tmp/{name}", os.O_RDWR | os.O_CREAT)
+    for place in range(MANY):
+        fcntl.lockf(file, fcntl.LOCK_EX, 1, 2 * place)
+try:
+    fcntl.fcntl(file, 37, struct.pack("hhqqi", fcntl.F_WRLCK, 0, 1 << 30, 1, 0))  # F_OFD_SETLK
+except PermissionError:
+    print("refused", flush=True)
+if MANY > 10:
+    signal.pause()
+"""
+
+
+@pytest.mark.skipif(not shutil.which("python3", path="/usr/bin"), reason="needs a system Python")
+def test_locks_are_bounded_where_nothing_counts_their_memory(layer: Path) -> None:
+    async def use(box: Any) -> None:
+        few = await box.exec(["/usr/bin/python3", "-c", LOCKS.replace("MANY", "10")])
+        assert (few.rc, few.out) == (0, b"refused\n"), few.err
+        if not box.memory_counted:
+            assert (await box.exec(["/usr/bin/python3", "-c", LOCKS.replace("MANY", "1000")], timeout=20)).oom
+
+    within(Place((layer,)), use)
+
+
 def test_calls_run_at_once(layer: Path) -> None:
     async def use(box: Sandbox) -> None:
         meet = "echo . > ready-{0}; for i in $(seq 600); do [ -e ready-{1} ] && exit 0; sleep 0.05; done; exit 1"
