@@ -1,6 +1,6 @@
 """What less memory for AdamW costs in loss: sprout, trained on with each way to keep masters and moments, three seeds.
 
-    python benchmarks/optimiser_states.py [--steps 50]
+    python benchmarks/optimiser_states.py [--steps 30]
 
 All ways but the first compute in bf16, as on a GPU, and see the same rows in the same order for a seed. `nearest` is the control: bf16
 weights under torch's own AdamW, rounded to the nearest. The loss is that of held-out rows of the same files, in nats a token, after
@@ -83,7 +83,7 @@ def trained(folder: Path, way: str, lines: torch.Tensor, steps: int, seed: int, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--lr", type=float, default=3e-4)
     given = parser.parse_args()
     folder = resolve("sprout").folder
