@@ -352,6 +352,8 @@ def test_many_at_once_do_not_mix() -> None:
         ([-1], Sampling(1), "token id -1 is outside"),
         ([1], Sampling(1, stop_tokens=frozenset({VOCABULARY + 3})), f"token id {VOCABULARY + 3} is outside"),
         ([1] * CONTEXT, Sampling(1), f"more than the context of {CONTEXT}"),
+        ([1], Sampling(1, score=True), "log-probs of the prompt's tokens cannot be had of http"),
+        ([1], Sampling(1, constraint=object), "constrained decoding cannot be had of http"),
     ],
 )
 def test_a_wrong_request_is_not_sent(prompt: list[int], sampling: Sampling, match: str) -> None:

@@ -21,7 +21,14 @@ from typing import Any
 import httpx2
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 import etude
 from etude.agent.policies import find
@@ -187,11 +194,14 @@ def test_log_probs_are_those_of_the_forward_pass(server: str, model: Any) -> Non
 
 
 def test_processed_log_probs_are_those_sampled_from(processed_server: str, model: Any) -> None:
+    """Those of transformers' own warpers at the same settings, which are what the trainer takes for the sampler's."""
     cut, plain = Sampling(48, temperature=0.7, top_k=12, seed=3), Sampling(48, seed=4)
-    for prompt, sampling, completion in ask(processed_server, cut, plain):
-        logits = logits_of(model, prompt, completion) / sampling.temperature
-        if sampling.top_k:
-            logits[logits < logits.topk(sampling.top_k).values[:, -1:]] = -math.inf
+    nucleus = Sampling(48, temperature=0.7, top_p=0.9, seed=5)
+    for prompt, sampling, completion in ask(processed_server, cut, plain, nucleus):
+        warpers = [TemperatureLogitsWarper(sampling.temperature), *([TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []),
+                   *([TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else [])]  # fmt: skip
+        logits = LogitsProcessorList(warpers)(torch.tensor([prompt]), logits_of(model, prompt, completion))
+        if sampling is not plain:
             assert all(math.isnan(number) for number in completion.raw_logprobs)
         else:
             assert completion.raw_logprobs == completion.logprobs

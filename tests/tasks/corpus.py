@@ -24,6 +24,7 @@ from etude.tasks.score import Score, forbidden, taken, tried
 from etude.tasks.task import Codebase, Task
 from etude.work import cores
 from tests.tasks import small
+from tests.tasks.afresh import AFRESH
 from tests.tasks.cheats import ASKS_THE_CALLER, CODE, HOOKS, TRACE
 
 Files = dict[str, str]
@@ -428,6 +429,7 @@ KINDS: dict[str, dict[str, Files]] = {
         "odd names": appended("open(b'/workspace/\\xff\\n\\x1b[31m', 'w').close()\n"), "not Python": {CODE: "def ("}, "not text": {CODE: "\x00"},
     },
 }  # fmt: skip
+KINDS |= {f"afresh, {kind}": {name: appended(code) for name, code in cheats.items()} for kind, cheats in AFRESH.items()}
 CHEATS = {f"{kind}: {name}": files for kind, cheats in KINDS.items() for name, files in cheats.items()}
 
 

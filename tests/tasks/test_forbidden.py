@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
-from etude.tasks.score import findings, suspicious
+from etude.sandbox.box import Entry
+from etude.tasks.score import _Reader, findings, forbidden, suspicious
+from etude.tasks.task import Codebase
+from tests.tasks import small
 
 SUSPICIOUS = {
     "import pytest": "pytest", "from _pytest.runner import x": "_pytest", "import unittest.mock as m": "unittest", "import gc": "gc",
@@ -50,3 +56,30 @@ def test_what_was_there_before_is_allowed_and_nothing_else() -> None:
 
 def test_the_first_line_is_told() -> None:
     assert findings(b"x = 1\nexec(x)\neval(x)\nexec(x)\n") == {"exec": 2, "eval": 3}
+
+
+def test_more_new_code_than_can_be_read_is_refused_unread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Reading 60 megabytes of code would hold up the judge for many minutes."""
+    (tmp_path / "calc").mkdir()
+    (tmp_path / "calc" / "table.py").write_bytes(b"x = 1\n" * 300_000)
+    calc = Codebase("calc", "1", "", tmp_path, ("calc",), ())
+    monkeypatch.setattr("etude.tasks.score.findings", lambda _: {})
+    many = [Entry(f"calc/{name}.py", "file", 600_000, 0o644, b"x" * 600_000) for name in "ab"]
+    assert "more than 1048576 bytes of new code, up to calc/b.py" in forbidden(small.task(), calc, many)
+    large = Entry("calc/table.py", "file", 2_000_000, 0o644, b"y = 1\n" * 310_000)  # was large before
+    assert forbidden(small.task(), calc, [large, many[0]]) == ""
+
+
+def test_every_part_of_a_long_name_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading takes as many steps as there is code: it was the square of the longest name, minutes for a file of 4 megabytes."""
+    asked = 0
+    real = _Reader._names
+
+    def counted(self: _Reader, node: ast.expr) -> set[str]:
+        nonlocal asked
+        asked += 1
+        return real(self, node)
+
+    monkeypatch.setattr(_Reader, "_names", counted)
+    assert findings(b"import json\n" + b"json" + b".a" * 300 + b"\n") == {}
+    assert asked < 3 * 300

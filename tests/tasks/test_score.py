@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from etude.sandbox.box import Entry, Place
 from etude.sandbox.local import open_sandbox
-from etude.tasks.score import Score, check, score, taken, tried, visible
-from etude.tasks.task import Codebase, Edit
+from etude.tasks import score as score_module
+from etude.tasks.score import Score, change_digest, check, score, taken, tried, visible
+from etude.tasks.suite import Run
+from etude.tasks.task import Codebase, Edit, function_of
 from tests.tasks import small
 from tests.tasks.corpus import CHEATS
 
@@ -57,6 +61,43 @@ def test_a_forger_is_named(calc: Codebase) -> None:
     assert "forged" in small.run(tried(small.task(), calc, entries(dict(cheat)))).reason
 
 
+def test_who_remembers_earlier_runs_is_hardly_better_off(calc: Codebase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sandboxes share a kernel, whose counters and caches one can change and the next can read: here a cheat that remembers every text.
+
+    It takes for true what the run of all tests shows, or else what it saw first. Two functions are hidden: that is right once in four.
+    """
+    task, true = small.task(), (calc.tree / "test_calc.py").read_text()
+    remembered: dict[str, str] = {}
+
+    def functions(text: str) -> dict[str, str]:
+        return {node.name: ast.unparse(node) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
+
+    async def forged(_: Codebase, layers: tuple[Path, ...] = (), ids: Sequence[str] = (), **_more: float) -> Run:
+        written = [layer / "test_calc.py" for layer in layers if (layer / "test_calc.py").exists()]
+        seen, truth = functions(written[0].read_text() if written else true), functions(true)
+        remembered.update(
+            seen if len(ids) == len(task.tests) else {k: v for k, v in seen.items() if k not in remembered}
+        )
+        known = (
+            truth if len(layers) == 1 else remembered
+        )  # one layer: the reference solution, without the broken source
+        names = {test: function_of(test).split("::")[-1] for test in ids}
+        return Run(
+            "complete", {test: "passed" if known[name] == seen[name] else "failed" for test, name in names.items()}
+        )
+
+    monkeypatch.setattr(score_module, "run_tests", forged)
+
+    async def paid() -> int:
+        outcomes = []
+        for _ in range(80):
+            remembered.clear()
+            outcomes.append((await tried(task, calc, entries({"calc/__init__.py": "forged"}))).outcome)
+        return outcomes.count("pass")
+
+    assert asyncio.run(paid()) < 45  # all of them, where the run of all tests comes first
+
+
 def test_code_may_use_what_it_used_before(calc: Codebase) -> None:
     files: dict[str, str | None] = {"calc/__init__.py": small.SOLVED, "calc/extra.py": "import sys\n\nsys.modules\n"}
     assert "sys.modules in calc/extra.py, line 3" in scored(calc, files).reason
@@ -76,10 +117,13 @@ def test_a_broken_sandbox_is_invalid(calc: Codebase, tmp_path: Path) -> None:
 def test_what_is_taken_is_code_only(calc: Codebase) -> None:
     offered = [Entry("calc/a.py", "file", 1, 0o644, b"a"), Entry("calc/link.py", "link", 1, 0o777, b"/etc/passwd"), Entry("calc", "gone"),
                Entry("calc/sub", "folder"), Entry("calc/tests/a.py", "file", 1, 0o644, b"a"), Entry("calc/fifo", "other"),
-               Entry("calc/__pycache__/a.pyc", "file", 1, 0o644, b"a"), Entry("calculus/a.py", "file", 1, 0o644, b"a")]  # fmt: skip
+               Entry("calc/__pycache__/a.pyc", "file", 1, 0o644, b"a"), Entry("calculus/a.py", "file", 1, 0o644, b"a"),
+               Entry("calc/\udcff.py", "file", 1, 0o644, b"a")]  # fmt: skip
     kept, ignored = taken(small.task(), calc, offered)
     assert [entry.path for entry in kept] == ["calc/a.py", "calc"]
-    assert ignored == ("calc/link.py", "calc/tests/a.py", "calc/fifo", "calc/__pycache__/a.pyc", "calculus/a.py")
+    assert ignored[:-1] == ("calc/link.py", "calc/tests/a.py", "calc/fifo", "calc/__pycache__/a.pyc", "calculus/a.py")
+    assert ignored[-1] == "calc/\\udcff.py"  # not text: it would end the benchmark when results are written
+    assert change_digest(small.task(), kept)
 
 
 def test_every_warm_call_gets_its_own_standard_input(tmp_path: Path) -> None:

@@ -306,6 +306,9 @@ class RemotePolicy:
     def _check(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse here what the server would refuse, ignore or not report."""
         self.info.check(prompt, sampling, sampling.stop_tokens)
+        if sampling.score or sampling.constraint:
+            what = "log-probs of the prompt's tokens" if sampling.score else "constrained decoding"
+            raise UserError(f"{what} cannot be had of {self._url}: open the model's folder instead of its address")
         sampled, raw = exact(self._meaning, sampling)
         if (self._settings.require_logprob and not sampled) or (sampling.alternatives and not raw):
             why = f"{self._url} reports {self._meaning} log-probs, not the ones required at this temperature, top_p and top_k"

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import os
 import random
 import re
 import secrets
@@ -87,6 +86,8 @@ MOST_BYTES, MOST_LEFT = (
     64 << 20,
 )  # of a file that is taken, of all: they are written anew for every run, into memory
 MOST_FILES, LONGEST_PATH = 5_000, 1_000  # taken; bytes
+LONGEST_NAME = 5  # dots
+MOST_READ = 1 << 20  # bytes of code that is new: its syntax tree takes hundreds of times as much memory, and a minute
 MOST_REMEMBERED = 20_000  # changes: a few megabytes
 
 
@@ -110,6 +111,7 @@ class _Reader:
 
     def __init__(self, tree: ast.Module) -> None:
         self.nodes = list(ast.walk(tree))
+        self.known: dict[int, set[str]] = {}  # of an attribute, by its id
         self.stands_for: dict[str, set[str]] = {}  # by a name of this file; several, if it is imported several times
         for node in self.nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
@@ -149,9 +151,14 @@ class _Reader:
                 yield f"a change of {name}"
 
     def _names(self, node: ast.expr) -> set[str]:
-        """Return the full names of what an expression may stand for, if it begins with an import."""
+        """Return the full names of what an expression may stand for, if it begins with an import; of long ones the beginning."""
         if isinstance(node, ast.Attribute):
-            return {f"{name}.{node.attr}" for name in self._names(node.value)}
+            if id(node) not in self.known:  # every part of a.b.c asks for all before it
+                names = self._names(node.value)
+                self.known[id(node)] = {
+                    f"{name}.{node.attr}" if name.count(".") < LONGEST_NAME else name for name in names
+                }
+            return self.known[id(node)]
         return self.stands_for.get(node.id, set()) if isinstance(node, ast.Name) else set()
 
 
@@ -209,17 +216,18 @@ def taken(task: Task, codebase: Codebase, entries: Sequence[Entry]) -> tuple[lis
     changes, ignored, room = list[Entry](), list[str](), MOST_LEFT
     for entry in entries:
         path, size = entry.path, len(entry.content or b"")
+        name = path.encode(errors="backslashreplace").decode()  # one that is no text cannot be written into a result
         if entry.kind == "folder":
             continue  # comes with what is in it
         code = path in places or path.startswith(inside)
-        fits = size <= min(MOST_BYTES, room) and len(os.fsencode(path)) <= LONGEST_PATH and len(changes) < MOST_FILES
-        plain = fits and (entry.kind == "gone" or (entry.kind == "file" and entry.content is not None))
+        fits = size <= min(MOST_BYTES, room) and len(name.encode()) <= LONGEST_PATH and len(changes) < MOST_FILES
+        plain = fits and name == path and (entry.kind == "gone" or (entry.kind == "file" and entry.content is not None))
         test = is_test_path(path) or any(f"{place}/".startswith(f"{path}/") for place in codebase.tests)
         if code and plain and not (test or "/__pycache__/" in path or NOT_TAKEN.fullmatch(path.rpartition("/")[2])):
             changes.append(entry)
             room -= size
         else:
-            ignored.append(path)
+            ignored.append(name)
     return changes, tuple(ignored)
 
 
@@ -233,10 +241,14 @@ async def score(task: Task, codebase: Codebase, entries: Sequence[Entry]) -> Sco
 def forbidden(task: Task, codebase: Codebase, changes: Iterable[Entry]) -> str:
     """Say what in an agent's changes reaches for the tests, if anything does that neither the file nor the solution had."""
     texts = [text for edit in task.candidate.edits for text in (edit.broken, edit.fixed) if text is not None]
+    new = 0
     for entry in changes:
         if entry.content is not None and entry.path.endswith(".py"):
             before = codebase.tree / entry.path
             known = [*map(str.encode, texts), *([before.read_bytes()] if before.is_file() else [])]
+            new += max(0, len(entry.content) - max(map(len, known), default=0))
+            if new > MOST_READ:
+                return f"more than {MOST_READ} bytes of new code, up to {entry.path}: nobody can read that"
             if reason := suspicious(entry.path, entry.content, known):
                 return reason
     return ""
@@ -253,35 +265,50 @@ def suspicious(path: str, content: bytes, known: Iterable[bytes]) -> str:
 async def tried(
     task: Task, codebase: Codebase, changes: Sequence[Entry], ignored: tuple[str, ...] = (), *, again: bool = False
 ) -> Score:
-    """Run the tests of a task on the broken tree with changes: all as they are, and if they pass, the failing ones with some spoilt.
+    """Run the tests of a task on the broken tree with changes: the failing ones with some spoilt, and then all as they are.
 
-    The first run alone decides what fails: nobody can cheat by failing. It can be told from the others, so what is forged in it is
-    worth nothing: the others have true tests too, which must pass again, and nothing tells those from the spoilt ones.
+    The run of all shows what is true, and can be told from the others. So it comes last, when there is nothing left to guess: what a
+    sandbox does to the kernel's counters and caches can be read in the next one. Only who has failed a true test comes to it sooner.
     """
     drawn = random.Random(secrets.randbits(64))  # noqa: S311 - seeded by what nobody can guess
-    until = time.monotonic() + longest_scoring(task, codebase) - OPENING
+    until = time.monotonic() + 2 * longest_run(codebase, task.fail_to_pass)
     tree, broken = codebase.tree, entries_of(task.candidate.edits, "broken")
+    plain, why, seconds = None, "", 0.0
     try:
-        async with layers_of(tree, broken, changes) as layers:
-            plain = await run_tests(codebase, layers, task.tests)
-        shares = [len(plain.passed(tests)) / max(len(tests), 1) for tests in (task.fail_to_pass, task.pass_to_pass)]
-        missed = len(task.tests) - len(plain.passed(task.tests))
-        why = f"{missed} of {len(task.tests)} tests did not pass" if missed else ""
-        why, seconds = why if plain.state == "complete" else plain.state, plain.wall
-        for wrong in drawn_runs(spoilable(task), drawn) if not why else ():
-            files, left = spoilt(tree, spoilable(task), wrong, drawn), until - time.monotonic()
+        for wrong in drawn_runs(spoilable(task), drawn):
+            files = spoilt(tree, spoilable(task), wrong, drawn, surely=False)
             async with layers_of(tree, broken, changes, files) as layers:
-                run = await run_tests(codebase, layers, task.fail_to_pass, longest=left)
+                run = await run_tests(codebase, layers, task.fail_to_pass, longest=until - time.monotonic())
+            seconds += run.wall
+            true = [test for test in task.fail_to_pass if function_of(test) not in wrong]
+            if plain is None and len(run.passed(true)) < len(true):
+                plain = await _run_all(task, codebase, changes)
+                if plain.state != "complete" or len(plain.passed(task.tests)) < len(task.tests):
+                    break
             if why := await _odd(task, codebase, run, wrong, files):
                 break
-            seconds += run.wall
+        plain = plain or await _run_all(task, codebase, changes)
     except SandboxError as error:
         if await sandbox_fails(codebase):
             return Score("invalid", reason=str(error), ignored=ignored)
         if not again:  # it may have been an accident
             return await tried(task, codebase, changes, ignored, again=True)
         return Score("fail", reason=f"its code ends the sandbox: {error}", ignored=ignored)
-    return Score("fail" if why else "pass", shares[0], shares[1], why, ignored, seconds)
+    shares = [len(plain.passed(tests)) / max(len(tests), 1) for tests in (task.fail_to_pass, task.pass_to_pass)]
+    missed = len(task.tests) - len(plain.passed(task.tests))
+    why = (
+        plain.state
+        if plain.state != "complete"
+        else f"{missed} of {len(task.tests)} tests did not pass"
+        if missed
+        else why
+    )
+    return Score("fail" if why else "pass", shares[0], shares[1], why, ignored, seconds + plain.wall)
+
+
+async def _run_all(task: Task, codebase: Codebase, changes: Sequence[Entry]) -> Run:
+    async with layers_of(codebase.tree, entries_of(task.candidate.edits, "broken"), changes) as layers:
+        return await run_tests(codebase, layers, task.tests)
 
 
 async def sandbox_fails(codebase: Codebase) -> bool:

@@ -16,18 +16,21 @@ import re
 import string
 from collections import defaultdict
 from contextlib import suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from etude.tasks.generators.mutation import OTHER_OPERATOR, operators
-from etude.tasks.generators.parsed import Cut, Function, Parsed, overlap
+from etude.tasks.generators.parsed import Cut, Function, Parsed, overlap, parse
 from etude.tasks.suite import file_entry
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from etude.sandbox.box import Entry
+
+    Found = tuple[int, Cut]
 
 _PAIRS = ("Equal NotEqual", "True False", "In NotIn", "Is IsNot", "IsNone IsNotNone", "IsInstance NotIsInstance", "Greater LessEqual",
           "Less GreaterEqual", "Regex NotRegex", "AlmostEqual NotAlmostEqual")  # fmt: skip
@@ -36,118 +39,154 @@ OPPOSITE = {**OTHER_OPERATOR, ast.Lt: ("<", ">="), ast.LtE: ("<=", ">"), ast.Gt:
 COMPARES = re.compile(r"(?i)assert_?(\w*_?equals?|\w*_?close|same)|eq_?")
 RAISES = re.compile(r"raises(_?regexp?)?|assertRaises(Regexp?)?|assert_raises")
 ERRORS = ("KeyError", "TypeError", "AttributeError", "ZeroDivisionError", "OSError", "IndexError")
-TRIES = 40
+TRIES = 20
+# How plainly an error shows to who reads the test: as another value, which is as likely as the true one; as a word that may be out of
+# place; as something that no author would write.
+DATA, WORD, SHAPE = range(3)
+DOUBLED = "(lambda it: it * 2 if it and hasattr(it, '__mul__') else [it])"  # another value of the same type, mostly
+# Another beginning of a number makes a year or a size that nobody believes, another letter a word that is none.
+PLACES = (
+    (DATA, re.compile(r"\d(?=\D|$)")),
+    (WORD, re.compile(r"(?<!\\)[A-Za-z]{2,}")),
+    (WORD, re.compile("[A-Za-z]")),
+)
 
 
-def spoilt(tree: Path, functions: Iterable[str], wrong: Collection[str], rng: random.Random) -> list[Entry]:
-    """Return the files that test functions (path::Class::name) are in, those among them spoilt that are to be wrong."""
+def spoilt(
+    tree: Path, functions: Iterable[str], wrong: Collection[str], rng: random.Random, *, surely: bool = True
+) -> list[Entry]:
+    """Return the files that test functions (path::Class::name) are in, those among them spoilt that are to be wrong.
+
+    `surely`: so that they fail, even where that shows. Otherwise some errors are hidden better, and some tests may pass all the same.
+    """
     by_file: dict[str, list[str]] = defaultdict(list)
     for path, _, name in (function.partition("::") for function in sorted(functions)):
         by_file[path] += [name.replace("::", ".")] if f"{path}::{name}" in wrong else []
     entries = []
     for path, names in by_file.items():
         with suppress(SyntaxError, UnicodeDecodeError, FileNotFoundError):  # not Python: its tests cannot be spoilt
-            entries.append(file_entry(path, spoil((tree / path).read_bytes().decode(), names, rng)))
+            entries.append(file_entry(path, spoil((tree / path).read_bytes().decode(), names, rng, surely=surely)))
     return entries
 
 
-def spoil(text: str, names: Iterable[str], rng: random.Random) -> str:
+def spoil(text: str, names: Iterable[str], rng: random.Random, *, surely: bool = True) -> str:
     """Return a test file whose functions of these qualified names are wrong; its lines stay where they are."""
     file = Parsed("", text)
     nodes, cuts = dict(file.definitions), list[Cut]()
     for function in (nodes.get(name) for name in names):
         if isinstance(function, Function):
-            cuts += [each for each in _errors(file, function, rng) if not any(overlap(each, other) for other in cuts)]
+            errors = _errors(file, function, rng, surely=surely)
+            cuts += [each for each in errors if not any(overlap(each, other) for other in cuts)]
     return file.cut(cuts)
 
 
-def _errors(file: Parsed, function: Function, rng: random.Random) -> list[Cut]:
-    """Return another expectation for one statement that surely runs, or for all there are, or one where there is none."""
-    sure = [cut for statement in function.body for cut in _expectation(file, statement, rng)]
-    nested = [cut for node in ast.walk(function) for cut in _expectation(file, node, rng)] if not sure else []
-    if sure or nested:
-        return [rng.choice(sure)] if sure else nested
+def _errors(file: Parsed, function: Function, rng: random.Random, *, surely: bool) -> list[Cut]:
+    """Return another expectation for one statement that surely runs, or for all there are, or one where there is none.
+
+    Where each of them would show, half of the time some other value of the function changes instead, unless it must `surely` fail.
+    """
+    body = function.body[1 if ast.get_docstring(function) else 0 :]
+    sure = [found for statement in body for found in _expectation(file, statement, rng)]
+    least = min((shown for shown, _ in sure), default=SHAPE)
+    if least == SHAPE and not surely and rng.random() < 0.5 and (found := _another_constant(file, body, rng)):
+        return [found[1]]
+    if sure:
+        return [rng.choice([cut for shown, cut in sure if shown == least])]
+    if nested := [cut for node in ast.walk(function) for _, cut in _expectation(file, node, rng)]:
+        return nested
     calls = [each for each in function.body if isinstance(each, ast.Expr) and isinstance(each.value, ast.Call)]
     if calls:  # of a helper that checks for itself, and returns nothing
         start = file.span(calls[-1])[0]
         return [Cut(start, start, "assert ")]
     last = function.body[-1]
-    start = file.span(last)[0]
-    return [
-        Cut(
-            start,
-            start,
-            "assert None; " if last.lineno == function.lineno else f"assert None\n{file.indent(last.lineno)}",
-        )
-    ]
+    start, alone = file.span(last)[0], f"assert None\n{file.indent(last.lineno)}"
+    return [Cut(start, start, "assert None; " if last.lineno == function.lineno else alone)]
 
 
-def _expectation(file: Parsed, node: ast.AST, rng: random.Random) -> Iterator[Cut]:
-    """Yield the cut that changes what a statement expects, if it expects something."""
+def _expectation(file: Parsed, node: ast.AST, rng: random.Random) -> Iterator[Found]:
+    """Yield the cut that changes what a statement expects, if it expects something, and how plainly it shows."""
     match node:
-        case ast.Assert(test=ast.Compare(ops=[ast.Eq()], left=left, comparators=[right]) as test):
-            literal = isinstance(left, ast.Constant) and not isinstance(right, ast.Constant)
-            yield _another(file, left if literal else right, test, rng)
+        case ast.Assert(test=ast.Compare(ops=[ast.Eq() | ast.Is()], left=left, comparators=[right]) as test):
+            yield _another(file, (left, right), test, rng) or (SHAPE, _opposite(file, test))
         case ast.Assert(test=ast.Compare() as test):
-            yield from _opposite(file, test)
+            yield SHAPE, _opposite(file, test)
         case ast.Assert(test=ast.UnaryOp(op=ast.Not(), operand=operand)):
-            yield file.replaced(node.test, file.source(operand))
+            yield SHAPE, file.replaced(node.test, file.source(operand))
         case ast.Assert():
             simple = isinstance(node.test, ast.Name | ast.Call | ast.Attribute | ast.Subscript)
-            yield file.replaced(
-                node.test, f"not {file.source(node.test)}" if simple else f"not ({file.source(node.test)})"
-            )
-        case ast.Expr(value=ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=[_, expected, *_])) if (
-            COMPARES.fullmatch(name) and not (name in TURNED and _is_bare(expected) and rng.random() < 0.5)
+            text = file.source(node.test)
+            yield SHAPE, file.replaced(node.test, f"not {text}" if simple else f"not ({text})")
+        case ast.Expr(value=ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=[first, second, *_])) if (
+            COMPARES.fullmatch(name) and (cut := _another(file, (first, second), node, rng))
         ):
-            yield _another(file, expected, None, rng)
+            yield cut
         case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name) as method)) if name in TURNED:
             end = file.span(method)[1]
-            yield Cut(end - len(name), end, TURNED[name])
+            yield SHAPE, Cut(end - len(name), end, TURNED[name])
         case ast.With() | ast.AsyncWith():
             for item in node.items:
                 match item.context_expr:
                     case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=[error, *_]) if (
                         RAISES.fullmatch(name)
                     ):
-                        yield file.replaced(error, rng.choice([each for each in ERRORS if each != file.source(error)]))
+                        other = rng.choice([each for each in ERRORS if each != file.source(error)])
+                        yield SHAPE, file.replaced(error, other)
 
 
-def _opposite(file: Parsed, test: ast.Compare) -> Iterator[Cut]:
+def _opposite(file: Parsed, test: ast.Compare) -> Cut:
     cuts = [cut for _, (cut,) in operators(file, "", [(test.left, test.comparators[0], test.ops[0])], table=OPPOSITE)]
-    yield cuts[0] if cuts and len(test.ops) == 1 else file.replaced(test, f"not ({file.source(test)})")
+    return cuts[0] if cuts and len(test.ops) == 1 else file.replaced(test, f"not ({file.source(test)})")
 
 
-def _is_bare(expected: ast.expr) -> bool:
-    return not any(isinstance(node, ast.Constant) for node in ast.walk(expected))
+def _another(file: Parsed, sides: tuple[ast.expr, ast.expr], whole: ast.AST, rng: random.Random) -> Found | None:
+    """Return a near value in the place of an expected one: of the side that only states, where one does.
+
+    Where neither has a constant, either side may be what the code under test returned, which may claim to be equal to anything of some
+    type: each is compared with the other doubled. None: that would take more lines than there are.
+    """
+    stating = [side for side in sides if not any(isinstance(node, ast.Call) for node in ast.walk(side))]
+    for side in stating or sides[1:]:  # both call something: the second is the expected one, as most write it
+        if found := _another_constant(file, [side], rng):
+            return found
+    one, other = map(file.source, sides)
+    if "\n" in one + other:
+        return None
+    return SHAPE, file.replaced(
+        whole,
+        ("assert " if isinstance(whole, ast.Expr) else "")
+        + " or ".join(f"{left} == {DOUBLED}({right})" for left, right in ((one, other), (other, one))),
+    )
 
 
-def _another(file: Parsed, expected: ast.expr, test: ast.Compare | None, rng: random.Random) -> Cut:
-    """Return a near value in the place of an expected one; of what has no constants in it the opposite, or a list of it."""
-    if cut := _another_constant(file, expected, rng):
-        return cut
-    opposite = list(_opposite(file, test)) if test else []
-    return opposite[0] if opposite and rng.random() < 0.5 else file.replaced(expected, f"[{file.source(expected)}]")
+def _another_constant(file: Parsed, nodes: Iterable[ast.AST], rng: random.Random) -> Found | None:
+    """Change one constant to another value of the same kind: the end of a number, else a word or a letter, else what is true."""
+    every = [each for node in nodes for each in ast.walk(node)]
+    inner = {id(part) for each in every if isinstance(each, ast.JoinedStr) for part in ast.walk(each)}
+    constants = [each for each in every if isinstance(each, ast.Constant) and id(each) not in inner]
+    for shown, pattern in PLACES:
+        for constant in rng.sample(constants, len(constants)):
+            source = file.source(constant)
+            places = list(pattern.finditer(source))
+            for place in rng.choices(places, k=TRIES) if places else ():
+                made = source[: place.start()] + rng.choice(_alike(file, place[0])) + source[place.end() :]
+                with suppress(SyntaxError, ValueError):
+                    value = ast.literal_eval(made)
+                    if type(value) is type(constant.value) and value != constant.value:
+                        return shown, file.replaced(constant, made)
+    truths = [each for each in constants if isinstance(each.value, bool)]
+    return (WORD, file.replaced(truths[0], str(not truths[0].value))) if truths else None
 
 
-def _another_constant(file: Parsed, node: ast.AST, rng: random.Random) -> Cut | None:
-    """Change one letter or digit of one constant, so that it is another value of the same kind."""
-    inner = {id(part) for each in ast.walk(node) if isinstance(each, ast.JoinedStr) for part in ast.walk(each)}
-    constants = [each for each in ast.walk(node) if isinstance(each, ast.Constant) and id(each) not in inner]
-    for constant in rng.sample(constants, len(constants)):
-        source = file.source(constant)
-        if isinstance(constant.value, bool):
-            return file.replaced(constant, str(not constant.value))
-        places = [i for i, sign in enumerate(source) if sign in string.digits + string.ascii_letters]
-        for place in rng.choices(places, k=TRIES) if places and constant.value is not None else ():
-            alike = next(
-                kind
-                for kind in (string.digits, string.ascii_lowercase, string.ascii_uppercase)
-                if source[place] in kind
-            )
-            made = source[:place] + rng.choice(alike) + source[place + 1 :]
-            with suppress(SyntaxError, ValueError):
-                value = ast.literal_eval(made)
-                if type(value) is type(constant.value) and value != constant.value:
-                    return file.replaced(constant, made)
-    return None
+def _alike(file: Parsed, text: str) -> Sequence[str]:
+    """Return what may stand in the place of a digit, a letter or a word; for a word those of the file that look like it."""
+    if len(text) == 1:
+        return next(kind for kind in ("0123456789", string.ascii_lowercase, string.ascii_uppercase) if text in kind)
+    alike = [each for each in words_of(file.text) if len(each) == len(text) and each.isupper() == text.isupper()]
+    return [each for each in alike if each.istitle() == text.istitle()] or [text]
+
+
+@lru_cache(maxsize=64)
+def words_of(text: str) -> tuple[str, ...]:
+    """Return the words in the texts of a file."""
+    texts = [str(node.value) for node in ast.walk(parse(text)) if isinstance(node, ast.Constant)]
+    return tuple(sorted({word for each in texts for word in re.findall("[A-Za-z]{2,}", each)}))
