@@ -3,8 +3,8 @@
     python benchmarks/study_figures.py benchmarks/results/study-h200.json docs/results
     python benchmarks/study_figures.py benchmarks/results/study-sprout-cpu.json docs/results/sprout
 
-Solve rates are means over tasks, attempts of all seeds taken together; in brackets are 95 % intervals, for which packages, tasks and
-attempts are drawn anew (etude.bench.statistics). Seeds are too few for an interval of their own.
+Solve rates are means over tasks, attempts of all seeds taken together; in brackets are 95 % intervals over packages
+(etude.bench.statistics). Seeds are too few for an interval of their own.
 """
 
 from __future__ import annotations

@@ -344,9 +344,13 @@ def test_new_weights_are_those_of_transformers(server: str, folder: Path, tmp_pa
     with_policy(server, work)
 
 
-def test_rl_trains_on_what_vllm_samples(server: str, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "temperature"), [("server", 1.0), ("processed_server", 0.7)])
+def test_rl_trains_on_what_vllm_samples(
+    request: pytest.FixtureRequest, mode: str, temperature: float, folder: Path, tmp_path: Path
+) -> None:
     """One step after the other, so that each samples from the weights of the step before: engine and trainer agree on every log-prob."""
-    settings = ["steps=3", "groups=2", "group_size=2", 'mode="sync"', 'optimiser={"lr": 0.001}', f'engine="{server}"']
+    settings = ["steps=3", "groups=2", "group_size=2", 'mode="sync"', 'optimiser={"lr": 0.001}',
+                f'engine="{request.getfixturevalue(mode)}"', f'harness={{"temperature": {temperature}}}']  # fmt: skip
     words = [sys.executable, "-m", "tests.rl.toy", str(folder), str(tmp_path / "run"), *settings]
     subprocess.run(words, check=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=500)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

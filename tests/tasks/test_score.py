@@ -8,6 +8,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,12 +91,29 @@ def test_who_remembers_earlier_runs_is_hardly_better_off(calc: Codebase, monkeyp
 
     async def paid() -> int:
         outcomes = []
-        for _ in range(80):
+        for _ in range(40):
             remembered.clear()
             outcomes.append((await tried(task, calc, entries({"calc/__init__.py": "forged"}))).outcome)
         return outcomes.count("pass")
 
-    assert asyncio.run(paid()) < 45  # all of them, where the run of all tests comes first
+    assert asyncio.run(paid()) < 25  # all of them, where the run of all tests comes first
+
+
+def test_each_function_is_surely_spoilt_once(calc: Codebase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors that do not show may have no effect: who forges always, or is equal to anything, would be paid where all of them had none."""
+    surely: list[str] = []
+
+    def recorded(*given: Any) -> list[Entry]:
+        surely.extend(function for function in given[2] if function not in given[4])
+        return []
+
+    async def forged(_: Codebase, layers: tuple[Path, ...] = (), ids: Sequence[str] = (), **_more: float) -> Run:
+        return Run("complete", dict.fromkeys(ids, "passed"))
+
+    monkeypatch.setattr(score_module, "spoilt", recorded)
+    monkeypatch.setattr(score_module, "run_tests", forged)
+    assert asyncio.run(tried(small.task(), calc, entries({"calc/__init__.py": "forged"}))).outcome == "pass"
+    assert sorted(surely) == sorted(small.task().hidden)
 
 
 def test_code_may_use_what_it_used_before(calc: Codebase) -> None:

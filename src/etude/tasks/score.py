@@ -275,8 +275,13 @@ async def tried(
     tree, broken = codebase.tree, entries_of(task.candidate.edits, "broken")
     plain, why, seconds = None, "", 0.0
     try:
-        for wrong in drawn_runs(spoilable(task), drawn):
-            files = spoilt(tree, spoilable(task), wrong, drawn, surely=False)
+        runs = drawn_runs(spoilable(task), drawn)
+        sure = {each: drawn.choice([wrong for wrong in runs if each in wrong]) for each in spoilable(task)}
+        for wrong in (
+            runs
+        ):  # each function has one error that surely makes it fail, though it may show, and others that do not show
+            unseen = [each for each in wrong if sure[each] is not wrong]
+            files = spoilt(tree, spoilable(task), wrong, drawn, unseen)
             async with layers_of(tree, broken, changes, files) as layers:
                 run = await run_tests(codebase, layers, task.fail_to_pass, longest=until - time.monotonic())
             seconds += run.wall

@@ -46,18 +46,18 @@ DATA, WORD, SHAPE = range(3)
 DOUBLED = "(lambda it: it * 2 if it and hasattr(it, '__mul__') else [it])"  # another value of the same type, mostly
 # Another beginning of a number makes a year or a size that nobody believes, another letter a word that is none.
 PLACES = (
-    (DATA, re.compile(r"\d(?=\D|$)")),
+    (DATA, re.compile("[0-9](?![0-9])")),
     (WORD, re.compile(r"(?<!\\)[A-Za-z]{2,}")),
     (WORD, re.compile("[A-Za-z]")),
 )
 
 
 def spoilt(
-    tree: Path, functions: Iterable[str], wrong: Collection[str], rng: random.Random, *, surely: bool = True
+    tree: Path, functions: Iterable[str], wrong: Collection[str], rng: random.Random, unseen: Collection[str] = ()
 ) -> list[Entry]:
     """Return the files that test functions (path::Class::name) are in, those among them spoilt that are to be wrong.
 
-    `surely`: so that they fail, even where that shows. Otherwise some errors are hidden better, and some tests may pass all the same.
+    `unseen`: those whose error is not to show, though the test may then pass all the same.
     """
     by_file: dict[str, list[str]] = defaultdict(list)
     for path, _, name in (function.partition("::") for function in sorted(functions)):
@@ -65,30 +65,36 @@ def spoilt(
     entries = []
     for path, names in by_file.items():
         with suppress(SyntaxError, UnicodeDecodeError, FileNotFoundError):  # not Python: its tests cannot be spoilt
-            entries.append(file_entry(path, spoil((tree / path).read_bytes().decode(), names, rng, surely=surely)))
+            entries.append(
+                file_entry(path, spoil((tree / path).read_bytes().decode(), names, rng, _names(path, unseen)))
+            )
     return entries
 
 
-def spoil(text: str, names: Iterable[str], rng: random.Random, *, surely: bool = True) -> str:
+def _names(path: str, functions: Iterable[str]) -> set[str]:
+    return {each.partition("::")[2].replace("::", ".") for each in functions if each.startswith(f"{path}::")}
+
+
+def spoil(text: str, names: Iterable[str], rng: random.Random, unseen: Collection[str] = ()) -> str:
     """Return a test file whose functions of these qualified names are wrong; its lines stay where they are."""
     file = Parsed("", text)
     nodes, cuts = dict(file.definitions), list[Cut]()
-    for function in (nodes.get(name) for name in names):
-        if isinstance(function, Function):
-            errors = _errors(file, function, rng, surely=surely)
+    for name in names:
+        if isinstance(function := nodes.get(name), Function):
+            errors = _errors(file, function, rng, unseen=name in unseen)
             cuts += [each for each in errors if not any(overlap(each, other) for other in cuts)]
     return file.cut(cuts)
 
 
-def _errors(file: Parsed, function: Function, rng: random.Random, *, surely: bool) -> list[Cut]:
+def _errors(file: Parsed, function: Function, rng: random.Random, *, unseen: bool) -> list[Cut]:
     """Return another expectation for one statement that surely runs, or for all there are, or one where there is none.
 
-    Where each of them would show, half of the time some other value of the function changes instead, unless it must `surely` fail.
+    `unseen`: where each of them would show, some other value of the function changes instead, if there is one.
     """
     body = function.body[1 if ast.get_docstring(function) else 0 :]
     sure = [found for statement in body for found in _expectation(file, statement, rng)]
     least = min((shown for shown, _ in sure), default=SHAPE)
-    if least == SHAPE and not surely and rng.random() < 0.5 and (found := _another_constant(file, body, rng)):
+    if unseen and least == SHAPE and (found := _another_constant(file, body, rng)):
         return [found[1]]
     if sure:
         return [rng.choice([cut for shown, cut in sure if shown == least])]
