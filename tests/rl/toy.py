@@ -57,6 +57,7 @@ class Toy:
     shuffled: bool = False
     sandboxed: bool = False
     broken: Callable[[str, str], str] = lambda _item, _name: ""  # the cause for which the machinery fails
+    temperature: float = 1.0
     played: list[str] = field(default_factory=list)
     liked: frozenset[int] = frozenset()
     shares: dict[str, dict[str, asyncio.Future[float]]] = field(default_factory=lambda: defaultdict(dict))
@@ -85,7 +86,9 @@ class Toy:
     async def _played(self, item: str, policy: Policy, name: str, seed: int) -> Episode:
         line = LINES[int(item[-3:]) % len(LINES)]
         prompt = self.tokeniser.encode(line)
-        done = await policy.generate(prompt, Sampling(max_tokens=self.tokens, seed=seed), session=name)
+        done = await policy.generate(
+            prompt, Sampling(max_tokens=self.tokens, temperature=self.temperature, seed=seed), session=name
+        )
         trace = Trace(name, item)
         trace.nodes.append(Node(None, "opening", prompt, line))
         trace.nodes.append(Node(
@@ -133,5 +136,6 @@ if __name__ == "__main__":
     where, out = Path(sys.argv[1]), Path(sys.argv[2])
     wished = {name: json.loads(value) for name, _, value in (word.partition("=") for word in sys.argv[3:])}
     sandboxed = asyncio.run(probe.try_namespaces()).works
-    toy = Toy(load_tokeniser(where), tasks=40, tokens=24, sandboxed=sandboxed)
-    play(where, out, settings_of(processes=True, **wished), toy, quiet=False)
+    chosen = settings_of(processes=True, **wished)
+    toy = Toy(load_tokeniser(where), tasks=40, tokens=24, sandboxed=sandboxed, temperature=chosen.harness.temperature)
+    play(where, out, chosen, toy, quiet=False)
