@@ -62,7 +62,8 @@ def _print_planned(each: Planned, on: str) -> None:
     from etude.training.memory import SHARE, gigabytes
 
     way, rows = each.plan.way, max(1, each.micro)
-    parts = {**each.plan.parts, f"activations of {rows} rows": rows * each.plan.row,
+    many = f"{rows} row{'s' * (rows > 1)}"
+    parts = {**each.plan.parts, f"activations of {many}": rows * each.plan.row,
              "logits": each.plan.needed(rows) - sum(each.plan.parts.values()) - rows * each.plan.row}  # fmt: skip
     ranks = f", each of {way.ranks} ranks" if way.ranks > 1 else ""
     title = f"{each.name} on {on}{ranks}: rows of {each.length:,} tokens, masters {way.masters}, states {way.states}"
@@ -78,7 +79,7 @@ def _print_planned(each: Planned, on: str) -> None:
         return
     hours = f", {each.hours:,.1f} hours for {human(each.tokens)} tokens" if each.hours and each.tokens else ""
     speed = f"; about {human(round(each.rate))} tokens/s{hours} ({each.source})" if each.rate else ""
-    options.echo(f"it fits: {may} may be used, {each.micro} rows at once{speed}\n")
+    options.echo(f"it fits: {may} may be used, {many} at once{speed}\n")
 
 
 def build_corpus(
