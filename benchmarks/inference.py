@@ -61,7 +61,7 @@ class Load:
         """Submit one; return the box its completion will be in."""
         box: dict[str, Any] = {}
         sampling = Sampling(new, temperature=temperature, seed=1)
-        self.engine.submit(prompt, sampling, session, None, lambda done: box.update(done=done))
+        self.engine.submit(prompt, sampling, None, lambda done: box.update(done=done))
         return box
 
     def decode_rate(self, prompts: list[list[int]], new: int, temperature: float = 1.0) -> dict[str, float]:
