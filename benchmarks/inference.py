@@ -57,7 +57,7 @@ class Load:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
-    def add(self, prompt: list[int], new: int, temperature: float = 1.0, session: str | None = None) -> dict[str, Any]:
+    def add(self, prompt: list[int], new: int, temperature: float = 1.0) -> dict[str, Any]:
         """Submit one; return the box its completion will be in."""
         box: dict[str, Any] = {}
         sampling = Sampling(new, temperature=temperature, seed=1)
@@ -136,7 +136,7 @@ def agents(load: Load, seed: int, episodes: int = 64, turns: int = 6) -> dict[st
     outputs = texts(episodes * turns, 300, 49152, seed + 1)
     cached, prompts, before = engine.counts.cached_tokens, engine.counts.prompt_tokens, engine.counts.written_tokens
     began = clock()
-    boxes = [(index, 0, load.add(talk, written, session=str(index))) for index, talk in enumerate(talks)]
+    boxes = [(index, 0, load.add(talk, written)) for index, talk in enumerate(talks)]
     while boxes:
         engine.step()
         for entry in [each for each in boxes if each[2]]:
@@ -145,7 +145,7 @@ def agents(load: Load, seed: int, episodes: int = 64, turns: int = 6) -> dict[st
             talks[index] += box["done"].token_ids
             if turn + 1 < turns:
                 talks[index] += outputs.pop()
-                boxes.append((index, turn + 1, load.add(talks[index], written, session=str(index))))
+                boxes.append((index, turn + 1, load.add(talks[index], written)))
     seconds = clock() - began
     counts = engine.counts
     return {

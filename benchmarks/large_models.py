@@ -1,12 +1,12 @@
 """The shapes people really use, with random weights: what decodes and trains how fast on one GPU, beside transformers.
 
-    python benchmarks/large_models.py decode qwen3-30b-a3b [--requests 1 64 256]     the engine, and transformers' generate
-    python benchmarks/large_models.py train qwen3-8b [--lora] [--peer]               Etude's session, and transformers with AdamW or peft
-    … --tiny                                                                         two layers of small width: only to see that it runs
+    python benchmarks/large_models.py decode qwen3-30b-a3b --requests 1 64 256 --peer    the engine, and transformers' generate
+    python benchmarks/large_models.py train qwen3-8b --lora --peer                       Etude's session, and transformers
+    … --tiny                                                                             small widths: only to see that it runs
 
-A rate of decoding counts from when the last prompt is read to when the first text ends. Its floor is what must be moved for one step at
-the bandwidth measured here: the weights once, of experts only those that were chosen (counted), and the filled part of the cache.
-MFU is of the parameters a token passes through, of 990 TFLOP/s; of frozen weights no gradient is counted. `planned_gb`: what the plan says.
+A rate of decoding counts from when the last prompt is read to when the first text ends. Its floor is what must be moved for one step
+at the bandwidth measured here: the weights once, of experts only those that were chosen (counted), and the filled part of the cache.
+MFU is of the parameters a token passes through, of 990 TFLOP/s; of frozen weights no gradient is counted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "qwen3-1.7b": {
         "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": True,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
     },
     "qwen3-30b-a3b": {
         "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
@@ -61,7 +62,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "deepseek_v3", "vocab_size": 163840, "hidden_size": 2048, "intermediate_size": 11264, "num_hidden_layers": 27,
         "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64, "n_routed_experts": 64, "num_experts_per_tok": 6, "n_group": 1,
-        "topk_group": 1, "n_shared_experts": 2, "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "max_position_embeddings": 8192,
+        "topk_group": 1, "n_shared_experts": 2, "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
+        "max_position_embeddings": 8192,
     },
 }  # fmt: skip
 SMALLER = {
@@ -143,7 +145,8 @@ def decode(options: argparse.Namespace) -> list[dict[str, Any]]:
             peers[count] = f"failed: {type(error).__name__}"
         print("transformers", count, peers[count], flush=True)
     engine = build(
-        model, None, str, context=prompt + new + 8, rows=max(options.requests), compiled=device == "cuda", page=16 if options.tiny else None
+        model, None, str, context=prompt + new + 8, rows=max(options.requests), compiled=device == "cuda",
+        page=16 if options.tiny else None,
     )  # fmt: skip
     load = Load(engine)
     for count in options.requests:
