@@ -18,7 +18,7 @@ import pytest
 
 from etude.agent import changes
 from etude.agent.changes import apply, check, unified
-from etude.agent.repository import copy_files, files_of, sandboxed_copy
+from etude.agent.repository import _copy, copy_files, files_of, sandboxed_copy
 from etude.errors import UserError
 from etude.rooted import Rooted
 from etude.sandbox import cgroups
@@ -114,6 +114,34 @@ def test_a_link_in_the_copy_is_not_written_through(tmp_path: Path, outside: Path
     copy_files(repository, ["e", "d/key"], tmp_path / "copy")
     with Rooted(tmp_path / "copy") as sink, pytest.raises(OSError, match=r"."), sink.holder("e/key", make=True):
         pass
+    assert (outside / "key").read_text() == SECRET
+
+
+def test_a_file_that_becomes_a_link_between_two_looks_at_it_is_not_read(
+    tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent's own processes may swap it while the host reads: after it was seen to be a file, before it is opened."""
+    repository, looked, was = tree(tmp_path / "repo", {"a": "theirs"}), [], os.stat
+
+    def swapping(name: Any, **how: Any) -> Any:
+        about = was(name, **how)
+        if name == "a" and not looked.append(name):
+            (repository / "a").unlink()
+            (repository / "a").symlink_to(outside / "key")
+        return about
+
+    with Rooted(repository) as rooted:
+        monkeypatch.setattr(os, "stat", swapping)
+        with pytest.raises(OSError, match="symbolic links"):
+            rooted.read("a")
+    assert looked
+
+
+def test_a_copy_is_not_written_through_a_link_that_waits_for_it(tmp_path: Path, outside: Path) -> None:
+    repository, copy = tree(tmp_path / "repo", {"a": "theirs"}), tree(tmp_path / "copy", {})
+    (copy / "a").symlink_to(outside / "key")
+    with Rooted(repository) as source, Rooted(copy) as sink, pytest.raises(OSError, match="exists"):
+        _copy(source, sink, "a", 100)
     assert (outside / "key").read_text() == SECRET
 
 
