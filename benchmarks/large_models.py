@@ -125,7 +125,7 @@ def moved_by_a_step(engine: Any, requests: int, context: float) -> float:
     cache = sum(
         min(context, layer.window or context) * layer.bytes(engine.runner.dtype) for layer in engine.runner.layers
     )
-    return others - embedding + expert * share + requests * cache
+    return float(others - embedding + expert * share + requests * cache)
 
 
 def decode(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -137,7 +137,7 @@ def decode(options: argparse.Namespace) -> list[dict[str, Any]]:
     began = clock()
     model = model_of(config, device)
     print(f"{sum(each.numel() for each in model.parameters()) / 1e9:.2f}B made in {clock() - began:.0f} s", flush=True)
-    peers = {}
+    peers: dict[int, Any] = {}
     for count in options.requests if options.peer else []:
         try:
             peers[count] = theirs(model, count, prompt, min(new, 32))["tokens_per_second"]

@@ -121,11 +121,12 @@ def test_a_file_that_becomes_a_link_between_two_looks_at_it_is_not_read(
     tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agent's own processes may swap it while the host reads: after it was seen to be a file, before it is opened."""
-    repository, looked, was = tree(tmp_path / "repo", {"a": "theirs"}), [], os.stat
+    repository, was, looked = tree(tmp_path / "repo", {"a": "theirs"}), os.stat, list[str]()
 
     def swapping(name: Any, **how: Any) -> Any:
         about = was(name, **how)
-        if name == "a" and not looked.append(name):
+        if name == "a":
+            looked.append(name)
             (repository / "a").unlink()
             (repository / "a").symlink_to(outside / "key")
         return about
