@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, GptOssConfig, MixtralConfig, OlmoeConfig
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, GptOssConfig, LlamaConfig, MixtralConfig, OlmoeConfig
 
 from etude.errors import Interrupted, UserError
 from etude.jsonl import MetricsLog
@@ -22,8 +24,8 @@ from etude.training.settings import ExpertSettings, LoraSettings
 from tests import tiny
 from tests.training import sessions, test_world
 
-if TYPE_CHECKING:
-    from pathlib import Path
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from experts import upcycle
 
 SHAPE = {
     "vocab_size": tiny.VOCABULARY, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -487,3 +489,19 @@ def test_two_ranks_balance_as_one(corpus: Path, tmp_path: Path, balance: str) ->
     name = "experts/share" if balance == "aux_loss" else "experts/bias"
     assert states[0][name].abs().max() > 0
     assert torch.allclose(states[0][name], states[1][name], atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "glm4_moe"])
+def test_a_mixture_of_equal_experts_is_the_dense_model(kind: str) -> None:
+    """Wherever its routers send a token; with noise it is not, and the experts differ."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**SHAPE, "head_dim": 8, "tie_word_embeddings": True} | {"num_experts_per_tok": None})
+    dense, tokens = AutoModelForCausalLM.from_config(config).eval(), text()
+    with torch.no_grad():
+        wanted = dense(tokens).logits
+        equal, noisy = (upcycle(dense, kind, experts=4, noise=noise) for noise in (0.0, 0.1))
+        assert torch.allclose(equal(tokens).logits, wanted, atol=1e-5)
+        assert (noisy(tokens).logits - wanted).abs().max() > 1e-3
+    stacks = [weight for name, weight in noisy.named_parameters() if ".experts." in name]
+    assert all(not torch.equal(stack[0], stack[1]) for stack in stacks)
+    assert all(isinstance(router.weight, torch.Tensor) and router.weight.any() for router in routers_of(noisy).values())
