@@ -59,17 +59,16 @@ def plan(
 
 
 def _print_planned(each: Planned, on: str) -> None:
+    from etude.run.plan import described
     from etude.training.memory import SHARE, gigabytes
 
     way, rows = each.plan.way, max(1, each.micro)
     many = f"{rows} row{'s' * (rows > 1)}"
-    parts = {**each.plan.parts, f"activations of {many}": rows * each.plan.row,
-             "logits": each.plan.needed(rows) - sum(each.plan.parts.values()) - rows * each.plan.row}  # fmt: skip
     ranks = f", each of {way.ranks} ranks" if way.ranks > 1 else ""
     title = f"{each.name} on {on}{ranks}: rows of {each.length:,} tokens, masters {way.masters}, states {way.states}"
-    listed = [(name, f"{size / 1e9:.1f}") for name, size in [*parts.items(), ("in all", each.plan.needed(rows))]]
+    parts = {**described(each)["parts"], "in all": each.plan.needed(rows)}
     options.echo(title)
-    Console().print(terminal(Table(("part", ">GB"), listed)))
+    Console().print(terminal(Table(("part", ">GB"), [(name, f"{size / 1e9:.1f}") for name, size in parts.items()])))
     may = gigabytes(SHARE * each.plan.available)
     if each.cache:
         options.echo(f"beside it the engine: {gigabytes(each.engine)} of weights, {gigabytes(each.cache)} of KV cache")

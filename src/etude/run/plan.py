@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from etude.errors import UserError, nearest, one_line
+from etude.errors import UserError, nearest
 from etude.lineage.compute import training_flops
 from etude.models.bases import resolve
 from etude.models.context import stretch
 from etude.models.fetch import default_cache, fetch
 from etude.models.mtp_heads import MtpHeads
-from etude.models.shape import shape_of
+from etude.models.shape import model_shape, shape_of
 from etude.progress import Reporter
 from etude.rl.division import divide
 from etude.run.stages.pretrain import llama_config
@@ -49,18 +49,13 @@ class Machine:
     count: int
     facts: dict[str, Any]  # of gpus.toml
 
-    @property
-    def memory(self) -> int:
-        """Bytes of one GPU."""
-        return int(self.facts["memory_gb"] * 1e9)
-
     def share(self, kind: str, parameters: int) -> tuple[float, str]:
         """Return the share of the peak that a kind of work reached on the nearest size of model, and where that is from."""
         rates = [rate for rate in gpus()[MEASURED]["measured"] if rate["kind"] == kind]
         rate = min(rates, key=lambda each: abs(math.log(each["parameters"] / parameters)))
-        own = "" if self.name == MEASURED else f", not measured on {self.name}: as on {MEASURED}"
-        ranks = "" if self.count == 1 else ", several ranks not measured"
-        return rate["mfu"], f"MFU {rate['mfu']:.0%} as {rate['source']}{own}{ranks}"
+        unlike = "" if self.name == MEASURED else f", not measured on {self.name}: as on {MEASURED}"
+        unlike += "" if self.count == 1 else ", several ranks not measured"
+        return rate["mfu"], f"MFU {rate['mfu']:.0%} as {rate['source']}{unlike}"
 
 
 @cache
@@ -128,20 +123,19 @@ def plan_stage(entry: StageEntry, config: Any, length: int, on: Machine) -> Plan
     if entry.kind == "mtp":
         model.requires_grad_(requires_grad=False)
     if entry.kind == "mtp" or getattr(settings, "mtp", None):
-        model.mtp = MtpHeads.for_model(
-            model, depth=getattr(settings, "depth", 1), shared=getattr(settings, "shared", True)
-        )
+        depth, shared = getattr(settings, "depth", 1), getattr(settings, "shared", True)
+        model.mtp = MtpHeads.for_model(model, depth=depth, shared=shared)
     counts, lora = memory.count(model), getattr(settings, "lora", None)
     if lora:
         counts = counts.with_lora(lora.rank)
     ranks = settings.ranks if entry.kind == "rl" else on.count
     reference = settings.kl.reference if entry.kind == "rl" and settings.kl.coefficient else ""
     way = memory.Way(length, recompute=settings.recompute, ranks=ranks, reference=reference)
-    adamw = settings.optimiser.name == "adamw"
+    adamw, total = settings.optimiser.name == "adamw", int(on.facts["memory_gb"] * 1e9)
     if entry.kind == "rl":
-        plan, rows, kept = divide(counts, way, settings, on.memory)
+        plan, rows, kept = divide(counts, way, settings, total)
     else:
-        plan, rows, kept = memory.settle(counts, way, settings.optimiser, on.memory), max(1, settings.batch // ranks), 0
+        plan, rows, kept = memory.settle(counts, way, settings.optimiser, total), max(1, settings.batch // ranks), 0
     fits = plan.rows()
     micro = max((size for size in range(1, rows + 1) if rows % size == 0 and size <= fits), default=0)
     help_with = "" if fits else memory.remedy(counts, plan.way, plan.available, adamw=adamw, lora=not lora)
@@ -149,44 +143,30 @@ def plan_stage(entry: StageEntry, config: Any, length: int, on: Machine) -> Plan
         micro = min(settings.micro, rows)
         help_with, fits = (f"micro = {fits}", 0) if micro > fits else ("", fits)
     if ranks > 1 and (lora or not adamw):
-        what = "LoRA" if lora else "Muon"
-        help_with, fits = f"one rank, as {what} cannot be used on several yet,", 0
+        help_with, fits = f"one rank, as {'LoRA' if lora else 'Muon'} cannot be used on several yet,", 0
     shape = shape_of(config)
     mfu, source = on.share("lora" if lora else "train", shape.active_parameters)
     flops = training_flops(shape.compute, length) / length  # of a token
     rate = 0.0 if entry.kind in {"mtp", "rl"} else ranks * mfu * on.facts["bf16_tflops"] * 1e12 / flops
-    sampler = 2 * counts.weights if kept else 0
-    tokens = getattr(settings, "tokens", None)
+    tokens, sampler = getattr(settings, "tokens", None), 2 * counts.weights if kept else 0
     return Planned(entry.name, plan, micro if fits else 0, length, help_with, tokens, rate, source, sampler, kept)
 
 
 def on_meta(config: Any) -> Any:
     """Return a model without weights."""
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001 - a damaged config makes transformers raise almost anything
-        raise UserError(
-            f"the base's config is not that of a causal language model transformers knows ({one_line(error)})"
-        ) from None
-    model.tie_weights()
-    return model
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def base_config(word: str, cache_folder: Path | None) -> Any:
     """Return the config of a base: of a folder, which needs to hold nothing else, or of one that is fetched."""
     base = resolve(word)
-    folder = (
-        base.folder
-        if base.place in {"folder", "shipped"}
-        else fetch(base, cache_folder or default_cache(), Reporter()).folder
-    )
+    here = base.place in {"folder", "shipped"}
+    folder = base.folder if here else fetch(base, cache_folder or default_cache(), Reporter()).folder
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json, which a plan needs (and nothing else of it)")
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001 - as above
-        raise UserError(f"{folder / 'config.json'} cannot be read: {one_line(error)}") from None
+    model_shape(folder)  # refuses what is no causal language model
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
 def described(stage: Planned) -> dict[str, Any]:

@@ -113,8 +113,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_as(part: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the whole of which this rank has a part, sharded as a weight is: by rows."""
-    if not isinstance(weight, DTensor):
+    """Return the whole of which this rank has a part, sharded as a weight is, by rows; a single number is every rank's."""
+    if not isinstance(weight, DTensor) or isinstance(part, DTensor) or not part.ndim:
         return part
     shape = (*weight.shape[:-1], part.shape[-1]) if weight.ndim > 1 else weight.shape
     stride = torch.empty(shape, device="meta").stride()

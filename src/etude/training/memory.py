@@ -88,37 +88,36 @@ def count(model: Any) -> Counts:
         sum(weight.numel() for weight in layer.parameters())
         for part in decoder.children() if isinstance(part, torch.nn.ModuleList) for layer in part
     ]  # fmt: skip
-    heads = model.mtp.depth if hasattr(model, "mtp") else 0
-    moved = any(weight.requires_grad for weight in decoder.parameters())
+    heads, moved = (
+        model.mtp.depth if hasattr(model, "mtp") else 0,
+        any(each.requires_grad for each in decoder.parameters()),
+    )
     matrices = [part for part in decoder.modules() if isinstance(part, torch.nn.Linear)]
-    total, share = sum(weight.numel() for weight in weights.values()), routed_share(config)
+    total, (attention, feed_forward, cached) = sum(weight.numel() for weight in weights.values()), _widths(config)
     return Counts(
         total, sum(weight.numel() for weight in weights.values() if weight.requires_grad), max(blocks), total - sum(blocks),
-        len(blocks), len(blocks) if moved or not heads else 1, heads, config.hidden_size, *_widths(config),
-        config.num_experts_per_tok if share < 1 else 0, config.vocab_size,
-        sum(part.in_features + part.out_features for part in matrices), _cached(config),
+        len(blocks), len(blocks) if moved or not heads else 1, heads, config.hidden_size, attention, feed_forward,
+        config.num_experts_per_tok if routed_share(config) < 1 else 0, config.vocab_size,
+        sum(part.in_features + part.out_features for part in matrices), cached,
     )  # fmt: skip
 
 
-def _widths(config: Any) -> tuple[int, int]:
-    """Return the widths of a token's queries, keys and values together, and of its feed-forward part."""
-    heads, kept = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+def _widths(config: Any) -> tuple[int, int, int]:
+    """Return the widths of a token's queries, keys and values together, of its feed-forward part, and of what is cached of it."""
+    heads, routed = config.num_attention_heads, routed_share(config) < 1
+    kept = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    cached = 2 * kept * width
     if getattr(config, "kv_lora_rank", None):
         kept, width = heads, config.qk_nope_head_dim + config.qk_rope_head_dim
-    plain = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    if routed_share(config) == 1:
-        return (heads + kept) * width, plain
-    one = getattr(config, "moe_intermediate_size", None) or plain
-    return (heads + kept) * width, one * (config.num_experts_per_tok + (getattr(config, "n_shared_experts", None) or 0))
-
-
-def _cached(config: Any) -> int:
-    layers, heads = config.num_hidden_layers, config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None):
-        return int(layers * (config.kv_lora_rank + config.qk_rope_head_dim))
-    kept, width = getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None)
-    return int(2 * layers * kept * (width or config.hidden_size // heads))
+        cached = config.kv_lora_rank + config.qk_rope_head_dim
+    one = (
+        (routed and getattr(config, "moe_intermediate_size", None))
+        or getattr(config, "intermediate_size", None)
+        or 4 * config.hidden_size
+    )
+    experts = config.num_experts_per_tok + (getattr(config, "n_shared_experts", None) or 0) if routed else 1
+    return (heads + kept) * width, one * experts, cached * config.num_hidden_layers
 
 
 @dataclass(frozen=True)
@@ -195,14 +194,9 @@ LESS_AND_LESS = (("float32", "float32"), ("float32", "8bit"), ("none", "8bit"), 
 
 def settle(counts: Counts, way: Way, wish: OptimiserSettings, available: int) -> Plan:
     """Return the plan with the first masters and states that fit, where the wish leaves them open; the least if none does."""
-    if not way.gpu or wish.name == "muon":
-        states = wish.states.replace("auto", "float32")
-        return plan(counts, replace(way, masters=wish.masters.replace("auto", "float32"), states=states), available)
-    open_ways = [
-        replace(way, masters=masters, states=states) for masters, states in LESS_AND_LESS
-        if wish.masters in {"auto", masters} and wish.states in {"auto", states}
-    ] or [replace(way, masters=wish.masters.replace("auto", "float32"), states=wish.states.replace("auto", "float32"))]  # fmt: skip
-    plans = [plan(counts, each, available) for each in open_ways]
+    tried = LESS_AND_LESS if way.gpu and wish.name == "adamw" else LESS_AND_LESS[:1]
+    given = [(wish.masters.replace("auto", masters), wish.states.replace("auto", states)) for masters, states in tried]
+    plans = [plan(counts, replace(way, masters=masters, states=states), available) for masters, states in given]
     return next((each for each in plans if each.rows()), plans[-1])
 
 

@@ -247,7 +247,7 @@ class Optimiser:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the state as tensors, by name of the weight and of the value."""
         return {
-            f"{self._names[id(weight)]}:{key}": _as_saved(part, weight, key, torch.as_tensor(value))
+            f"{self._names[id(weight)]}:{key}": sharded_as(torch.as_tensor(value), weight)
             for part in self._parts
             for weight, state in part.state.items()
             for key, value in state.items()
@@ -261,19 +261,14 @@ class Optimiser:
             name, _, key = full.rpartition(":")
             part, weight = holders[name]
             if key != "step":
-                placed = like(value, weight)
-                compact = isinstance(part, CompactAdamW)
-                part.state[weight][key] = part.placed(local(placed)) if compact else placed
+                whole = like(value, weight)
+                part.state[weight][key] = part.placed(local(whole)) if isinstance(part, CompactAdamW) else whole
             else:  # fused kernels count steps on the device, the others on the host
                 part.state[weight][key] = value.to(weight.device) if part.defaults.get("fused") else value
 
 
 def _is_embedding(name: str) -> bool:
     return "embed" in name or "lm_head" in name or "wte" in name or "wpe" in name
-
-
-def _as_saved(part: torch.optim.Optimizer, weight: torch.Tensor, key: str, value: torch.Tensor) -> torch.Tensor:
-    return sharded_as(value, weight) if isinstance(part, CompactAdamW) and key != "step" else value
 
 
 def _adamw(

@@ -65,10 +65,9 @@ class TrainingRun:
         self._number = sum(1 for _ in self.work.metrics.rows("etude/session/")) if self.work else 0
         if self.work:
             planned, micro = self.session.plan, self.session.micro
-            self.work.metrics.put(
-                f"plan/{self._number:04d}", micro=micro, masters=planned.way.masters, states=planned.way.states,
-                needed_bytes=planned.needed(micro), available_bytes=planned.available,
-            )  # fmt: skip
+            sizes = {"needed_bytes": planned.needed(micro), "available_bytes": planned.available}
+            chosen = {"masters": planned.way.masters, "states": planned.way.states}
+            self.work.metrics.put(f"plan/{self._number:04d}", micro=micro, **chosen, **sizes)
 
     def run(self) -> dict[str, dict[str, Bits]]:
         """Train to the end; return the measurements before and after."""
