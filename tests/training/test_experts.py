@@ -46,7 +46,7 @@ FAMILIES = ["qwen3_moe", "deepseek_v3", *MORE]
 def model_of(family: str, seed: int = 0) -> Any:
     """Return a model whose routers choose: transformers begins some at 0."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(MORE.get(family) or tiny.config_of(family)).eval()
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(MORE.get(family)) or tiny.config_of(family)).eval()
     for router in routers_of(model).values():
         torch.nn.init.normal_(router.weight, std=0.5)
     return model
