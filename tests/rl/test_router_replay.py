@@ -130,10 +130,16 @@ def test_only_what_is_not_known_is_asked_for_and_the_rest_may_come_from_the_cach
         prompt = list(range(1, 60))
         whole = await policy.generate(prompt, Sampling(4, temperature=0, experts=True))
         part = await policy.generate(prompt, Sampling(4, temperature=0, experts=True, experts_from=50))
+        new = [7, *prompt]  # nothing of it is in the cache: it is read from the beginning, and told from 20 on
+        for first in (20, 0):
+            done = await policy.generate(new, Sampling(4, temperature=0, experts=True, experts_from=first))
+            unread.append(done.experts)
         await policy.close()
         return whole, part
 
+    unread: list[Any] = []
     whole, part = asyncio.run(ask())
+    assert torch.equal(unread[0].sort().values, unread[1][20:].sort().values)
     assert (whole.cached, whole.experts.shape[0]) == (0, 62)
     assert part.cached > 30
     assert part.cached <= 50
