@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 MIB = 1 << 20
+HOLDERS = 12
 libc = ctypes.CDLL(None, use_errno=True)
 Bounds = dict[str, int]
 
@@ -101,11 +102,14 @@ def memory_files(limits: Bounds) -> list[str]:
 
 
 def _held_by_children(limits: Bounds, hold: Callable[[], Iterator[int]]) -> list[str]:
-    """Have half as much again held as is allowed, by many children; name it if it is still held when a watchdog has surely looked."""
+    """Have half as much again held as is allowed, by some children; name it if it is still held when a watchdog has surely looked.
+
+    Not by more of them than it takes: what they are themselves would be too much, and hide that what they hold is not counted.
+    """
     reading, writing = os.pipe()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    for _ in range(limits["processes"] - 8):
+    for _ in range(HOLDERS):
         if os.fork() == 0:
             os.close(reading)
             with contextlib.suppress(OSError, MemoryError):
