@@ -458,6 +458,17 @@ def test_a_text_that_is_surely_too_long_is_not_read_to_its_end(policy: Scripted,
         assert sum(map(len, watched.read)) < 70_000
 
 
+def test_a_text_that_proves_too_long_piece_by_piece_is_not_read_to_its_end(policy: Scripted, watched: Watched) -> None:
+    """No longer in bytes than a context of the longest tokens, so it might fit; its pieces tell that it does not."""
+    longest = max(len(word.encode()) for word in policy.tokeniser.get_vocab())
+    text = "".join(chr(97 + place * place % 26) for place in range(policy.info.context * longest - 1))
+    with serving(policy) as server:
+        body = json.dumps({"prompt": text}).encode()
+        status, _, _ = ask(server, "POST", "/v1/completions", body, content_type="application/json")
+    assert status == 400
+    assert sum(map(len, watched.read)) < len(text)
+
+
 @pytest.mark.parametrize(("text", "fits"), [("word " * 1_500, True), ("word " * 4_000, False), (" " * 40_000, True)])
 def test_a_text_that_may_fit_is_read(policy: Scripted, watched: Watched, text: str, fits: bool) -> None:
     expected = len(policy.ids(text)) < policy.info.context
