@@ -75,9 +75,12 @@ def test_others_run_on_their_own_code(name: str) -> None:
     assert engine.runner.lean is None
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_heads_say_what_they_say_by_themselves(*, shared: bool) -> None:
-    model = tiny("llama", {})
+@pytest.mark.parametrize(
+    ("family", "shared"),
+    [("llama", True), ("llama", False), ("gemma3_text", True), ("qwen3_moe", True), ("gpt_oss", False)],
+)
+def test_heads_say_what_they_say_by_themselves(family: str, *, shared: bool) -> None:
+    model = tiny(family, USUAL[family])
     heads = MtpHeads.for_model(model, depth=2, shared=shared)
     runner = Runner(model, heads, compiled=False)
     runner.allot(3, 16)

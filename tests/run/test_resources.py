@@ -154,3 +154,10 @@ def test_engine_and_trainer_divide_a_gpu(tmp_path: Path) -> None:
     elsewhere = settings.model_copy(update={"engine": "http://x"})
     plan, _, cache = divide(counts.with_lora(16), way, elsewhere, total)
     assert (plan.available, cache) == (int(total - CONTEXTS), 0)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_heads_of_every_shape_are_planned(tmp_path: Path, name: str) -> None:
+    (stage,) = planned(tmp_path, name, "[mtp]\ntokens = 1_000_000\n")
+    assert stage.micro > 0
+    assert 0 < stage.plan.parts["optimiser states"] < stage.plan.parts["weights"]

@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -99,7 +100,7 @@ class MtpHeads(nn.Module):  # type: ignore[misc]
         positions_BT: torch.Tensor,  # noqa: N803
         *,
         embed: Callable[[torch.Tensor], torch.Tensor],
-        rotary: Callable[..., Any],
+        rotary: nn.Module,
         **attention: Any,
     ) -> torch.Tensor:
         """Go one depth further: from h of the depth before (0: the trunk's) and the token x_{t+depth} to h of this one, [B, T, D].
@@ -110,7 +111,8 @@ class MtpHeads(nn.Module):  # type: ignore[misc]
         layer = self.layer(depth_index)
         layer.mtp_block.self_attn.layer_idx = self.first_layer + depth_index
         both = torch.cat([layer.enorm(embed(next_tokens_BT)), layer.hnorm(hidden_BTD)], -1)
-        attention |= {"position_embeddings": rotary(hidden_BTD, positions_BT), "position_ids": positions_BT}
+        kind = ["full_attention"] if "layer_type" in signature(rotary.forward).parameters else []  # Gemma 3's
+        attention |= {"position_embeddings": rotary(hidden_BTD, positions_BT, *kind), "position_ids": positions_BT}
         return layer.post_norm(layer.mtp_block(layer.eh_proj(both), **attention))
 
 

@@ -153,9 +153,9 @@ def plan_stage(entry: StageEntry, config: Any, length: int, on: Machine) -> Plan
 
 
 def on_meta(config: Any) -> Any:
-    """Return a model without weights."""
+    """Return a model without weights. In bf16: torch's grouped products know no other dtype there."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
 
 
 def base_config(word: str, cache_folder: Path | None) -> Any:
