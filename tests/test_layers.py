@@ -182,3 +182,22 @@ def test_nothing_is_too_long(record_property: Callable[[str, object], None]) -> 
     record_property("summary", f"{total}: {by_layer}")  # tests/conftest.py prints it last
     assert lines.total() <= MOST_LINES
     assert files.total() <= MOST_FILES
+
+
+APART = {
+    "run/runner.py",
+    "sandbox/local.py",
+}  # a command that is printed for the user; one that is isolated two lines later
+
+
+def test_no_python_is_started_that_imports_from_the_current_folder() -> None:
+    """It may be anybody's repository, with a runpy.py of its own: every Python is started with -P or -I."""
+    found = []
+    for module in MODULES:
+        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+            parts = [ast.unparse(each) for each in node.elts] if isinstance(node, (ast.List, ast.Tuple)) else []
+            places = [place for place, part in enumerate(parts) if part == "sys.executable"]
+            name = str(module.relative_to(ROOT))
+            found += [(name, parts[place + 1 :]) for place in places if place + 1 < len(parts) and name not in APART]
+    assert len(found) >= 7
+    assert [each for each in found if each[1][0] not in {"'-P'", "'-I'"}] == []

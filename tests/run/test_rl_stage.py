@@ -58,7 +58,7 @@ def test_the_stage_makes_a_model_with_its_record(etude: Etude, tmp_path: Path) -
     folder = tmp_path / "run" / "rl"
     record, base = load_record(folder), load_record(tmp_path / "run" / "base")
     assert (record.kind, [parent.record for parent in record.parents]) == ("rl", [base.id])
-    assert [(use.digest, use.source) for use in record.data] == [(sha256_file(tasks), f"file {tasks}")]
+    assert [(use.digest, use.source) for use in record.data] == [(sha256_file(tasks), f"file …/{tasks.name}")]
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["key"].startswith("train/")]
     assert record.compute.tokens == sum(row["tokens"] for row in steps) > 0

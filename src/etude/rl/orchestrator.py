@@ -104,7 +104,7 @@ def _apart(job: RlJob, say: Say) -> Parts:
     path, store = str(job.save()), _store(job)
 
     def child(module: str) -> Child:
-        command = [sys.executable, "-c", LAUNCH, f"etude.rl.{module}", path]
+        command = [sys.executable, "-P", "-c", LAUNCH, f"etude.rl.{module}", path]
         return Child(module, command, job.folder / f"{module}.log", say)
 
     trainer = child("trainer")

@@ -517,7 +517,7 @@ def start_ranks(size: int) -> None:
         port = probe.getsockname()[1]
     place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {**place, "RANK": "0", "LOCAL_RANK": "0"}
-    bound = [sys.executable, "-I", "-S", "-c", BIND, str(os.getpid()), sys.executable, "-m", "etude.rl.trainer"]
+    bound = [sys.executable, "-I", "-S", "-c", BIND, str(os.getpid()), sys.executable, "-P", "-m", "etude.rl.trainer"]
     for rank in range(1, size):
         environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         process = subprocess.Popen([*bound, sys.argv[1], "joining"], env=environment)

@@ -262,13 +262,13 @@ def with_environment(codebase: Codebase, settings: PackageSettings, cache: Path,
 
 def _build(folder: Path, wanted: Sequence[str], *, exact: bool, what: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    _run([sys.executable, "-m", "venv", "--without-pip", str(folder)], what)
+    _run([sys.executable, "-P", "-m", "venv", "--without-pip", str(folder)], what)
     python = str(folder / "bin" / "python")
     exactly = ["--no-deps"] if exact else []
     # Asked while the environment is empty: once packages are in it, it runs what their .pth files say.
     asked = "import json, site, sys, sysconfig; print(json.dumps([sysconfig.get_path('purelib'), sys.base_prefix]))"
     site, base = json.loads(_run([python, "-I", "-c", asked], what))
-    _run([sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check", "--no-input",
+    _run([sys.executable, "-P", "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check", "--no-input",
           "--prefer-binary", *exactly, *wanted], what)  # fmt: skip
     packages = importlib.metadata.distributions(path=[site])
     installed = sorted(f"{canonicalize_name(each.name)}=={each.version}" for each in packages)
