@@ -23,8 +23,8 @@ ROOT = Path(etude.__file__).parent
 FOUNDATION = {"errors", "files", "git", "jsonl", "progress", "rooted", "syntax", "toml", "work"}
 # The one place where the size of the package is bounded. A decision, not a formality: to raise it, say in the commit what was cut first.
 # Issue 23 asked for 26,000 lines; it came down from 32,999 to about 28,900 without losing a feature. What attack and first use asked
-# for (issue 24) added about 1,600, mixtures of experts in training and RL (issue 25) 350. All that is planned may bring it to 34,000,
-# no further.
+# for (issue 24) added about 1,850. Larger models (issue 25) so far: experts in training and RL 360, loading, states and the plan 550, the
+# engine's families and adapters 400. All that is planned may bring it to 34,000, no further.
 MOST_LINES, MOST_FILES = 32_200, 230  # counted lines of code, and files, of src/etude
 LONGEST_FILE, LONGEST_FUNCTION = 700, 50  # lines as they stand
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
