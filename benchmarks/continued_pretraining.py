@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from etude.data.loader import Corpus, Loader
 from etude.models.load import load_model
-from etude.run.stages.training import shares_by_source
+from etude.run.train import shares_by_source
 from etude.training.batch import CorpusRows
 from etude.training.cuda_graphs import Replay
 from etude.training.distributed import World

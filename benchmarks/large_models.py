@@ -202,6 +202,7 @@ def train(options: argparse.Namespace) -> list[dict[str, Any]]:
         "shape": options.shape, "work": "lora" if options.lora else "full", "length": length, "rows": settings.batch,
         "micro": session.micro, "tokens/s": round(tokens / seconds, 1), "mfu": round(flops / seconds / PEAK, 4),
         "first_step_s": round(first, 1), "ready_s": round(ready, 1), "peak_gb": round(peak, 1),
+        "planned_gb": round(session.plan.needed(session.micro) / 1e9, 1), "masters": session.masters, "states": session.states,
         "parameters": shape.parameters, "active": shape.active_parameters,
     }  # fmt: skip
     print(row, flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import re
+import shutil
 import subprocess
 import sys
 import tokenize
@@ -24,8 +25,9 @@ FOUNDATION = {"errors", "files", "git", "jsonl", "progress", "rooted", "syntax",
 # The one place where the size of the package is bounded. A decision, not a formality: to raise it, say in the commit what was cut first.
 # Issue 23 asked for 26,000 lines; it came down from 32,999 to about 28,900 without losing a feature. What attack and first use asked
 # for (issue 24) added about 1,850. Larger models (issue 25) so far: experts in training and RL 360, loading, states and the plan 550, the
-# engine's families and adapters 400. All that is planned may bring it to 34,000, no further.
-MOST_LINES, MOST_FILES = 32_200, 230  # counted lines of code, and files, of src/etude
+# engine's families and adapters 400, sizes of families by arithmetic and stages that need no torch to be read 300. All that is planned
+# may bring it to 34,000, no further.
+MOST_LINES, MOST_FILES = 32_900, 230  # counted lines of code, and files, of src/etude
 LONGEST_FILE, LONGEST_FUNCTION = 700, 50  # lines as they stand
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MODULES = sorted(ROOT.rglob("*.py"))
@@ -108,7 +110,9 @@ def commands(command, words=()):
     yield [*words, "--help"]
     for name, each in getattr(command, "commands", {}).items():
         yield from commands(each, [*words, name])
-asked = [*commands(get_command(app)), ["bases"], ["bases", "sprout"], ["status", "nowhere"], ["summary", "nowhere"], ["trace", "list", "nowhere"]]
+asked = [*commands(get_command(app)), ["bases"], ["bases", "sprout"], ["status", "nowhere"], ["summary", "nowhere"], ["trace", "list", "nowhere"],
+         ["schema"], ["run", "recipes/quickstart.toml", "--dry-run"], ["run", "recipes/smollm2.toml", "--dry-run"],
+         ["plan", "recipes/mine-sprout.toml"], ["plan", sys.argv[1]]]
 for words in asked:
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit, Exception):
@@ -120,9 +124,23 @@ print(len(asked))
 """
 
 
-def test_every_command_answers_without_loading_torch_or_the_like() -> None:
-    """What takes seconds to import is imported where work begins: help, and commands that only look, answer at once."""
-    done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=False)
+def test_every_command_answers_without_loading_torch_or_the_like(tmp_path: Path) -> None:
+    """What takes seconds to import is imported where work begins: help, and commands that only look or plan, answer at once."""
+    shutil.copyfile(Path(__file__).parent / "run" / "shapes" / "qwen3-8b.json", tmp_path / "config.json")
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        f'name = "big"\nbase = "{tmp_path}"\nstages = ["cpt", "extend", "mtp", "rl"]\n[cpt]\ntokens = 1_000_000\nrecompute = true\n'
+        "[extend]\ntokens = 1_000_000\nlength = 65536\n[extend.lora]\n[mtp]\ntokens = 1_000_000\nlength = 4096\n"
+        '[rl]\ntasks = "x.jsonl"\nlength = 8192\n[rl.lora]\n[data]\nlength = 65536\n[[data.source]]\nname = "x"\nfolder = "."\n'
+        'domain = "code"\n'
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, str(recipe)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[1],
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.splitlines()[-1]) > 40
 

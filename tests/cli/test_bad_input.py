@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -286,3 +287,23 @@ def test_a_server_is_not_asked_before_the_tasks_are_looked_at(etude: Etude) -> N
 def test_serving_what_is_not_there(etude: Etude, tmp_path: Path) -> None:
     refused(etude("serve", "runs/nope", "--port", 0), "folder 'runs/nope' does not exist")
     refused(etude("serve", "sprout", "--port", 0, "--weights", tmp_path / "nope"), "--weights", "is not a folder")
+
+
+def test_a_place_where_no_folder_can_be(etude: Etude, tmp_path: Path, tiny_base: Path, code_tree: Path) -> None:
+    said = etude("run", recipe(tmp_path, tiny_base, code_tree), "--cache", tmp_path / "cache", "--out", "/proc/x")
+    refused(said, "no folder can be made at /proc/x; choose another one with --out")
+
+
+def test_a_server_says_that_it_loads(etude: Etude, tmp_path: Path) -> None:
+    said = etude("serve", tmp_path, "--port", "0")
+    assert said.code == 2
+    assert said.err.splitlines()[0] == f"loading {tmp_path} …"
+
+
+def test_sources_of_bases_have_no_private_codes() -> None:
+    """P and S stood for first-hand and second-hand, and files were named that no user has."""
+    told = [each for base in bases.known_bases().values() for each in base.sources.values()]
+    assert len(told) > 100
+    assert [
+        each for each in told if re.search(r"(^|[ (,])[PS]([ ;.,)/]|$)|docs corpus|\.md §|obligations\.json", each)
+    ] == []

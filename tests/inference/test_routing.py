@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from etude.inference.lean import Experts, _feed, _routes
 from etude.inference.policy import Sampling
 from etude.models.mtp_heads import MtpHeads
+from etude.training.experts import take_up
+from etude.training.settings import ExpertSettings
 from tests.inference.engines import (
     Ask,
     complete,
@@ -93,3 +97,23 @@ def test_rounds_of_draft_tokens_name_what_was_read_of_the_text_and_nothing_else(
     for prompt, done in zip(prompts, complete(engine, prompts, WATCHED), strict=True):
         assert torch.equal(done.experts.sort().values.long(), chosen(model, prompt + done.token_ids[:-1]))
     assert engine.counts.rounds > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_in_bf16_the_engine_routes_as_the_trainer_does(family: str) -> None:
+    """Products rounded to bf16 tie often, and the two would choose otherwise: both compute them in float32."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        family, vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        num_experts=64, num_local_experts=64, num_experts_per_tok=4, head_dim=8,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).bfloat16()
+    own, hidden = _feed(model.model.layers[0].mlp), torch.randn(4096, 32).bfloat16()
+    assert isinstance(own, Experts)
+    chosen, weights = _routes(hidden, own)
+    plain = own.router(hidden)[2]
+    assert take_up(model, ExpertSettings(), 1)
+    _, expected, ids = own.router(hidden)
+    assert torch.equal(chosen, ids)
+    assert torch.equal(weights, expected)
+    assert not torch.equal(plain.sort().values, ids.sort().values), "as transformers computes it, some differ"

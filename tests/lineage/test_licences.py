@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from etude.errors import UserError
 from etude.files import files_below
 from etude.lineage.licences import (
+    CONDITION,
     carry,
     headline_duties,
     held,
@@ -46,6 +47,7 @@ def test_our_own_licence_is_known() -> None:
 @settings(deadline=None)
 @given(OWNERS, st.integers(1990, 2030))
 def test_mit_is_known_whoever_owns_it(owner: str, year: int) -> None:
+    assume(not CONDITION.search(plain(owner)))  # an owner called "License" would have to be read
     assert identify(MIT.format(owner=f"{year} {owner}")) == "MIT"
 
 

@@ -146,7 +146,7 @@ def test_running_out_of_gpu_memory_is_left_to_whoever_chose_the_batch(
     def full(*_arguments: object, **_options: object) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("etude.models.load.AutoModelForCausalLM.from_pretrained", full)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", full)
     with pytest.raises(torch.cuda.OutOfMemoryError):
         load_model(model, CPU)
 

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config
 
 from etude.errors import UserError
 from etude.models.load import load_model, weight_files
-from etude.models.mtp_heads import FILE, MtpHeads, heads_shape, keep_apart, load_heads, save_heads
+from etude.models.mtp_heads import MtpHeads, keep_apart, load_heads, save_heads
+from etude.models.shape import HEADS_FILE, heads_shape
 from tests import tiny
 
 DEPTH = 3
@@ -93,12 +94,12 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="does not fit the model beside it"):
         load_heads(folder, model)
-    with safe_open(folder / FILE, framework="pt") as tensors:
+    with safe_open(folder / HEADS_FILE, framework="pt") as tensors:
         assert len(tensors.metadata()) == 1  # else the same heads would not be the same file
-    (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-10])
+    (folder / HEADS_FILE).write_bytes((folder / HEADS_FILE).read_bytes()[:-10])
     with pytest.raises(UserError, match="is cut off"):
         load_heads(folder, model)
-    (folder / "model.safetensors").replace(folder / FILE)
+    (folder / "model.safetensors").replace(folder / HEADS_FILE)
     with pytest.raises(UserError, match="does not say what it holds"):
         heads_shape(folder)
 

@@ -126,6 +126,21 @@ def test_a_prompt_that_old_weights_read_is_read_again_by_new_ones(tmp_path: Path
     asyncio.run(main())
 
 
+def test_an_engine_that_was_started_again_is_ahead_of_who_asks_for_an_older_version(tmp_path: Path) -> None:
+    """It takes the newest version by itself while the orchestrator still asks for the one before."""
+
+    async def main() -> None:
+        store = WeightStore(tmp_path, 4)
+        publish(store, 1, 2, 3)
+        async with policy_of() as policy:
+            receiver = Receiver(policy, store)
+            await receiver.update(3)
+            assert (await receiver.update(2)).version == 3
+            assert set((await policy.generate(PROMPT, GREEDY)).versions) == {3}
+
+    asyncio.run(main())
+
+
 def test_who_joins_late_goes_straight_to_the_newest(tmp_path: Path) -> None:
     async def main() -> None:
         store = WeightStore(tmp_path, 2)

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from etude.lineage.compute import forward_flops
 from etude.lineage.record import load_lineage, load_record
 from etude.models.load import load_model
-from etude.models.mtp_heads import FILE, heads_shape, load_heads
-from etude.models.shape import model_shape
+from etude.models.mtp_heads import load_heads
+from etude.models.shape import HEADS_FILE, heads_shape, model_shape
 from tests.conftest import Etude
 from tests.run.test_training_stages import run, write_inputs
 
@@ -89,7 +89,7 @@ def test_the_model_beneath_stays_as_it_is(chain: Path) -> None:
     assert (child / "model.safetensors").read_bytes() == (parent / "model.safetensors").read_bytes()
     assert (child / "config.json").read_bytes() == (parent / "config.json").read_bytes()
     assert heads_shape(child) == (2, True)
-    assert set(load_record(chain / "mtp").weights) == {"model.safetensors", FILE}
+    assert set(load_record(chain / "mtp").weights) == {"model.safetensors", HEADS_FILE}
     assert load_heads(child, load_model(child, torch.device("cpu"), torch.float32)) is not None
 
 
@@ -122,7 +122,7 @@ def test_the_record_says_what_was_spent(chain: Path) -> None:
 @pytest.mark.parametrize("stage", ["extend", "sft"])
 def test_heads_are_trained_along(chain: Path, stage: str) -> None:
     parent = {"extend": "mtp", "sft": "extend"}[stage]
-    before, after = (load_file(chain / name / "model" / FILE) for name in (parent, stage))
+    before, after = (load_file(chain / name / "model" / HEADS_FILE) for name in (parent, stage))
     assert set(before) == set(after)
     assert all(not torch.equal(before[name], after[name]) for name in before if "proj" in name)
     assert {row["depth"] for row in results(chain / stage)["acceptance"]} == {1, 2}
@@ -134,7 +134,7 @@ def test_heads_are_trained_along(chain: Path, stage: str) -> None:
 
 
 def test_heads_that_are_not_trained_come_along_and_it_is_said(chain: Path) -> None:
-    heads = [(chain / stage / "model" / FILE).read_bytes() for stage in ("sft", "cpt")]
+    heads = [(chain / stage / "model" / HEADS_FILE).read_bytes() for stage in ("sft", "cpt")]
     assert heads[0] == heads[1]
     assert any("came along untrained" in note for note in results(chain / "cpt")["notes"])
     assert json.loads((chain / "cpt" / "model" / "model.safetensors.index.json").read_text())["weight_map"]

@@ -61,8 +61,8 @@ def closed_port() -> int:
 LATER = {  # what was refused only when its turn came: stage, changes, and what is said
     "cuda without a GPU": ("cpt", ['cpt.device="cuda"'], "torch sees no GPU"),
     "cuda for rollouts": ("rl", ['rl.device="cuda"'], "rl: device = 'cuda', but torch sees no GPU"),
-    "pretrain with a base": ("pretrain", ['stages=["pretrain"]', "pretrain.tokens=1000"], "this recipe has a base"),
-    "pretrain after another stage": ("pretrain", ['stages=["cpt", "pretrain"]', "pretrain.tokens=1000"], "cpt comes before it"),
+    "pretrain with a base": ("pretrain", ['stages=["pretrain"]', "pretrain.tokens=1_000_000"], "this recipe has a base"),
+    "pretrain after another stage": ("pretrain", ['stages=["cpt", "pretrain"]', "pretrain.tokens=1_000_000"], "cpt comes before it"),
     "rows beyond the context": ("cpt", ["cpt.length=4096"], "cpt: rows of 4096 tokens are longer than the model's context of 2048"),
     "demonstrations beyond the context": ("sft", ["sft.length=8192"], "longer than the model's context of 4096"),
     "rows of rl beyond the context": ("rl", ["rl.length=8192"], "longer than the model's context of 4096"),
@@ -71,6 +71,12 @@ LATER = {  # what was refused only when its turn came: stage, changes, and what 
     "rows that cannot be cut": ("cpt", ["cpt.length=1000"], "must be a multiple"),
     "an unknown domain": ("cpt", ["cpt.shares={ cod = 1.0 }"], "did you mean 'code'"),
     "heads that nobody made": ("sft", ['stages=["cpt", "extend", "sft"]'], "has no MTP heads"),
+    "heads thrown away": (
+        "again", ['stages=["mtp", "again"]', 'again.kind="mtp"', "again.tokens=1_000_000", "again.depth=2", "mtp.length=2048", "again.length=2048"],
+        "a stage before it makes heads (depth = 3, shared = true)",
+    ),
+    "less than a step": ("cpt", ["cpt.tokens=8191"], "cpt.tokens = 8191 is less than one step of 8 rows × 1024 = 8192 tokens"),
+    "a path for a name": ("release", ['release.name="a/b"'], "release.name 'a/b' cannot name a model"),
     "release of the base": ("release", ['stages=["release", "cpt"]'], "would release the base unchanged; put it after cpt"),
     "nothing to start from": ("sft", ['stages=["sft"]'], "needs a model to start from"),
     "no tokeniser": ("data", ['stages=["sft"]'], "data.tokeniser needs a base"),

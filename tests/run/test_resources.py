@@ -12,10 +12,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from etude.errors import UserError
+from etude.models.shape import on_meta
 from etude.recipe.recipe import load_recipe
 from etude.rl.division import CONTEXTS, ENGINE_WORK, LEAST, divide
 from etude.rl.settings import RlSettings
-from etude.run.plan import gpus, machine, on_meta, plan_recipe
+from etude.run.plan import gpus, machine, plan_recipe
 from etude.run.runner import stage_settings
 from etude.training import memory
 

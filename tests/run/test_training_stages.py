@@ -285,7 +285,7 @@ def test_pretrain_makes_a_model_of_nothing(tmp_path: Path, etude: Etude) -> None
 
 
 BAD = {
-    "too long for the model": (["cpt.length=2048", "extend.length=4096"], "longer than the model's context of 1024"),
+    "too long for the model": (["cpt.length=2048", "cpt.tokens=8192", "extend.length=4096"], "longer than the model's context of 1024"),
     "no divisor": (["cpt.length=500"], "must"),
     "no extension": (["extend.length=1024"], "already has a context of 1024"),
     "unknown domain": (['cpt.shares={ cod = 1.0 }'], "did you mean 'code'"),

@@ -85,7 +85,8 @@ def session(
     world = world or World()
     model = more.pop("model", None) or fresh_model(more.pop("family", "llama"))
     reporter = more.pop("reporter", None) or Reporter(quiet=True)
-    loader = Loader(Corpus.open(corpus), batch=chosen.batch, rank=world.rank, world=world.size)
+    together = chosen.context_ranks
+    loader = Loader(Corpus.open(corpus), batch=chosen.batch, rank=world.rank // together, world=world.size // together)
     batches = more.pop("wrap", lambda plain: plain)(loader)
     with contextlib.ExitStack() as stack:
         work = None

@@ -505,3 +505,23 @@ def test_a_mixture_of_equal_experts_is_the_dense_model(kind: str) -> None:
     stacks = [weight for name, weight in noisy.named_parameters() if ".experts." in name]
     assert all(not torch.equal(stack[0], stack[1]) for stack in stacks)
     assert all(isinstance(router.weight, torch.Tensor) and router.weight.any() for router in routers_of(noisy).values())
+
+
+def test_all_layers_are_compiled_as_one() -> None:
+    """A class of its own for each router would have a compiler compile every layer by itself: minutes, with 48 layers."""
+    config = OlmoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    take_up(model, ExpertSettings(), 10)
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, dynamic=False, backend=backend)
+    model(torch.randint(0, 64, (2, 16)), use_cache=False).logits.sum().backward()
+    assert len(graphs) == 1

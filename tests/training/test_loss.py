@@ -296,7 +296,7 @@ def test_on_a_gpu_attention_with_sinks_and_its_gradients_are_those_in_float64(le
     parts = zip(query, key, value, strict=True)
     expected = torch.cat([_causal(q, k, v, 0.125, window, given[0][3]) for q, k, v in parts], 2)[0].transpose(0, 1)
     bounds = torch.tensor([0, 40, 47, 128], device=device, dtype=torch.int32)
-    got = _with_sinks(*given[1], bounds, max(pieces), 0.125, left)[0]
+    got = _with_sinks(*given[1], bounds, bounds, max(pieces), max(pieces), 0.125, left)[0]
     weights = torch.randn_like(expected)
     (expected * weights).sum().backward()
     (got * weights.to(got.dtype)).sum().backward()

@@ -21,8 +21,8 @@ from transformers.modeling_layers import MtpLayer
 from etude.data.loader import Batch
 from etude.errors import Interrupted, UserError
 from etude.lineage.compute import ComputeShape, forward_flops
-from etude.models.mtp_heads import FILE, HEADS, MtpHeads
-from etude.models.shape import shape_of
+from etude.models.mtp_heads import HEADS, MtpHeads
+from etude.models.shape import HEADS_FILE, shape_of
 from etude.training import cross_entropy
 from etude.training.attention import isolate
 from etude.training.batch import rows_of
@@ -282,7 +282,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_only_heads_are_trained_and_saved(straight: tuple[Path, Path]) -> None:
     _, folder = straight
-    assert [path.name for path in (folder / "model").iterdir()] == [FILE]
+    assert [path.name for path in (folder / "model").iterdir()] == [HEADS_FILE]
     losses = sessions.losses(folder)
     assert losses[-1] < losses[0]
 
@@ -299,7 +299,7 @@ def test_interrupted_heads_come_out_the_same_bit_for_bit(straight: tuple[Path, P
         assert training.session.loop.done == 12
         training.session.export(tmp_path / "model")
     assert sessions.losses(tmp_path) == sessions.losses(folder)
-    assert (tmp_path / "model" / FILE).read_bytes() == (folder / "model" / FILE).read_bytes()
+    assert (tmp_path / "model" / HEADS_FILE).read_bytes() == (folder / "model" / HEADS_FILE).read_bytes()
 
 
 def test_two_ranks_are_one(straight: tuple[Path, Path], tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_two_ranks_are_one(straight: tuple[Path, Path], tmp_path: Path) -> None:
         port = probe.getsockname()[1]
     assert sessions.processes(train, *((rank, 2, port, corpus, tmp_path) for rank in range(2))) == [0, 0]
     assert sessions.losses(tmp_path) == pytest.approx(sessions.losses(folder), rel=1e-4)
-    ours, theirs = (load_file(each / "model" / FILE) for each in (tmp_path, folder))
+    ours, theirs = (load_file(each / "model" / HEADS_FILE) for each in (tmp_path, folder))
     assert ours.keys() == theirs.keys()
     for name, weight in theirs.items():
         assert torch.allclose(ours[name], weight, atol=2e-3), name

@@ -238,10 +238,10 @@ def compact(states: str, masters: str = "float32", **more: Any) -> OptimiserSett
 
 
 def trained(
-    weights: dict[str, torch.Tensor], settings: OptimiserSettings, steps: int, seed: int = 0
+    weights: dict[str, torch.Tensor], settings: OptimiserSettings, steps: int, seed: int = 0, *, compiled: bool = False
 ) -> dict[str, torch.Tensor]:
     """Take steps with gradients that are the same in any precision."""
-    mine = Optimiser(weights, settings)
+    mine = Optimiser(weights, settings, compiled=compiled)
     for step in range(steps):
         give_gradients(weights.values(), 100 * seed + step)
         mine.update()
@@ -254,9 +254,10 @@ def one_of_each(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: torch.nn.Parameter(torch.randn(shape).to(dtype)) for name, shape in shapes.items()}
 
 
-def test_states_in_main_memory_are_torchs_adamw() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_states_in_main_memory_are_torchs_adamw(*, compiled: bool) -> None:
     ours, theirs = one_of_each(torch.float32), one_of_each(torch.float32)
-    trained(ours, compact("cpu"), 5)
+    trained(ours, compact("cpu"), 5, compiled=compiled)
     trained(theirs, compact("float32"), 5)
     for name, weight in theirs.items():
         assert torch.allclose(ours[name], weight, rtol=1e-6, atol=1e-7), name
@@ -282,9 +283,9 @@ def test_codes_are_unbiased_and_a_slow_average_moves() -> None:
     numbers = torch.randn(8, 256) * torch.logspace(-4, 3, 8)[:, None]
     for signed in (True, False):
         values, scales = numbers if signed else numbers.abs(), torch.empty(8, 1)
-        draws = [_decode(_encode(values, scales, signed=signed), scales, signed=signed) for _ in range(400)]
-        assert torch.equal(scales[:, 0], values.abs().amax(1))
         book = code_book(signed=signed, device=torch.device("cpu"))
+        draws = [_decode(_encode(values, scales, book), scales, book) for _ in range(400)]
+        assert torch.equal(scales[:, 0], values.abs().amax(1))
         assert (len(book), float(book[0]), float(book[-1])) == (256, -1.0 if signed else 0.0, 1.0)
         place = torch.searchsorted(book, values / scales).clamp(1, 255)
         gap = (book[place] - book[place - 1]) * scales
@@ -293,9 +294,7 @@ def test_codes_are_unbiased_and_a_slow_average_moves() -> None:
         assert (error <= 5 * gap / 2 / 20).all()  # five deviations, at most, of a mean of 400
     moment, scale = torch.cat([torch.full((1, 255), 0.5), torch.ones(1, 1)], 1), torch.empty(1, 1)
     for _ in range(700):  # by a thousandth of itself each time: less than half a code
-        moment = _decode(_encode(moment, scale, signed=False), scale, signed=False) * torch.tensor(
-            [0.999] * 255 + [1.0]
-        )
+        moment = _decode(_encode(moment, scale, book), scale, book) * torch.tensor([0.999] * 255 + [1.0])
     assert float(moment[0, :255].mean()) == pytest.approx(0.5 * 0.999**700, rel=0.02)
 
 

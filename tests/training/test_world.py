@@ -69,10 +69,14 @@ def take_part(rank: int, size: int, port: int, *what: Any) -> None:
     os._exit(code)
 
 
-def run(size: int, corpus: Path, folder: Path, stop_after: int = 0, **changes: Any) -> None:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return int(probe.getsockname()[1])
+
+
+def run(size: int, corpus: Path, folder: Path, stop_after: int = 0, **changes: Any) -> None:
+    port = free_port()
     codes = sessions.processes(
         take_part, *((rank, size, port, corpus, folder, changes, stop_after) for rank in range(size))
     )
@@ -92,10 +96,10 @@ def alone(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def assert_close(folder: Path, alone: Path) -> None:
+def assert_close(folder: Path, alone: Path, steps: int = 12) -> None:
     """Compare losses of all steps, and how far the weights went."""
     expected = sessions.losses(alone)
-    assert len(expected) == 12
+    assert len(expected) == steps
     assert sessions.losses(folder) == pytest.approx(expected, rel=1e-5)
     ours, theirs = (load_file(each / "model" / "model.safetensors") for each in (folder, alone))
     assert ours.keys() == theirs.keys()

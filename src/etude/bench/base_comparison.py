@@ -33,7 +33,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from pydantic import BaseModel, Field, model_validator
 from rapidfuzz.distance import Levenshtein
 
@@ -46,6 +45,8 @@ from etude.work import Unit, Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import torch
 
     from etude.data.codebase import Codebase
 
@@ -361,13 +362,15 @@ REPEATS = 3
 ROUNDS = 3 * (REPEATS + 1)  # calls of `on_round`: three measurements, each with a round to warm up
 
 
-@torch.inference_mode()  # type: ignore[untyped-decorator]
 def measure_speed(model: Any, prompt: int, steps: int, batch: int, on_round: Callable[[], object]) -> dict[str, Any]:
     """Return tokens a second, and bytes with whose peak they are; `on_round` is called ROUNDS times, for a progress bar."""
+    import torch
+
     _reset_peak(model.device)
-    prefill = prompt / _median(lambda: _prefill_seconds(model, prompt), on_round)
-    single = steps / _median(lambda: _decode_seconds(model, prompt, steps, 1), on_round)
-    several = batch * steps / _median(lambda: _decode_seconds(model, prompt, steps, batch), on_round)
+    with torch.inference_mode():
+        prefill = prompt / _median(lambda: _prefill_seconds(model, prompt), on_round)
+        single = steps / _median(lambda: _decode_seconds(model, prompt, steps, 1), on_round)
+        several = batch * steps / _median(lambda: _decode_seconds(model, prompt, steps, batch), on_round)
     weights, (peak, peak_of) = sum(parameter.nbytes for parameter in model.parameters()), _peak(model.device)
     return {"prefill": prefill, "decode_single": single, "decode_batch": several, "batch": batch, "prompt": prompt,
             "weight_bytes": weights, "peak_bytes": peak, "peak_of": peak_of}  # fmt: skip
@@ -400,6 +403,8 @@ def _median(measurement: Callable[[], float], on_round: Callable[[], object]) ->
 
 def clock(device: torch.device) -> float:
     """Return the time in seconds, once the device has done what it was given."""
+    import torch
+
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -407,12 +412,16 @@ def clock(device: torch.device) -> float:
 
 def _ids(model: Any, batch: int, length: int) -> torch.Tensor:
     """Return tokens to work on; which ones does not matter to a dense model, and spreads evenly over experts."""
+    import torch
+
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     return torch.randint(vocabulary, (batch, length), generator=generator).to(model.device)
 
 
 def _reset_peak(device: torch.device) -> None:
+    import torch
+
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -421,6 +430,8 @@ def _reset_peak(device: torch.device) -> None:
 
 
 def _peak(device: torch.device) -> tuple[int, str]:
+    import torch
+
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), "GPU allocator"
     status = Path("/proc/self/status")

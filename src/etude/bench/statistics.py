@@ -21,7 +21,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from scipy.special import betaincinv, stdtrit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -95,6 +94,8 @@ def _by_task(rows: Iterable[Row], least: int) -> dict[tuple[str, str], list[floa
 
 def spread(parts: Array, wholes: Array) -> tuple[float, float, float]:
     """Return sum(parts) / sum(wholes), its standard error over units, 0 for one alone, and t's quantile for a 95% interval."""
+    from scipy.special import stdtrit
+
     total, units = wholes.sum(), len(parts)
     value = float(parts.sum() / total)
     freedom = max(float(total**2 / (wholes.astype(float) ** 2).sum()) - 1, 1.0)
@@ -103,6 +104,8 @@ def spread(parts: Array, wholes: Array) -> tuple[float, float, float]:
 
 
 def _rate_interval(value: float, error: float, t: float, tasks: int) -> tuple[float, float]:
+    from scipy.special import betaincinv, stdtrit
+
     like = min(value * (1 - value) / error**2, tasks) if error > 0 else tasks  # so many independent tasks
     like *= float(stdtrit(max(tasks - 1, 1), 1 - TAIL) / t) ** 2
     passes, fails = value * like, (1 - value) * like

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path  # noqa: TC003 - as below
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -44,6 +44,8 @@ def serve(  # noqa: PLR0913, PLR0917 - an argument for every option
             f"--weights {str(weights)!r} is not a folder; name the one that a trainer publishes versions in"
         )
     with bind(host, port) as address:
+        if Path(model).is_dir():
+            reporter.say(f"loading {model} …")
         from etude.inference.local import LocalPolicy
         from etude.inference.weight_sync import Receiver, WeightStore
         from etude.models.load import load_tokeniser

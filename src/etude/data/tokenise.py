@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from etude.data.deduplicate import DOCUMENTS, KEPT
 from etude.data.document import Document, in_groups
@@ -89,6 +88,7 @@ class Encoder:
 
     def __init__(self, file: Path) -> None:
         import fastokens
+        from tokenizers import Tokenizer
 
         try:
             tokeniser = json.loads(file.read_text(encoding="utf-8"))
@@ -158,6 +158,7 @@ class Encoder:
 
 def train_tokeniser(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
     """Train a byte-level BPE and save it as a Hugging Face tokeniser with a ChatML template."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     special = [*NAMED_TOKENS, *(f"<|reserved_{number}|>" for number in range(RESERVED_TOKENS))]

@@ -271,7 +271,7 @@ class RemotePolicy:
         reply = await self.tell("/finish_weight_update", {"weight_version": str(version)})
         if reply["version"] < version:  # another engine took over in between, and could not have it
             raise BrokenStore(f"{self._url} is at version {reply['version']}, not {version}")
-        self.version = version
+        self.version = reply["version"]
         return Swap(**{name: reply[name] for name in asdict(Swap(0, 0, 0.0, 0.0))})
 
     async def tell(self, path: str, body: Any = None) -> Any:

@@ -102,7 +102,9 @@ def known(experts: Any) -> bool:
     gate = getattr(type(experts), "_apply_gate", None)
     plain = getattr(gate, "__name__", "") == "_default_apply_gate" and isinstance(experts.act_fn, SiLUActivation)
     clamped = hasattr(experts, "alpha") and hasattr(experts, "limit") and not experts.is_concatenated
-    return (plain or clamped) and not experts.has_post_expert_norm
+    return (plain or clamped) and not getattr(
+        experts, "has_post_expert_norm", False
+    )  # transformers 5.17 has no such flag
 
 
 def few_tokens(x_ND: Tensor, chosen_NK: Tensor, share_NK: Tensor, experts: Any) -> Tensor:

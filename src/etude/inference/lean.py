@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from etude.inference.attention import attend
+from etude.training.experts import PLACE, rule_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from etude.inference.kv_cache import LayerShape
+    from etude.training.experts import Rule
 
 PLAIN_ROPE = {"default", "linear", "llama3", "yarn"}  # the others depend on how long a text is
 NORMS = {"input_layernorm", "post_attention_layernorm"}
@@ -104,6 +106,7 @@ class Experts:
     """Many of them, of which a router takes some for each token."""
 
     router: Any
+    rule: Rule | None  # how the router makes weights of logits; None: only it knows
     experts: Any
     shared: Dense | None
     kernels: bool  # whether ours compute them
@@ -194,7 +197,7 @@ def _dense(x_ND: Tensor, own: Dense, shape: Shape) -> Tensor:
 
 
 def _experts(x_ND: Tensor, own: Experts, shape: Shape) -> tuple[Tensor, Tensor]:
-    _, weights, chosen = own.router(x_ND)
+    chosen, weights = _routes(x_ND, own)
     if own.kernels and len(x_ND) <= FEW:
         from etude.inference.expert_kernels import few_tokens
 
@@ -202,6 +205,17 @@ def _experts(x_ND: Tensor, own: Experts, shape: Shape) -> tuple[Tensor, Tensor]:
     else:
         out = own.experts(x_ND, chosen, weights)
     return out if own.shared is None else out + _dense(x_ND, own.shared, shape), chosen.to(torch.int16)
+
+
+def _routes(x_ND: Tensor, own: Experts) -> tuple[Tensor, Tensor]:
+    """Return the experts of each token and their weights, in float32 as the trainer does: near ties fall the same way in both."""
+    if own.rule is None or hasattr(own.router, PLACE):  # these compute in float32 by themselves
+        _, weights, chosen = own.router(x_ND)
+        return chosen, weights
+    bias = getattr(own.router, "bias", None)
+    scores = own.rule.scores(F.linear(x_ND.float(), own.router.weight.float(), None if bias is None else bias.float()))
+    chosen = scores.topk(own.router.top_k).indices
+    return chosen, own.rule.weights(scores, chosen)
 
 
 def _normed(x_ND: Tensor, weight: Tensor, shape: Shape) -> Tensor:
@@ -411,7 +425,7 @@ def _feed(feed: Any) -> Dense | Experts:
         from etude.inference.expert_kernels import known
 
         kernels = known(feed.experts)
-    return Experts(router, feed.experts, None if shared is None else _feed(shared), kernels)  # type: ignore[arg-type]
+    return Experts(router, rule_of(router), feed.experts, None if shared is None else _feed(shared), kernels)  # type: ignore[arg-type]
 
 
 def _joined(part: Any, names: tuple[str, ...], what: str) -> Any:

@@ -33,7 +33,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 import xxhash
 import zstandard
 
@@ -44,10 +43,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    import torch
+
     from etude.inference.local import LocalPolicy
     from etude.inference.model_runner import Staged
 
-Weights = dict[str, torch.Tensor]
+Weights = dict[str, "torch.Tensor"]
 Array = np.ndarray[Any, Any]
 Bytes = bytes | memoryview
 
@@ -58,7 +59,7 @@ BEGIN = len(MAGIC) + 8  # of the header
 DIGEST = 16
 FEW = 1 / 8  # share of changed numbers up to which their places are named
 LEVEL = 1  # of zstd: higher ones are several times slower and no smaller here
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 class Broken(Exception):  # noqa: N818 - the store takes another way
@@ -244,8 +245,11 @@ class Receiver:
         return self.last.version
 
     async def stage(self, version: int) -> None:
-        """Bring a version to the device. BrokenStore: it cannot be had; nothing was changed."""
-        if version == self.version:
+        """Bring a version to the device. BrokenStore: it cannot be had; nothing was changed.
+
+        An engine that was started again took the newest version by itself: who asks for one before that has nothing to wait for.
+        """
+        if version <= self.version:
             return
         began = time.perf_counter()
         held = await asyncio.to_thread(self.store.pull, version, self._held)
@@ -286,6 +290,8 @@ def copied(tensor: torch.Tensor, over: torch.Tensor | None = None) -> torch.Tens
 
     On a CPU by numpy: torch copies on all cores and waits for the last of them, which a busy machine makes seconds of.
     """
+    import torch
+
     copy = torch.empty_like(tensor, memory_format=torch.contiguous_format) if over is None else over
     if tensor.device.type == "cpu":
         np.copyto(_bits(copy).numpy(), _bits(tensor).numpy())
@@ -343,12 +349,16 @@ def apply(header: dict[str, Any], pieces: memoryview, base: Weights) -> Weights:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's numbers as integers, flat; in the same memory if it is contiguous."""
+    import torch
+
     flat = tensor.contiguous().view(-1)
-    return flat.view(INTEGERS[min(flat.element_size(), 8)])
+    return flat.view(getattr(torch, INTEGERS[min(flat.element_size(), 8)]))
 
 
 def _raw(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's bytes; in the same memory if it is contiguous and on the CPU."""
+    import torch
+
     return memoryview(_bits(tensor).cpu().view(torch.uint8).numpy())
 
 
@@ -358,6 +368,8 @@ def _digest(tensor: torch.Tensor) -> str:
 
 def _encode(new: torch.Tensor, old: torch.Tensor) -> tuple[str, Bytes]:
     """Return how a tensor changed. It is compared where it lies; on a CPU by numpy, which is several times faster there than torch."""
+    import torch
+
     on_cpu = new.device.type == "cpu"
     library: Any = np if on_cpu else torch
     after, before = (bits.numpy() if on_cpu else bits for bits in (_bits(new), _bits(old)))
@@ -373,6 +385,8 @@ def _encode(new: torch.Tensor, old: torch.Tensor) -> tuple[str, Bytes]:
 
 
 def _decode(entry: dict[str, Any], piece: memoryview, base: torch.Tensor | None) -> torch.Tensor:
+    import torch
+
     dtype, shape, how = getattr(torch, entry["dtype"]), entry["shape"], entry["how"]
     if how == "whole":
         whole = torch.empty(shape, dtype=dtype)
@@ -390,7 +404,7 @@ def _decode(entry: dict[str, Any], piece: memoryview, base: torch.Tensor | None)
 
 
 def _numpy(numbers: Any) -> Array:
-    array: Array = numbers.cpu().numpy() if isinstance(numbers, torch.Tensor) else numbers
+    array: Array = numbers if isinstance(numbers, np.ndarray) else numbers.cpu().numpy()
     return array
 
 

@@ -1,4 +1,4 @@
-"""Load a model and its tokeniser from a Hugging Face folder, or say in one line why not.
+"""Load a model and its tokeniser from a Hugging Face folder, or say in one line why not; torch is imported where weights are read.
 
 Missing tensors are refused: transformers would fill them with random numbers and go on. So are tensors that the model has no place
 for, which it would drop: the model is then not the one that its config names, and its descendants would be without them.
@@ -20,11 +20,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-import transformers
-from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, FineGrainedFP8Config, Mxfp4Config
-
 from etude.errors import UserError, one_line
 from etude.files import read_json, sha256_file
 from etude.lineage.record import FileDigest
@@ -33,6 +28,8 @@ from etude.lineage.weight_files import INDEX, SINGLE, indexed_files, read_header
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
     from pathlib import Path
+
+    import torch
 
     from etude.progress import Reporter
 
@@ -69,6 +66,8 @@ DeviceWish = Literal["auto", "cpu", "cuda"]
 
 def choose_device(wish: DeviceWish) -> torch.device:
     """Return the device to work on; `auto` takes a GPU where there is one."""
+    import torch
+
     if wish == "cuda" and not torch.cuda.is_available():
         raise UserError("device = 'cuda', but torch sees no GPU here; use 'cpu' or 'auto'")
     return torch.device("cuda" if wish != "cpu" and torch.cuda.is_available() else "cpu")
@@ -76,13 +75,18 @@ def choose_device(wish: DeviceWish) -> torch.device:
 
 def default_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype to compute in: bf16 on a GPU, float32 on a CPU, where bf16 is slower and less exact."""
+    import torch
+
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = None, config: Any = None) -> Any:
     """Return the model in evaluation mode, with another config than its own if one is given; on `meta`, without its weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     weight_files(folder)
-    _quiet()
+    quiet()
     dtype = dtype or default_dtype(device)
     try:
         config = config or AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -114,7 +118,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = N
     return model.eval()
 
 
-PACKINGS = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
+PACKINGS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}  # the classes of transformers
 
 
 def _packing(folder: Path, config: Any) -> Any:
@@ -130,7 +134,9 @@ def _packing(folder: Path, config: Any) -> Any:
         raise UserError(
             f"{folder} is quantised by {method!r}, which cannot be trained ({known} can); take its bf16 weights"
         )
-    return PACKINGS[method](dequantize=True)
+    import transformers
+
+    return getattr(transformers, PACKINGS[method])(dequantize=True)
 
 
 def refuse_multimodal(folder: Path) -> None:
@@ -151,6 +157,9 @@ def refuse_multimodal(folder: Path) -> None:
 
 def saved_dtype(folder: Path) -> torch.dtype:
     """Return the dtype of the weights in a model's folder: that of its first tensor; of a quantised one bf16."""
+    import torch
+    from safetensors import safe_open
+
     with safe_open(weight_files(folder)[0], framework="pt") as tensors:
         dtype: torch.dtype = tensors.get_tensor(next(iter(tensors.keys()))).dtype
     quantised = "quantization_config" in read_json(folder / "config.json")
@@ -159,17 +168,21 @@ def saved_dtype(folder: Path) -> torch.dtype:
 
 def load_tokeniser(folder: Path) -> Any:
     """Return the tokeniser of a model's folder."""
+    from transformers import AutoTokenizer
+
     if not any((folder / name).is_file() for name in TOKENISER_FILES):
         raise UserError(f"{folder} has no tokeniser ({TOKENISER_FILES[0]}); copy the base's files next to the weights")
-    _quiet()
+    quiet()
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - as above
         raise UserError(f"{folder}: its tokeniser cannot be loaded: {one_line(error)}") from None
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Keep transformers' own bars and remarks out of our output; what matters we check and say ourselves."""
+    import transformers
+
     transformers.utils.logging.set_verbosity(logging.CRITICAL)
     transformers.utils.logging.disable_progress_bar()
 
@@ -192,6 +205,8 @@ def tell_apart(
     model: Any, special: Collection[int], wanted: Collection[int], seed: int, *, draw: bool = True
 ) -> list[int]:
     """Draw anew the rows, of input and output, of the wanted special tokens that the model cannot tell apart; return which."""
+    import torch
+
     matrices = {id(each.weight): each.weight for each in (model.get_input_embeddings(), model.get_output_embeddings())
                 if not each.weight.is_meta}  # another rank has them  # fmt: skip
     redrawn: set[int] = set()

@@ -16,10 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from safetensors import safe_open
-from transformers import AutoConfig
 
 from etude.errors import UserError, one_line
 from etude.files import whole_file
@@ -30,9 +27,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    import torch
+
 NEARLY_PARALLEL = 0.9995  # cosine from which sin Ω is too small to divide by, and a straight line is as good
 PIECE = 1 << 22  # numbers worked on at a time
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 NO_MATTER = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache", "architectures",
              "bos_token_id", "eos_token_id", "pad_token_id"}  # fmt: skip
 
@@ -44,6 +43,8 @@ def linear(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.T
 
 def slerp(first: torch.Tensor, second: torch.Tensor, share: float) -> torch.Tensor:
     """Return what lies `share` of the way along the arc from one tensor to the other, each taken as one vector."""
+    import torch
+
     cosine = torch.nn.functional.cosine_similarity(first.flatten().double(), second.flatten().double(), dim=0)
     if cosine.abs() >= NEARLY_PARALLEL:
         return torch.lerp(first, second, share)
@@ -63,6 +64,8 @@ def ties(
     ancestor: torch.Tensor, tensors: Sequence[torch.Tensor], weights: Sequence[float], scale: float, least: Sequence[float]
 ) -> torch.Tensor:  # fmt: skip
     """Return the ancestor with the mean of those changes that are large (`least` and above, for each) and agree in sign."""
+    import torch
+
     learnt = [tensor - ancestor for tensor in tensors]
     trimmed = [each * (each.abs() >= limit) for each, limit in zip(learnt, least, strict=True)]
     elected = _weighted_sum(trimmed, weights).sign()
@@ -83,6 +86,8 @@ class Tensors:
     """The tensors of a model's folder, one at a time."""
 
     def __init__(self, folder: Path) -> None:
+        from safetensors import safe_open
+
         self.folder, self.files = folder, weight_files(folder)
         self.entries = {name: entry for file in self.files for name, entry in read_header(file).tensors.items()}
         opened: list[Any] = [safe_open(file, framework="pt") for file in self.files]
@@ -99,6 +104,7 @@ def trim_threshold(model: Tensors, ancestor: Tensors, density: float) -> float:
     Exact, though it never holds more than one tensor: of a positive float32, the bits read as an integer keep the order, so
     the first pass counts by the upper 16 bits, and the second by the lower ones of those that share the upper ones.
     """
+    import torch
 
     def counts(upper: int | None) -> torch.Tensor:
         bins = torch.zeros(1 << 16, dtype=torch.int64)
@@ -124,6 +130,8 @@ def trim_threshold(model: Tensors, ancestor: Tensors, density: float) -> float:
 
 def merging(settings: MergeSettings, opened: Sequence[Tensors]) -> Callable[[str], torch.Tensor]:
     """Return what makes the merged tensor of a name; `opened` are the models to merge and, if there is one, their ancestor."""
+    import torch
+
     count = 1 + len(settings.others)
     weights = settings.weights or [1.0] * count
     scale = 1.0 if settings.scale is None else settings.scale
@@ -149,11 +157,13 @@ def merging(settings: MergeSettings, opened: Sequence[Tensors]) -> Callable[[str
 
 def write_merged(file: Path, target: Path, merged: Callable[[str], torch.Tensor]) -> None:
     """Write a file like `file`, with the same header byte for byte, whose tensors are what `merged` returns by name."""
+    import torch
+
     header = read_header(file)
     with whole_file(target) as beside, beside.open("wb") as stream:
         stream.write(header.start)
         for name, entry in header.tensors.items():
-            stored = merged(name).to(FLOATS[entry.dtype]).contiguous()
+            stored = merged(name).to(getattr(torch, FLOATS[entry.dtype])).contiguous()
             if not torch.isfinite(stored).all():
                 what = f"merged {name} has numbers that {entry.dtype} cannot hold, or one of the models has"
                 raise UserError(f"{what}; lower `scale`, or check their weights")
@@ -183,6 +193,8 @@ def refuse_unlike(first: Tensors, other: Tensors) -> None:
 
 def _config(folder: Path) -> dict[str, Any]:
     """Return what a model's config says of its computation, with every default filled in."""
+    from transformers import AutoConfig
+
     try:
         said = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
     except Exception as error:  # noqa: BLE001 - a damaged config makes transformers raise almost anything

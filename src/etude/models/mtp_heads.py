@@ -26,7 +26,6 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import GenerationConfig
@@ -36,13 +35,12 @@ from etude.files import whole_file, write_json
 from etude.lineage.licences import LICENSES
 from etude.lineage.weight_files import INDEX, SINGLE, read_header
 from etude.models.load import load_model, saved_dtype
+from etude.models.shape import HEADS_FILE, HEADS_METADATA, heads_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-FILE = "mtp.safetensors"
-METADATA = "etude_mtp"  # the entry of its header that says what it holds
 HEADS = "mtp."  # what the names of their weights begin with where they are trained, as `model.mtp`
 
 
@@ -140,32 +138,19 @@ def _try_out(heads: MtpHeads, model: Any) -> None:
 
 def save_heads(folder: Path, tensors: Mapping[str, torch.Tensor], *, depth: int, shared: bool) -> None:
     """Write heads into a model's folder."""
-    metadata = {METADATA: json.dumps({"depth": depth, "shared": shared})}  # one entry: several would be in any order
-    with whole_file(folder / FILE) as beside:
+    metadata = {
+        HEADS_METADATA: json.dumps({"depth": depth, "shared": shared})
+    }  # one entry: several would be in any order
+    with whole_file(folder / HEADS_FILE) as beside:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside, metadata)
         beside.chmod(0o644)  # safetensors makes it private, unlike every other file
 
 
 def keep_apart(folder: Path) -> None:
     """Give a folder with heads an index of its weights: servers such as vLLM take every safetensors file for weights otherwise."""
-    if (folder / FILE).exists() and not (folder / INDEX).exists():
+    if (folder / HEADS_FILE).exists() and not (folder / INDEX).exists():
         names, size = sorted(read_header(folder / SINGLE).tensors), (folder / SINGLE).stat().st_size
         write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(names, SINGLE)})
-
-
-def heads_shape(folder: Path) -> tuple[int, bool] | None:
-    """Return (depth, shared) of the heads in a model's folder, or None if it has none."""
-    file = folder / FILE
-    if not file.is_file():
-        return None
-    read_header(file)
-    with safe_open(file, framework="pt") as tensors:
-        metadata = tensors.metadata() or {}
-    try:
-        shape = json.loads(metadata[METADATA])
-        return int(shape["depth"]), bool(shape["shared"])
-    except (KeyError, ValueError, TypeError):
-        raise UserError(f"{file} does not say what it holds; train the heads again, or remove it") from None
 
 
 def load_heads(folder: Path, model: Any) -> MtpHeads | None:
@@ -175,9 +160,9 @@ def load_heads(folder: Path, model: Any) -> MtpHeads | None:
         return None
     heads = MtpHeads.for_model(model, depth=shape[0], shared=shape[1])
     try:
-        heads.load_state_dict(load_file(folder / FILE))
+        heads.load_state_dict(load_file(folder / HEADS_FILE))
     except RuntimeError as error:
-        raise UserError(f"{folder / FILE} does not fit the model beside it: {one_line(error)}") from None
+        raise UserError(f"{folder / HEADS_FILE} does not fit the model beside it: {one_line(error)}") from None
     return heads
 
 
@@ -187,7 +172,7 @@ MIMO_NAMES = {
     "enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj", "post_norm": "final_layernorm",
 }  # fmt: skip
 PLACE = "model.mtp_layers.0"
-NOT_COPIED = {FILE, "config.json", "lineage.json", "record.json"}
+NOT_COPIED = {HEADS_FILE, "config.json", "lineage.json", "record.json"}
 
 
 def export_heads(source: Path, target: Path, layout: Layout) -> str:
@@ -197,7 +182,7 @@ def export_heads(source: Path, target: Path, layout: Layout) -> str:
     model = load_model(source, torch.device("cpu"), saved_dtype(source))
     heads = load_heads(source, model)
     if heads is None:
-        raise UserError(f"{source} has no MTP heads ({FILE}); train some with an `mtp` stage")
+        raise UserError(f"{source} has no MTP heads ({HEADS_FILE}); train some with an `mtp` stage")
     target.mkdir(parents=True, exist_ok=True)
     use = _as_layers(model, heads, target) if layout == "transformers" else _as_draft(model, heads, source, target)
     for file in source.iterdir():  # tokeniser, own licence; what is written above is the target's own

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from etude.errors import UserError
-from etude.models.load import load_model
+from etude.models.shape import read_config
 from etude.training import memory
 
 if TYPE_CHECKING:
@@ -45,7 +43,9 @@ def divide(counts: memory.Counts, way: memory.Way, settings: RlSettings, total: 
 
 def of_run(model: Path, settings: RlSettings, length: int) -> tuple[int, int]:
     """Return the bytes that the trainer may plan with on this GPU, and those of the engine's KV cache."""
-    counts = memory.count(load_model(model, torch.device("meta")))
+    import torch
+
+    counts = memory.count_config(read_config(model))
     if settings.lora:
         counts = counts.with_lora(settings.lora.rank)
     reference = settings.kl.reference if settings.kl.coefficient else ""

@@ -152,7 +152,10 @@ LOOKS, LOOK_AGAIN = 10, 0.02  # times, seconds
 @contextlib.contextmanager
 def lock_run(run: Path, say: Callable[[str], object]) -> Iterator[None]:
     """Hold a run for this process; another one that holds it is named in the error."""
-    run.mkdir(parents=True, exist_ok=True)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError:  # parents are made, so here nothing can be: /proc and the like
+        raise UserError(f"no folder can be made at {run}; choose another one with --out") from None
     path = run / LOCK_FILE
     with path.open("a+b", buffering=0) as file:
         if not _take(file.fileno()):

@@ -1,7 +1,7 @@
 """What a recipe will take, before anything is fetched, allocated or run: memory by part, rows at once, hours (`etude plan`).
 
-Each stage that trains is planned by the function that its session obeys (`training/memory.py`), on a model that is made from the
-base's config on torch's `meta` device. Tokens a second are the GPU's peak times the share of it (MFU) that was measured on the nearest
+Each stage that trains is planned by the function that its session obeys (`training/memory.py`), from the base's config.json alone.
+Tokens a second are the GPU's peak times the share of it (MFU) that was measured on the nearest
 size of model, from `gpus.toml`; of a GPU that was never measured the share is the H200's, and that is said.
 """
 
@@ -15,16 +15,12 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from etude.errors import UserError, nearest
 from etude.lineage.compute import training_flops
 from etude.models.bases import resolve
 from etude.models.context import stretch
 from etude.models.fetch import default_cache, fetch
-from etude.models.mtp_heads import MtpHeads
-from etude.models.shape import model_shape, shape_of
+from etude.models.shape import model_shape, read_config, shape_of, text_config
 from etude.progress import Reporter
 from etude.rl.division import divide
 from etude.run.stages.pretrain import llama_config
@@ -104,7 +100,7 @@ def plan_recipe(recipe: Recipe, on: Machine, cache_folder: Path | None = None) -
         if entry.kind not in {"sft", "rl"} and corpus is None:
             raise UserError(f"{entry.name} trains on a corpus, and this recipe has none; describe one in [data]")
         if entry.kind == "pretrain":
-            config = llama_config(settings.model, corpus.tokeniser.vocabulary, 0)
+            config = text_config(llama_config(settings.model, corpus.tokeniser.vocabulary, 0))
         if config is None:
             raise UserError(f"{entry.name} needs a model to start from; set `base` in the recipe")
         context = int(config.get_text_config().max_position_embeddings)
@@ -117,15 +113,11 @@ def plan_recipe(recipe: Recipe, on: Machine, cache_folder: Path | None = None) -
 
 
 def plan_stage(entry: StageEntry, config: Any, length: int, on: Machine) -> Planned:
-    """Plan one stage on the meta device."""
+    """Plan one stage."""
     settings: Any = entry.settings
-    model = on_meta(config)
-    if entry.kind == "mtp":
-        model.requires_grad_(requires_grad=False)
-    if entry.kind == "mtp" or getattr(settings, "mtp", None):
-        depth, shared = getattr(settings, "depth", 1), getattr(settings, "shared", True)
-        model.mtp = MtpHeads.for_model(model, depth=depth, shared=shared)
-    counts, lora = memory.count(model), getattr(settings, "lora", None)
+    depth = getattr(settings, "depth", 1) if entry.kind == "mtp" or getattr(settings, "mtp", None) else 0
+    frozen, shared = entry.kind == "mtp", getattr(settings, "shared", True)
+    counts, lora = memory.count_config(config, depth, shared=shared, frozen=frozen), getattr(settings, "lora", None)
     if lora:
         counts = counts.with_lora(lora.rank)
     ranks = settings.ranks if entry.kind == "rl" else on.count
@@ -152,12 +144,6 @@ def plan_stage(entry: StageEntry, config: Any, length: int, on: Machine) -> Plan
     return Planned(entry.name, plan, micro if fits else 0, length, help_with, tokens, rate, source, sampler, kept)
 
 
-def on_meta(config: Any) -> Any:
-    """Return a model without weights. In bf16: torch's grouped products know no other dtype there."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
-
-
 def base_config(word: str, cache_folder: Path | None) -> Any:
     """Return the config of a base: of a folder, which needs to hold nothing else, or of one that is fetched."""
     base = resolve(word)
@@ -166,7 +152,7 @@ def base_config(word: str, cache_folder: Path | None) -> Any:
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json, which a plan needs (and nothing else of it)")
     model_shape(folder)  # refuses what is no causal language model
-    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return read_config(folder)
 
 
 def described(stage: Planned) -> dict[str, Any]:

@@ -135,7 +135,8 @@ class Runner:
             ahead = replace(ahead, changed_by=later)
             try:
                 stage.check(entry.settings)
-                choose_device(getattr(entry.settings, "device", "auto"))
+                if getattr(entry.settings, "device", "auto") == "cuda":  # else torch need not be asked
+                    choose_device("cuda")
                 if stage.needs_model and not ahead.made_by:
                     advice = "set `base` in the recipe, or put a stage before it that makes one"
                     raise UserError(f"{entry.name} needs a model to start from; {advice}")

@@ -11,8 +11,6 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from etude.data.codebase import Codebase, git_revision
 from etude.files import digest_of_files, sha256_file
 from etude.lineage.record import LINEAGE_FILE, DataUse, Lineage, Origin, Parent, Record, load_lineage
@@ -72,7 +70,9 @@ class Ahead:
     made_by: tuple[str, ...] = ()  # the stages that make the model it starts from
     changed_by: tuple[str, ...] = ()  # the stages after it that make another
     context: int | None = None  # of that model
-    heads: bool | None = None  # whether that model has MTP heads
+    heads: tuple[int, bool] | bool | None = (
+        None  # whether that model has MTP heads; (depth, shared) of those a stage made
+    )
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,8 @@ def code_used(folder: Path, code: Codebase, licences: dict[str, int] | None = No
 
 def free_gpu_memory() -> None:
     """Give a GPU's memory back: the stages after this one may work in processes of their own."""
+    import torch
+
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -12,8 +12,11 @@ registry of attention functions.
 A sink (GPT-OSS) is a position that all see and that says nothing: with log Σ exp of the other scores and the sink's added to it,
 flash attention's own backward pass gives the gradients of all but the sink, and that one is a sum (`_with_sinks`).
 
-For models whose attention does more than this (capped scores, values of another width than keys) there is transformers' own, `sdpa`
-or else `eager`, with a block-diagonal mask made from the positions. Whether it works is tried, not believed.
+Where ranks share rows (`context_parallel.py`), the keys are those of the whole row up to the end of each chunk of queries, and a
+piece's queries are its last positions. Nothing here is of T × T but on a CPU, and there of the pieces' sizes.
+
+For models whose attention does more than this (capped scores, say) there is transformers' own, `sdpa` or else `eager`, with a
+block-diagonal mask made from the positions, of T × T. Whether it works is tried, not believed.
 
 Shapes: B rows, T positions, H heads, K key/value heads, D width of a head.
 """
@@ -32,6 +35,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from etude.errors import UserError
 from etude.training.batch import Rows
+from etude.training.context_parallel import seen_keys
 
 NAME = "etude_documents"
 AttentionWish = Literal["auto", "documents", "sdpa"]
@@ -52,44 +56,45 @@ def documents_attention(  # noqa: PLR0913 - transformers' signature
     *,
     scaling: float,
     cu_seq_lens_q: Tensor,
+    cu_seq_lens_k: Tensor,
     whole_rows: int,
+    shared_by: tuple[int, str, tuple[int, int]] | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention of every position to those of its own piece up to itself: [B, T, H, D]. `s_aux`: sinks, [H]."""
     assert attention_mask is None, "packed rows are told apart by bounds, not by a mask"
-    given = (query_BHTD, key_BKTD, value_BKTD)
+    if shared_by:
+        key_BKTD, value_BKTD = seen_keys(key_BKTD, value_BKTD, *shared_by)
+    width = value_BKTD.shape[-1]
+    value_BKTD = F.pad(value_BKTD, (0, query_BHTD.shape[-1] - width))  # latent attention: kernels want one width
+    given, bounds = (query_BHTD, key_BKTD, value_BKTD), (cu_seq_lens_q, cu_seq_lens_k)
     if not query_BHTD.is_cuda:
-        return _on_cpu(*given, cu_seq_lens_q, scaling, sliding_window, s_aux), None
-    if s_aux is not None:
-        flat = (each.transpose(1, 2).flatten(0, 1) for each in given)
-        rows, length = query_BHTD.shape[0], query_BHTD.shape[2]
+        return _on_cpu(*given, bounds, scaling, sliding_window, s_aux)[..., :width], None
+    length = query_BHTD.shape[2]
+    if whole_rows and (s_aux is not None or (sliding_window or length) < length):  # which cuDNN's does not know
         begins = torch.arange(whole_rows, device=query_BHTD.device, dtype=torch.int32) * length
-        bounds = torch.cat([begins, cu_seq_lens_q + whole_rows * length])
-        out, _lse = _with_sinks(
-            *flat, s_aux, bounds, length, scaling, -1 if sliding_window is None else sliding_window - 1
-        )
-        return out.unflatten(0, (rows, length)), None
+        bounds, whole_rows = (torch.cat([begins, cu_seq_lens_q + whole_rows * length]),) * 2, 0
     done = []
     if whole_rows:
         query, key, value = (each[:whole_rows] for each in given)
-        done.append(_whole_rows(query, key, value, scaling, sliding_window))
+        done.append(_whole_rows(query, key, value, scaling))
     if whole_rows < len(query_BHTD):
         query, key, value = (each[whole_rows:] for each in given)
-        done.append(_pieces(query, key, value, cu_seq_lens_q, scaling, sliding_window))
-    return (torch.cat(done) if len(done) > 1 else done[0]), None
+        done.append(_pieces(query, key, value, bounds, scaling, sliding_window, s_aux))
+    return (torch.cat(done) if len(done) > 1 else done[0])[..., :width], None
 
 
-def _whole_rows(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
-    if _has_fast_cudnn(query.device, query.dtype) and (window is None or window >= query.shape[2]):
+def _whole_rows(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    if _has_fast_cudnn(query.device, query.dtype):
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         out = torch.ops.aten._scaled_dot_product_cudnn_attention(  # noqa: SLF001 - a context manager would break the graph
             query, key, value, None, compute_log_sumexp=True, is_causal=True, scale=scaling
         )[0]
     else:
-        out = _causal(query, key, value, scaling, window)
+        out = _causal(query, key, value, scaling, None)
     return out.transpose(1, 2)
 
 
@@ -99,21 +104,26 @@ def _has_fast_cudnn(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _pieces(
-    query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, bounds: Tensor, scaling: float, window: int | None
-) -> Tensor:
+    query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, bounds: tuple[Tensor, Tensor], scaling: float, window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     flat = [each.transpose(1, 2).flatten(0, 1) for each in (query_BHTD, key_BKTD, value_BKTD)]
-    longest, left = query_BHTD.shape[2], -1 if window is None else window - 1
-    out = varlen_attn(*flat, bounds, bounds, longest, longest, scale=scaling, window_size=(left, 0), **GROUPED)
-    return out.unflatten(0, (query_BHTD.shape[0], longest))
+    longest, left = (query_BHTD.shape[2], key_BKTD.shape[2]), -1 if window is None else window - 1
+    if sinks is not None:
+        out, _ = _with_sinks(*flat, sinks, *bounds, *longest, scaling, left)
+    else:
+        out = varlen_attn(*flat, *bounds, *longest, scale=scaling, window_size=(left, 0), **GROUPED)
+    return out.unflatten(0, (query_BHTD.shape[0], query_BHTD.shape[2]))
 
 
 @torch.library.custom_op("etude::attention_with_sinks", mutates_args=())  # type: ignore[untyped-decorator]
-def _with_sinks(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bounds: Tensor, longest: int, scaling: float, left: int
-) -> tuple[Tensor, Tensor]:
+def _with_sinks(  # noqa: PLR0913, PLR0917 - an operation of torch takes all by position
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, queries: Tensor, keys: Tensor, longest: int, longest_keys: int,
+    scaling: float, left: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return attention with sinks, [N, H, D], and log Σ exp of all scores, [H, N]. `left`: positions looked back at, or −1."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - varlen_attn has no gradient by lse
-        query, key, value, bounds, bounds, longest, longest, 0.0, left < 0, False,  # noqa: FBT003
+        query, key, value, queries, keys, longest, longest_keys, 0.0, left < 0, False,  # noqa: FBT003
         scale=scaling, window_size_left=left, window_size_right=0,
     )  # fmt: skip
     with_sink = torch.logaddexp(lse, sinks.float()[:, None])
@@ -127,54 +137,60 @@ def _(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, *_: Any) -> tupl
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.longest, ctx.scaling, ctx.left = inputs
+    *tensors, ctx.longest, ctx.longest_keys, ctx.scaling, ctx.left = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def _back_through_sinks(ctx: Any, out_gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
-    query, key, value, sinks, bounds, out, with_sink = ctx.saved_tensors
+    query, key, value, sinks, queries, keys, out, with_sink = ctx.saved_tensors
     none = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout
     gradients = torch.ops.aten._flash_attention_backward(  # noqa: SLF001
-        out_gradient.contiguous(), query, key, value, out, with_sink, bounds, bounds, ctx.longest, ctx.longest, 0.0, ctx.left < 0,
-        none, none, scale=ctx.scaling, window_size_left=ctx.left, window_size_right=0,
+        out_gradient.contiguous(), query, key, value, out, with_sink, queries, keys, ctx.longest, ctx.longest_keys, 0.0,
+        ctx.left < 0, none, none, scale=ctx.scaling, window_size_left=ctx.left, window_size_right=0,
     )  # fmt: skip
     shares_HN = (sinks.float()[:, None] - with_sink).exp()
     of_sinks = -(shares_HN * (out_gradient.float() * out.float()).sum(-1).T).sum(1)
-    return *gradients, of_sinks.to(sinks.dtype), None, None, None, None
+    return *gradients, of_sinks.to(sinks.dtype), None, None, None, None, None, None
 
 
 _with_sinks.register_autograd(_back_through_sinks, setup_context=_keep_for_backward)
 
 
 def _on_cpu(
-    query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, bounds: Tensor, scaling: float, window: int | None,
+    query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, bounds: tuple[Tensor, Tensor], scaling: float, window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    sizes: list[list[int]] = [[] for _ in range(len(query_BHTD))]  # of the pieces of each row
-    for begin, end in itertools.pairwise(bounds.tolist()):
-        if end > begin:
-            sizes[begin // query_BHTD.shape[2]].append(end - begin)
+    sizes: list[list[tuple[int, int]]] = [
+        [] for _ in range(len(query_BHTD))
+    ]  # of queries and keys of the pieces of each row
+    for (begin, end), (first, last) in zip(*(itertools.pairwise(each.tolist()) for each in bounds), strict=True):
+        if last > first:
+            sizes[first // key_BKTD.shape[2]].append((end - begin, last - first))
     done = []
     for query, key, value, own in zip(query_BHTD.split(1), key_BKTD.split(1), value_BKTD.split(1), sizes, strict=True):
-        pieces = zip(query.split(own, 2), key.split(own, 2), value.split(own, 2), strict=True)
-        done.append(torch.cat([_causal(*piece, scaling, window, sinks) for piece in pieces], 2))
+        queries, keys = (list(each) for each in zip(*own, strict=True))
+        pieces = zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True)
+        done.append(torch.cat([_causal(*piece, scaling, window, sinks) for piece in pieces if piece[0].shape[2]], 2))
     return torch.cat(done).transpose(1, 2)
 
 
 def _causal(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, sinks: Tensor | None = None
 ) -> Tensor:
-    length = query.shape[2]
-    if sinks is not None:  # a column more of scores, and none of values
-        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
-        near = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - (window or length))
-        scores = (query @ key.mT * scaling).masked_fill(~near, -torch.inf)
-        column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(len(scores), -1, length, 1)
-        return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ value
-    if window is None or length <= window:
+    """Return the attention of the last positions of a piece, or of all, to those up to each."""
+    count, length = query.shape[2], key.shape[2]
+    if sinks is None and count == length and length <= (window or length):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    near = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=near, scale=scaling, enable_gqa=True)
+    before = length - count
+    near = torch.ones(count, length, dtype=torch.bool, device=query.device)
+    near = near.tril(before).triu(before + 1 - (window or length))
+    if sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=near, scale=scaling, enable_gqa=True)
+    # A column more of scores, and none of values.
+    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+    scores = (query @ key.mT * scaling).masked_fill(~near, -torch.inf)
+    column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(len(scores), -1, count, 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ value
 
 
 AttentionInterface.register(NAME, documents_attention)
@@ -227,8 +243,8 @@ def _keeps_apart(model: Any) -> bool:
 
 def _not_plain(config: Any) -> str | None:
     """Return what a model's attention does besides attending, as far as its config tells."""
-    if getattr(config, "kv_lora_rank", None):
-        return "its values are of another width than its keys (latent attention)"
+    if getattr(config, "index_topk", None):
+        return "it attends to positions that it chooses"
     if getattr(config, "attn_logit_softcapping", None):
         return "it caps attention scores"
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -237,7 +253,11 @@ def _not_plain(config: Any) -> str | None:
 
 def packed(rows: Rows) -> dict[str, Any]:
     """Return the arguments that tell a model's forward pass where pieces begin, for both ways."""
-    ours = {"cu_seq_lens_q": rows.bounds, "whole_rows": rows.whole}
+    split = rows.split
+    ours = {
+        "cu_seq_lens_q": rows.bounds, "cu_seq_lens_k": split.bounds if split else rows.bounds, "whole_rows": rows.whole,
+        "shared_by": (split.ranks, split.group, split.ends) if split else None,
+    }  # fmt: skip
     # With a mask of ones, or with a cache, transformers' own way leaks.
     plain = {"input_ids": rows.tokens_BT, "position_ids": rows.positions_BT, "attention_mask": None, "use_cache": False}
     return plain | ours

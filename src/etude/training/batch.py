@@ -25,6 +25,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
+class Split:
+    """What a rank must know besides its own two chunks of the positions, where several ranks share rows (`context_parallel.py`)."""
+
+    group: str  # of ranks
+    ranks: int
+    ends: tuple[int, int]  # of the chunks in the whole row
+    bounds: torch.Tensor  # int32: where pieces begin in the keys up to each end, row by row, then the end
+    live_BT: torch.Tensor  # bool: `Rows.live`, which takes the whole row to know
+
+
+@dataclass(frozen=True, eq=False)
 class Rows:
     """Some rows, ready for a model."""
 
@@ -34,21 +45,30 @@ class Rows:
     positions_BT: torch.Tensor  # int64: from 0 in each piece
     bounds: torch.Tensor  # int32: where pieces begin in the flattened rows from `whole` on, then the end
     whole: int = 0  # this many rows at the front are known to be one piece each
+    split: Split | None = (
+        None  # if this is a part of the positions: `bounds` are then of its queries, piece by piece of the keys
+    )
 
     def to(self, device: torch.device) -> Rows:
         """Return the rows on a device; the copy to a GPU does not wait."""
         if device.type == "cpu":
             return self
         moved = self.each(lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
-        torch._dynamo.maybe_mark_dynamic(moved.bounds, 0)  # noqa: SLF001 - else every number of pieces is compiled anew
+        for bounds in (moved.bounds, *([moved.split.bounds] if moved.split else [])):
+            torch._dynamo.maybe_mark_dynamic(bounds, 0)  # noqa: SLF001 - else every number of pieces is compiled anew
         return moved
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Rows:
         tokens, targets, weights, positions, bounds = (change(each) for each in self.tensors())
-        return Rows(tokens, targets, weights, positions, bounds, self.whole)
+        split = self.split
+        if split:
+            split = replace(split, bounds=change(split.bounds), live_BT=change(split.live_BT))
+        return Rows(tokens, targets, weights, positions, bounds, self.whole, split)
 
     def live(self, learnt_BT: torch.Tensor | None = None) -> torch.Tensor:
         """Return which positions are of a piece that something is learnt of, [B, T]: padding is not."""
+        if self.split:
+            return self.split.live_BT
         piece_N = (self.positions_BT.flatten() == 0).cumsum(0) - 1
         learnt_N = (self.weights_BT != 0 if learnt_BT is None else learnt_BT).flatten().float()
         count = torch.zeros_like(learnt_N).index_add_(0, piece_N, learnt_N)
@@ -84,13 +104,15 @@ class CorpusRows:
 
     ahead = True
 
-    def __init__(self, batches: Batches, length: int, ranks: int) -> None:
-        self.batches, self.length, self._ranks = batches, length, ranks
+    def __init__(self, batches: Batches, length: int, ranks: int, part: Callable[[Rows], Rows] | None = None) -> None:
+        """`ranks`: that have other rows each; `part`: this rank's positions of rows that it shares with others."""
+        self.batches, self.length, self._ranks, self._part = batches, length, ranks, part
         self.state, self.load_state = batches.state, batches.load_state
 
     def take(self, micro: int, device: torch.device) -> StepRows:
         batch = cut(next(self.batches), self.length)
-        parts = list(micro_batches(batch, micro, whole_first=device.type == "cuda"))
+        parts = list(micro_batches(batch, micro, whole_first=device.type == "cuda" and not self._part))
+        parts = [self._part(rows) for rows in parts] if self._part else parts
         sizes = Counter(np.diff(piece_bounds(batch.positions)).tolist())
         pieces = Counter({size: count * self._ranks for size, count in sizes.items()})
         return StepRows(parts, pieces)

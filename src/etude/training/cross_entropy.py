@@ -19,12 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from etude.training.memory import LOGITS_AT_ONCE
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     Step = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
-CHUNK = 1 << 29  # logits at a time
+CHUNK = LOGITS_AT_ONCE
 
 
 def _losses(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -132,6 +133,12 @@ class Routing(torch.nn.Module):
         return count(ids_NK, experts), of_all.view(experts, BINS)
 
 
+@cache
+def _routing(router: type) -> type:
+    """Return a kind of router as it is taken up: one class for all layers, or a compiler would compile each layer by itself."""
+    return type(router.__name__, (Routing, router), {})
+
+
 def squeeze(difference: torch.Tensor) -> torch.Tensor:
     """Return where differences of scores lie between 0 and 1: finely around 0, for a softmax over many experts is small."""
     return 0.5 + 0.5 * difference.sign() * (difference.abs() / FINEST).log1p() / math.log1p(WIDEST / FINEST)
@@ -199,7 +206,7 @@ class Experts:
         self.trained = [place for place, router in enumerate(self.routers) if router.weight.requires_grad]
         for router, rule in zip(self.routers, rules, strict=True):
             if not isinstance(router, Routing):
-                router.__class__ = type(type(router).__name__, (Routing, type(router)), {})
+                router.__class__ = _routing(type(router))  # type: ignore[arg-type]  # a class is hashable
             router.rule, router.quantiles = rule, settings.balance == "quantile"
             if self.fading:
                 bias = torch.zeros(router.weight.shape[0], device=router.weight.device)

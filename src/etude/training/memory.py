@@ -1,12 +1,13 @@
 """Memory: one plan of what a training takes, made before anything is allocated, which `etude plan` prints and every session obeys.
 
-The plan is a pure function of the model's shape (`count`, which also answers for a model on torch's `meta` device), of how it is
-trained (`Way`) and of the bytes there are. Weights, masters, gradients and AdamW's moments are counted exactly; gathered layers of a
-sharded model and what the update needs besides, by what FSDP2 and `CompactAdamW` do. What is kept of the forward pass for the backward
-pass is estimated in the computing dtype: for each position and layer some vectors as wide as the model, as its attention and as its
-feed-forward part, of a mixture of experts for each expert that the token goes to; with recomputation one vector a layer, and one layer
-whole. A trunk that only MTP heads learn from keeps nothing, the heads a layer a depth. Then the logits, up to a chunk of them, some
-copies each. On a CPU the peaks of some shapes were measured: the estimates are within 30 % of them (tests/training/test_memory.py).
+The plan is a pure function of the model's shape (`count` of a model, which may be on torch's `meta` device, or `count_config`,
+which needs no torch), of how it is trained (`Way`) and of the bytes there are. Weights, masters, gradients and AdamW's moments are
+counted exactly; gathered layers of a sharded model and what the update needs besides, by what FSDP2 and `CompactAdamW` do. What is
+kept of the forward pass for the backward pass is estimated in the computing dtype: for each position and layer some vectors as
+wide as the model, as its attention and as its feed-forward part, of a mixture of experts for each expert that the token goes to;
+with recomputation one vector a layer, and one layer whole. A trunk that only MTP heads learn from keeps nothing, the heads a layer
+a depth. Then the logits, up to a chunk of them, some copies each. On a CPU the peaks of some shapes were measured: the estimates
+are within 30 % of them (tests/training/test_memory.py).
 
 A CPU's memory is then kept between operations (`keep_freed_memory`): glibc would give every large block back to the system when it is
 freed, and the kernel would clear the pages of the next. Steps of sprout became a third faster (docs/lab-notes.md); the peak stays
@@ -23,14 +24,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from etude.errors import UserError
-from etude.models.shape import routed_share
-from etude.training.cross_entropy import CHUNK
-from etude.training.optimiser import CHUNK as UPDATED
+from etude.models.shape import FULL, TextConfig, on_meta, routed_share, sizes_of
 
 if TYPE_CHECKING:
+    import torch
+
     from etude.training.settings import OptimiserSettings
 
 # What is estimated, and where each number comes from. Those marked CPU were measured there; no GPU's peak was held against them yet.
@@ -50,6 +49,10 @@ UPDATE = 8  # float32 copies of the numbers that `CompactAdamW` updates at once 
 LAYERS_GATHERED = (
     2  # whole layers on a device at once under FSDP2: one is computed, the next is on its way (by the code)
 )
+LOGITS_AT_ONCE = 1 << 29  # a loss makes no more of them at a time (`cross_entropy.py`)
+UPDATED_AT_ONCE = (
+    2**24
+)  # numbers that `CompactAdamW` updates at once: what it needs besides is some copies of them in float32
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,30 @@ class Counts:
         return replace(self, trained=rank * self.linear, weights=self.weights + rank * self.linear)
 
 
+def count_config(config: Any, depth: int = 0, *, shared: bool = True, frozen: bool = False) -> Counts:
+    """Count the model of a config, with MTP heads if `depth` says so, `frozen` beneath them: by arithmetic where that is known."""
+    if not isinstance(config, TextConfig) or (depth and FULL not in config.layer_types):
+        from etude.models.mtp_heads import MtpHeads
+
+        model = on_meta(config).requires_grad_(requires_grad=not frozen)
+        if depth:
+            model.mtp = MtpHeads.for_model(model, depth=depth, shared=shared)
+        return count(model)
+    sizes = sizes_of(config)
+    heads = sizes.heads(config, depth, shared=shared) if depth else 0
+    blocks, (attention, feed_forward, cached) = sizes.blocks, _widths(config)
+    return Counts(
+        sizes.total + heads, heads if frozen else sizes.total + heads, max(block.weights for block in blocks),
+        sizes.total + heads - sum(block.weights for block in blocks), len(blocks), 1 if depth and frozen else len(blocks), depth,
+        config.hidden_size, attention, feed_forward, config.num_experts_per_tok if routed_share(config) < 1 else 0,
+        config.vocab_size, sum(block.linear for block in blocks), cached,
+    )  # fmt: skip
+
+
 def count(model: Any) -> Counts:
     """Count a model, which may be on the meta device."""
+    import torch
+
     config = model.config.get_text_config()
     weights = {id(weight): weight for weight in model.parameters()}
     if config.tie_word_embeddings and (head := model.get_output_embeddings()) is not None:
@@ -165,7 +190,9 @@ def plan(counts: Counts, way: Way, available: int) -> Plan:
         streams = counts.kept_layers * counts.hidden + layer
     row = way.length * kept * (streams + 4 * counts.hidden)
     logit = round(4 * COPIES["distilled" if counts.heads and not half else "cuda" if half else "cpu"])
-    return Plan(way, _fixed(counts, way, kept), row, available, way.length * counts.vocabulary * logit, CHUNK * logit)
+    return Plan(
+        way, _fixed(counts, way, kept), row, available, way.length * counts.vocabulary * logit, LOGITS_AT_ONCE * logit
+    )
 
 
 def _fixed(counts: Counts, way: Way, computed: int) -> dict[str, int]:
@@ -181,7 +208,7 @@ def _fixed(counts: Counts, way: Way, computed: int) -> dict[str, int]:
         parts = {"weights": computed * whole, "masters": shard * counts.weights // way.ranks}
         # Of what was gathered, before and while it is reduced in float32.
         parts["gradients"] = shard * trained + (computed + 4) * (counts.outside + counts.layer)
-    parts["optimiser states"] = moments[way.states] + (4 * UPDATE * min(trained, UPDATED) if compact else 0)
+    parts["optimiser states"] = moments[way.states] + (4 * UPDATE * min(trained, UPDATED_AT_ONCE) if compact else 0)
     if way.reference:
         parts["frozen reference"] = computed * counts.weights // way.ranks + (
             4 * trained if way.reference == "average" else 0
@@ -230,6 +257,8 @@ def _words(way: Way, changed: Way, *, lora: bool) -> str:
 
 def available_on(device: torch.device, model: Any) -> int:
     """Return the bytes that a training may take on a device, where its model may be already."""
+    import torch
+
     held: int = sum(weight.nbytes for weight in model.parameters() if weight.device.type == device.type)
     if device.type == "cuda":
         unused: int = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -36,6 +36,7 @@ import torch
 
 from etude.errors import UserError
 from etude.training.distributed import like, local, sharded_as
+from etude.training.memory import UPDATED_AT_ONCE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
     Named = Mapping[str, torch.Tensor]
     Tensors = dict[str, torch.Tensor]
+
+CHUNK = UPDATED_AT_ONCE
 
 
 class Muon(torch.optim.Optimizer):
@@ -88,7 +91,6 @@ def orthogonalise(stack: torch.Tensor) -> torch.Tensor:
     return x.mT if tall else x
 
 
-CHUNK = 2**24  # numbers updated at once: what an update needs besides is some copies of them in float32
 BLOCKS = (256, 128, 64, 32)  # numbers that share a scale, as many as divide a row
 SMALLEST = 4096  # numbers; moments of fewer are kept in float32, as bitsandbytes does
 
@@ -99,11 +101,15 @@ class CompactAdamW(torch.optim.Optimizer):
     8 bits: each block is scaled to 1 and written in the codes of Dettmers et al. (2022), which are dense near 0. Of the second moment
     the root is kept, whose range is that of the first: one that became 0 under a first moment that did not would be divided by.
     Both are rounded at random, or an average that moves by less than half a code each step would never move.
+    On a GPU the update is compiled into one kernel: operation by operation it moves twenty times the bytes.
     """
 
-    def __init__(self, groups: Any, lr: float, betas: tuple[float, float], eps: float, states: str) -> None:
+    def __init__(
+        self, groups: Any, lr: float, betas: tuple[float, float], eps: float, states: str, *, compiled: bool = False
+    ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self._states = states
+        self._move = torch.compile(move, dynamic=True) if compiled else move
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: None = None) -> None:  # noqa: ARG002 - torch's signature
@@ -141,26 +147,47 @@ class CompactAdamW(torch.optim.Optimizer):
         self, weight: torch.Tensor, gradient: torch.Tensor, state: Tensors, step: float, group: dict[str, Any]
     ) -> None:
         (slow, slower), rate = group["betas"], group["lr"]
-        gradient = gradient.float()
+        given = [1 - rate * group["weight_decay"], rate / (1 - slow**step), math.sqrt(1 - slower**step), group["eps"]]
+        numbers = torch.tensor(given, dtype=torch.float32).to(weight.device, non_blocking=True)
         if "first_scale" in state:
-            first, root = (
-                _decode(state[key], state[f"{key}_scale"], signed=key == "first") for key in ("first", "second")
-            )
-            second = root.square_()
+            books = [code_book(signed=signed, device=weight.device) for signed in (True, False)]
+            scales = [state["first_scale"], state["second_scale"]]
+            self._move(weight, gradient, state["first"], state["second"], numbers, slow, slower, scales, books)
         else:
             first, second = (state[key].to(weight.device) for key in ("first", "second"))
-        first = first.lerp(gradient, 1 - slow)
-        second = second.mul(slower).addcmul_(gradient, gradient, value=1 - slower)
-        root = second.sqrt()
-        new = weight.float().mul(1 - rate * group["weight_decay"])
-        new.addcdiv_(first, (root / math.sqrt(1 - slower**step)).add_(group["eps"]), value=-rate / (1 - slow**step))
-        weight.copy_(round_at_random(new) if weight.dtype == torch.bfloat16 else new)
-        if "first_scale" in state:
-            state["first"].copy_(_encode(first, state["first_scale"], signed=True))
-            state["second"].copy_(_encode(root, state["second_scale"], signed=False))
-        else:
-            state["first"].copy_(first)
-            state["second"].copy_(second)
+            self._move(weight, gradient, first, second, numbers, slow, slower, [], [])
+            if self._states == "cpu":
+                state["first"].copy_(first)
+                state["second"].copy_(second)
+
+
+def move(  # noqa: PLR0913, PLR0917
+    weight: torch.Tensor, gradient: torch.Tensor, first: torch.Tensor, second: torch.Tensor, numbers: torch.Tensor, slow: float,
+    slower: float, scales: list[torch.Tensor], books: list[torch.Tensor],
+) -> None:  # fmt: skip
+    """Take AdamW's step in place. With `scales`, [rows, blocks], the moments are codes of `books`, the second one that of its root.
+
+    `numbers`, which change from step to step and so are a tensor: what decay leaves, the rate by the first moment's correction, the
+    root of the second one's, and epsilon.
+    """
+    left, rate, correction, epsilon = numbers.unbind()
+    gradient = gradient.float()
+    if scales:
+        average = _decode(first, scales[0], books[0])
+        squares = _decode(second, scales[1], books[1]).square()
+    else:
+        average, squares = first, second
+    average = average.lerp(gradient, 1 - slow)
+    squares = squares * slower + gradient.square() * (1 - slower)
+    root = squares.sqrt()
+    new = weight.float() * left - rate * average / (root / correction + epsilon)
+    weight.copy_(round_at_random(new) if weight.dtype == torch.bfloat16 else new)
+    if scales:
+        first.copy_(_encode(average, scales[0], books[0]))
+        second.copy_(_encode(root, scales[1], books[1]))
+    else:
+        first.copy_(average)
+        second.copy_(squares)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -188,19 +215,18 @@ def code_book(*, signed: bool, device: torch.device) -> torch.Tensor:
     return book.to(device)
 
 
-def _encode(numbers: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch.Tensor:
+def _encode(numbers: torch.Tensor, scales: torch.Tensor, book: torch.Tensor) -> torch.Tensor:
     """Return the codes of numbers [..., columns], and write each block's largest size into `scales` [..., blocks]."""
     blocks = numbers.unflatten(-1, (scales.shape[-1], -1))
     scales.copy_(blocks.abs().amax(-1))
     inside = (blocks / scales.clamp_min(1e-38)[..., None]).flatten(-2)
-    book = code_book(signed=signed, device=numbers.device)
     below = (torch.bucketize(inside, book, right=True) - 1).clamp_(0, len(book) - 2)
     low, high = book[below], book[below + 1]
     return (below + (torch.rand_like(inside) < (inside - low) / (high - low))).to(torch.uint8)
 
 
-def _decode(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch.Tensor:
-    numbers = code_book(signed=signed, device=codes.device)[codes.int()]
+def _decode(codes: torch.Tensor, scales: torch.Tensor, book: torch.Tensor) -> torch.Tensor:
+    numbers = book[codes.int()]
     return (numbers.unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2)
 
 
@@ -208,8 +234,9 @@ class Optimiser:
     """The optimisers of one model, as one, with state by the names of weights."""
 
     def __init__(
-        self, weights: Named, settings: OptimiserSettings, *, sharded: bool = False, replayed: bool = False
-    ) -> None:
+        self, weights: Named, settings: OptimiserSettings, *, sharded: bool = False, replayed: bool = False,
+        compiled: bool = False,
+    ) -> None:  # fmt: skip
         self._names = {id(weight): name for name, weight in weights.items()}
         inner = {name for name, weight in weights.items() if weight.ndim >= 2 and not _is_embedding(name)}
         matrices = [weights[name] for name in weights if name in inner]
@@ -222,9 +249,14 @@ class Optimiser:
             if not matrices:
                 raise UserError('optimiser.name = "muon": this model has no matrices that it could train; use "adamw"')
             first = Muon(matrices, settings.lr, settings.weight_decay, settings.momentum)
-            self._parts = [first, *([_adamw([(others, 0.0)], settings, settings.other_lr)] if others else [])]
+            self._parts = [
+                first,
+                *([_adamw([(others, 0.0)], settings, settings.other_lr, compiled=compiled)] if others else []),
+            ]
         else:
-            self._parts = [_adamw([(matrices, settings.weight_decay), (others, 0.0)], settings, None)]
+            self._parts = [
+                _adamw([(matrices, settings.weight_decay), (others, 0.0)], settings, None, compiled=compiled)
+            ]
         self._peaks = [(group, group["lr"]) for part in self._parts for group in part.param_groups]
         if replayed:  # a graph has numbers built in, and reads tensors
             for group, peak in self._peaks:
@@ -272,11 +304,11 @@ def _is_embedding(name: str) -> bool:
 
 
 def _adamw(
-    groups: list[tuple[list[Any], float]], settings: OptimiserSettings, lr: float | None
+    groups: list[tuple[list[Any], float]], settings: OptimiserSettings, lr: float | None, *, compiled: bool
 ) -> torch.optim.Optimizer:
     given = [{"params": weights, "weight_decay": decay} for weights, decay in groups if weights]
     if settings.states in {"8bit", "cpu"} or settings.masters == "none":
-        return CompactAdamW(given, lr or settings.lr, settings.betas, settings.eps, settings.states)
+        return CompactAdamW(given, lr or settings.lr, settings.betas, settings.eps, settings.states, compiled=compiled)
     return torch.optim.AdamW(given, lr=lr or settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
 
 

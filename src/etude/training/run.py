@@ -17,6 +17,7 @@ import torch
 from etude.errors import Interrupted, UserError
 from etude.progress import Reporter, Task
 from etude.training.batch import Batches, CorpusRows
+from etude.training.context_parallel import context_of
 from etude.training.loop import Guard, Step
 from etude.training.measure import Bits, load_bits, save_bits
 from etude.training.optimiser import factor
@@ -41,10 +42,12 @@ def corpus_session(
     say: Callable[[str], object] = lambda _: None, **more: Any,
 ) -> Session:  # fmt: skip
     """Return a session that trains on the rows of a corpus, cut to `length` tokens."""
-    steps = settings.steps(length)
+    steps, context = settings.steps(length), context_of(world, settings.context_ranks, length)
+    apart = world.size // context.size  # ranks with other rows
+    source = CorpusRows(batches, length, apart, context.part if context.size > 1 else None)
     return Session(
-        model, settings, CorpusRows(batches, length, world.size), length, settings.batch // world.size, world, folder / CHECKPOINTS,
-        lambda step: factor(settings.schedule, step, steps), Guard(settings.guard), say, total=steps, **more,
+        model, settings, source, length, settings.batch // apart, world, folder / CHECKPOINTS,
+        lambda step: factor(settings.schedule, step, steps), Guard(settings.guard), say, total=steps, context=context, **more,
     )  # fmt: skip
 
 
@@ -185,6 +188,8 @@ class TrainingRun:
         )
         session = self.session
         way = f"attention by {session.attention}, {session.micro} rows of {session.length} tokens at once"
+        if session.context.size > 1:
+            way += f", each shared by {session.context.size} ranks"
         if (session.masters, session.states) != ("float32", "float32"):
             way += f", masters {session.masters}, AdamW's states {session.states}"
         return [

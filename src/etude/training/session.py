@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -28,6 +28,7 @@ from etude.models.shape import shape_of
 from etude.training import memory
 from etude.training.attention import NAME, isolate
 from etude.training.checkpoint import Checkpoints, export
+from etude.training.context_parallel import Context, try_out
 from etude.training.cuda_graphs import SMALL, Replay
 from etude.training.distributed import World, like, shard, whole
 from etude.training.experts import routers_of, take_up
@@ -55,7 +56,7 @@ class Session:
     settings: TrainerSettings
     source: Source
     length: int  # tokens of the longest row
-    rows: int  # of one step, on one rank
+    rows: int  # of one step, on one rank or on those that share them
     world: World
     folder: Path  # of the checkpoints
     factor: Callable[[int], float]  # step from 0 → factor on the peak learning rate
@@ -70,6 +71,7 @@ class Session:
     total: int = 0  # steps of the whole training
     graphs: bool = True  # CUDA graphs for a small model; the source must give rows of few shapes
     available: int = 0  # bytes to plan with; 0: what is free
+    context: Context = field(default_factory=Context)  # the ranks that share rows
 
     def __post_init__(self) -> None:
         self.device = self.world.device(self.settings.device)
@@ -101,6 +103,10 @@ class Session:
         leads = self.world.leads  # the others have no weights to try anything with
         tried = (isolate(model, self.settings.attention), has_plain_head(model)) if leads else None
         self.attention, model.plain_head = self.world.tell(tried)
+        if self.context.size > 1 and self.attention != "documents":
+            raise UserError(
+                f"context_ranks takes attention by documents; this model has {self.attention!r}; set context_ranks = 1"
+            )
         if not leads:
             model.set_attn_implementation(NAME if self.attention == "documents" else self.attention)
         objective = self.objective(model)
@@ -122,7 +128,11 @@ class Session:
         """Choose rows at once, masters and states by the plan; rank 0 does: ranks that differed would wait for each other for ever."""
         settings, counts = self.settings, memory.count(self.model)
         way = memory.Way(
-            self.length, self._gpu, recompute=settings.recompute, ranks=self.world.size, reference=self.keep_start
+            self.length // self.context.size,
+            self._gpu,
+            recompute=settings.recompute,
+            ranks=self.world.size,
+            reference=self.keep_start,
         )
         there = self.available or memory.available_on(self.device, self.model)
         planned = memory.settle(counts, way, settings.optimiser, there)
@@ -173,13 +183,17 @@ class Session:
         plain = isinstance(self.weights, MixedWeights) and self.states == "float32" and not self.settings.recompute
         graphs = self.graphs and self.compiled and small and plain
         graphs = graphs and not self.experts  # which are multiplied in groups, and counted outside of the graph
-        self.optimiser = Optimiser(self.weights.masters, own, sharded=self._sharded, replayed=graphs)
+        self.optimiser = Optimiser(
+            self.weights.masters, own, sharded=self._sharded, replayed=graphs, compiled=self.compiled
+        )
         self.loop = Loop(
             root, self.weights, self.optimiser, objective, self.source, self.factor, self.guard, own.clip, self.micro, self.device,
             self.world, experts=self.experts,
         )  # fmt: skip
         if graphs:
             self.loop.graphs = Replay(self.loop.learn, self.optimiser.update)
+        if self.context.size > 1:
+            try_out(self.context, lambda rows: root(objective.nats, rows), self.device)
 
     def steps(self, until: float = math.inf) -> Iterator[Step]:
         """Train until so many steps are done or the source ends, and yield after every step."""
@@ -243,9 +257,10 @@ class Session:
         self._checkpoints.close()
 
     def nats(self, rows: Rows) -> torch.Tensor:
-        """Return −log p of every target, [B, T], as the model is now."""
+        """Return −log p of every target, [B, T], as the model is now. Ranks that share rows must ask for the same ones."""
         with torch.no_grad():
-            return self.loop.root(self.loop.objective.nats, rows)
+            own = rows if self.context.size == 1 else self.context.part(rows.each(torch.Tensor.cpu)).to(self.device)
+            return self.context.whole(self.loop.root(self.loop.objective.nats, own))
 
     def accepted(self, rows: Rows) -> torch.Tensor:
         """Return the acceptance of MTP heads by depth, summed, and the weights, [2, K], as they are now."""

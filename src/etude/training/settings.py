@@ -169,6 +169,19 @@ class TrainSettings(TrainerSettings):
     evaluations: int = Field(default=12, ge=0, description="evaluations during training, mostly early")
     evaluation_rows: int = Field(default=64, ge=1, description="held-out rows of each domain in an evaluation")
     loader_workers: int = Field(default=1, ge=0, description="prefetch threads; the result is the same")
+    context_ranks: int = Field(
+        default=1,
+        ge=1,
+        description="ranks that share a row, each with a part of its positions; divides the ranks there are",
+    )
+
+    @model_validator(mode="after")
+    def _heads_have_whole_rows(self) -> Self:
+        if self.context_ranks > 1 and getattr(self, "mtp", None):
+            raise ValueError(
+                "`mtp`: MTP heads look at the tokens ahead, which another rank may have; set context_ranks = 1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _shares_are_a_whole(self) -> Self:

@@ -14,8 +14,7 @@ from etude.lineage.record import load_record
 from etude.models.bases import resolve
 from etude.models.fetch import Fetched, fetch, model_files
 from etude.models.load import weight_files
-from etude.models.mtp_heads import heads_shape
-from etude.models.shape import model_shape
+from etude.models.shape import heads_shape, model_shape
 from etude.run.folder import MODEL
 from etude.run.stage import Ahead, Job, Model, Outcome, Stage, lineage_in
 

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import TypeAdapter
 from rich.text import Text
 
@@ -121,6 +120,8 @@ def _candidates(settings: CompareConfig, job: Job, device: Any) -> tuple[list[Ca
 def _measured(
     candidate: Candidate, code: Codebase, chains: list[EditChain], settings: CompareConfig, job: Job
 ) -> CandidateResult:
+    import torch
+
     try:
         return measure(candidate, code, chains, settings, job.work)
     except torch.cuda.OutOfMemoryError:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import Field, model_validator
-from transformers import AutoConfig
 
 from etude.errors import UserError
 from etude.files import read_json, write_json
@@ -15,13 +14,7 @@ from etude.models.context import RopeSettings, stretch
 from etude.models.load import choose_device, load_model, load_tokeniser
 from etude.progress import Reporter, Task
 from etude.run.stage import free_gpu_memory
-from etude.run.stages.training import Training, TrainingStage, joint_objective, open_corpus, train_on_corpus
-from etude.training.attention import isolate
-from etude.training.batch import rows_of
-from etude.training.long_context import Retrieval, bucket_bounds, by_position, make_retrieval, score_retrieval
-from etude.training.measure import bytes_per_token, heldout_domains
-from etude.training.objectives.next_token import NextToken
-from etude.training.session import refuse_damaged
+from etude.run.stages.training import TrainingStage
 from etude.training.settings import JointMtpSettings, LoraSettings, OptimiserSettings, TrainSettings, mtp_or_lora
 
 if TYPE_CHECKING:
@@ -30,7 +23,9 @@ if TYPE_CHECKING:
 
     from etude.data.loader import Corpus
     from etude.run.stage import Ahead
+    from etude.run.train import Training
     from etude.training.distributed import World
+    from etude.training.long_context import Retrieval
     from etude.work import Work
 
 BASE = "base.json"  # what was measured of the parent
@@ -72,6 +67,10 @@ class ExtendStage(TrainingStage):
 
     def train(self, training: Training, world: World, work: Work | None) -> None:
         """Train on this rank."""
+        from transformers import AutoConfig
+
+        from etude.run.train import joint_objective, open_corpus, train_on_corpus
+
         settings: ExtendSettings = training.settings
         corpus = open_corpus(training, training.parent)
         longer = stretch(AutoConfig.from_pretrained(training.parent), settings.length, settings.rope)
@@ -91,6 +90,9 @@ class ExtendStage(TrainingStage):
 
 def measured(saved: Path, corpus: Corpus, settings: ExtendSettings, seed: int, reporter: Reporter) -> dict[str, Any]:
     """Ask a saved model: loss by position in rows as long as the corpus has them, and retrieval at several lengths."""
+    from etude.training.long_context import make_retrieval, score_retrieval
+    from etude.training.session import refuse_damaged
+
     device = choose_device(settings.device)
     model, tokeniser = load_model(saved, device), load_tokeniser(saved)
     refuse_damaged(model)
@@ -118,6 +120,12 @@ def _counted(items: Iterable[Retrieval], task: Task) -> Iterator[Retrieval]:
 
 
 def _positions(model: Any, corpus: Corpus, settings: ExtendSettings, device: Any) -> Iterator[tuple[str, Any]]:
+    from etude.training.attention import isolate
+    from etude.training.batch import rows_of
+    from etude.training.long_context import bucket_bounds, by_position
+    from etude.training.measure import bytes_per_token, heldout_domains
+    from etude.training.objectives.next_token import NextToken
+
     isolate(model, settings.attention)
     objective, ratio = NextToken(model), bytes_per_token(corpus)
     for domain in heldout_domains(corpus) if settings.position_rows else []:
@@ -133,6 +141,8 @@ def _positions(model: Any, corpus: Corpus, settings: ExtendSettings, device: Any
 
 def _texts(corpus: Corpus, tokeniser: Any) -> list[str]:
     """Return the held-out documents of all domains as text, pieces of one document in their own right."""
+    from etude.training.measure import heldout_domains
+
     texts = []
     for domain in heldout_domains(corpus):
         for batch in corpus.heldout(domain):

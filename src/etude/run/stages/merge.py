@@ -15,7 +15,6 @@ from etude.models.bases import Base, is_run, resolve
 from etude.models.merge import MergeSettings, Tensors, merging, refuse_unlike, write_merged
 from etude.run.folder import MODEL
 from etude.run.stage import Job, Outcome, Source, Stage, fetch_source, lineage_in
-from etude.run.stages.training import complete_model
 from etude.work import Unit
 
 if TYPE_CHECKING:
@@ -102,6 +101,8 @@ def _source(word: str, job: Job, before: list[Source]) -> Source:
 
 def _place_the_rest(source: Path, model: Path, job: Job) -> None:
     """Copy what is not weights from the model before this stage."""
+    from etude.run.train import complete_model
+
     for file in [source / "config.json", *source.glob(INDEX)]:
         shutil.copyfile(file, model / file.name)
     if complete_model(source, model):

@@ -6,22 +6,19 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import Field, model_validator
 
-from etude.inference.local import measure_speculation
+from etude.errors import UserError
 from etude.models.load import choose_device, load_model
-from etude.models.mtp_heads import MtpHeads, heads_shape, load_heads
-from etude.models.shape import model_shape
-from etude.run.stages.training import Training, TrainingStage, open_corpus, train_on_corpus
-from etude.training.measure import heldout_domains
-from etude.training.objectives.mtp import MultiToken
+from etude.models.shape import heads_shape, model_shape
+from etude.run.stages.training import TrainingStage
 from etude.training.settings import OptimiserSettings, TrainSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from etude.run.stage import Ahead
+    from etude.run.train import Training
     from etude.training.distributed import World
     from etude.work import Work
 
@@ -40,6 +37,8 @@ class MtpSettings(TrainSettings):
     def _dtype_is_the_parents(self) -> MtpSettings:
         if self.dtype != "auto":
             raise ValueError("`dtype` has no effect here: heads are saved as the model's weights are")
+        if self.context_ranks > 1:
+            raise ValueError("MTP heads look at the tokens ahead, which another rank may have; set context_ranks = 1")
         return self
 
 
@@ -49,11 +48,26 @@ class MtpStage(TrainingStage):
     kind = "mtp"
     settings = MtpSettings
 
-    def leaves(self, settings: MtpSettings, ahead: Ahead) -> Ahead:  # noqa: ARG002 - as its parent's
-        return replace(ahead, heads=True)
+    def check_order(self, settings: MtpSettings, ahead: Ahead) -> None:
+        """Refuse to throw away what a stage before it was to train."""
+        super().check_order(settings, ahead)
+        if isinstance(ahead.heads, tuple) and ahead.heads != (settings.depth, settings.shared):
+            before = "depth = {}, shared = {}".format(*ahead.heads).lower()
+            raise UserError(
+                f"a stage before it makes heads ({before}), which other heads would replace; leave one of the two out"
+            )
+
+    def leaves(self, settings: MtpSettings, ahead: Ahead) -> Ahead:
+        return replace(ahead, heads=(settings.depth, settings.shared))
 
     def train(self, training: Training, world: World, work: Work | None) -> None:
         """Train on this rank; all ranks draw the same fresh weights."""
+        import torch
+
+        from etude.models.mtp_heads import MtpHeads, load_heads
+        from etude.run.train import train_on_corpus
+        from etude.training.objectives.mtp import MultiToken
+
         settings: MtpSettings = training.settings
         model = training.parent_model(frozen=True).requires_grad_(requires_grad=False)
         known = heads_shape(training.parent) == (settings.depth, settings.shared)
@@ -70,6 +84,11 @@ class MtpStage(TrainingStage):
 
 def _worth(training: Training, saved: Path) -> dict[str, Any]:
     """Decode held-out texts with the saved heads and without; return the figures and what to say of them."""
+    from etude.inference.local import measure_speculation
+    from etude.models.mtp_heads import load_heads
+    from etude.run.train import open_corpus
+    from etude.training.measure import heldout_domains
+
     settings: MtpSettings = training.settings
     corpus = open_corpus(training, saved)
     domains = heldout_domains(corpus)

@@ -11,18 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import Field, model_validator
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from etude.errors import UserError
 from etude.files import sha256_file
 from etude.run.folder import MODEL
-from etude.run.stages.training import Training, TrainingStage, open_corpus, train_on_corpus
+from etude.run.stages.training import TrainingStage
 from etude.training.settings import LoraSettings, OptimiserSettings, ScheduleSettings, Settings, TrainSettings
 
 if TYPE_CHECKING:
     from etude.run.stage import Ahead, Job, Outcome
+    from etude.run.train import Training
     from etude.training.distributed import World
     from etude.work import Work
 
@@ -94,30 +93,28 @@ class PretrainStage(TrainingStage):
 
     def train(self, training: Training, world: World, work: Work | None) -> None:
         """Train on this rank; the first draws the weights."""
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from etude.run.train import open_corpus, train_on_corpus
+
         corpus = open_corpus(training, training.parent)
         torch.manual_seed(training.seed)
         with torch.device("cpu" if world.leads else "meta"):
-            model = LlamaForCausalLM(llama_config(training.settings.model, corpus.vocabulary, corpus.separator))
+            shape = llama_config(training.settings.model, corpus.vocabulary, corpus.separator)
+            model = LlamaForCausalLM(LlamaConfig(**shape))
         train_on_corpus(training, world, work, model, dtype=torch.bfloat16)
 
 
-def llama_config(shape: ShapeSettings, vocabulary: int, separator: int) -> LlamaConfig:
-    """Return the config of a shape."""
-    return LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=shape.width,
-        intermediate_size=shape.feed_forward,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_width,
-        max_position_embeddings=shape.context,
-        tie_word_embeddings=shape.tied,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        bos_token_id=separator,
-        eos_token_id=separator,
-        pad_token_id=separator,
-    )
+def llama_config(shape: ShapeSettings, vocabulary: int, separator: int) -> dict[str, Any]:
+    """Return the config of a shape, as config.json has it."""
+    return {
+        "model_type": "llama", "vocab_size": vocabulary, "hidden_size": shape.width, "intermediate_size": shape.feed_forward,
+        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_width, "max_position_embeddings": shape.context, "tie_word_embeddings": shape.tied,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "bos_token_id": separator, "eos_token_id": separator, "pad_token_id": separator,
+    }  # fmt: skip
 
 
 class CptSettings(TrainSettings):
@@ -134,4 +131,6 @@ class CptStage(TrainingStage):
     settings = CptSettings
 
     def train(self, training: Training, world: World, work: Work | None) -> None:
+        from etude.run.train import train_on_corpus
+
         train_on_corpus(training, world, work, training.parent_model())

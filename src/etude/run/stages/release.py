@@ -5,6 +5,7 @@ What signs is imported where it runs: `etude run` works where `cryptography` is 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from etude.lineage.verify import Verification
 
 RESULTS = "results.json"
+NAME = re.compile(r"\w[\w. -]*")  # no path
 
 
 class ReleaseSettings(BaseModel, extra="forbid", strict=True):
@@ -48,6 +50,10 @@ class ReleaseStage(Stage):
 
     def check(self, settings: ReleaseSettings) -> None:
         """Refuse files that are not there, or not what they should be: stages before this one may take days."""
+        if settings.name and not NAME.fullmatch(settings.name):
+            raise UserError(
+                f"release.name {settings.name!r} cannot name a model: use letters, digits, space, dot, dash, underscore"
+            )
         for field in ("product", "licence", "key"):
             path = _path(getattr(settings, field))
             if path and not path.is_file():

@@ -17,11 +17,10 @@ from etude.models.shape import model_shape
 from etude.report.rl import PAGE, steps_of, verdict, write_report
 from etude.rl.environment import CodingEnvironment
 from etude.rl.metrics import ends
-from etude.rl.orchestrator import orchestrate
 from etude.rl.settings import RlSettings
 from etude.run.folder import MODEL
 from etude.run.stage import Ahead, Job, Outcome, Stage, file_used
-from etude.run.stages.training import UNTRAINED_HEADS, complete_model, is_trained, refuse_long, without_later
+from etude.run.stages.training import is_trained, refuse_long, without_later
 from etude.tasks.demos import refuse_benchmarks
 from etude.tasks.manifest import TaskSet, find_manifest, load_set, picked, read_rows
 from etude.tasks.score import check
@@ -108,6 +107,9 @@ async def _answers(address: str) -> None:
 
 
 def _trained(tasks: TaskSet, settings: RlSettings, job: Job) -> None:
+    from etude.rl.orchestrator import orchestrate
+    from etude.run.train import UNTRAINED_HEADS, complete_model
+
     parent, work = job.model.folder, job.work
     settings = with_replay(settings, parent)
     environment = CodingEnvironment(tasks, settings, work.cache)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from pydantic import Field, model_validator
 
 from etude.data.chat import ChatTemplate, choose_template, conversations_from_code, pack_chat, read_conversations, split
@@ -22,15 +21,16 @@ from etude.models.shape import model_shape
 from etude.progress import counted
 from etude.run.folder import MODEL
 from etude.run.stage import Job, Outcome, code_used, file_used
-from etude.run.stages.training import Training, TrainingStage, joint_objective, open_corpus, train_and_report
+from etude.run.stages.training import TrainingStage
 from etude.tasks.demos import DemoSettings, licences_of, make_demos, read_samples, refuse_benchmarks, tokeniser_digest
 from etude.tasks.manifest import find_manifest, picked, read_rows
-from etude.training.measure import Bits, acceptance, bits, bits_by_domain
 from etude.training.settings import JointMtpSettings, LoraSettings, OptimiserSettings, TrainSettings, mtp_or_lora
 
 if TYPE_CHECKING:
     from etude.lineage.record import DataUse
+    from etude.run.train import Training
     from etude.training.distributed import World
+    from etude.training.measure import Bits
     from etude.training.run import Evaluate
     from etude.training.session import Session
     from etude.work import Work
@@ -131,6 +131,11 @@ class SftStage(TrainingStage):
 
     def train(self, training: Training, world: World, work: Work | None) -> None:
         """Train on this rank."""
+        import torch
+
+        from etude.run.train import joint_objective, open_corpus, train_and_report
+        from etude.training.measure import acceptance
+
         settings: SftSettings = training.settings
         tokeniser = load_tokeniser(training.parent)
         template = choose_template(tokeniser, settings.template)
@@ -151,7 +156,8 @@ class SftStage(TrainingStage):
         training = replace(training, settings=settings.model_copy(update={"tokens": tokens}))
         heldout = list(chats.heldout("chat", rows=settings.evaluation_rows)) if chats.splits.get("heldout") else []
         loader = Loader(
-            chats, seed=training.seed, batch=settings.batch, rank=world.rank, world=world.size, workers=settings.loader_workers
+            chats, seed=training.seed, batch=settings.batch, rank=world.rank // settings.context_ranks,
+            world=max(1, world.size // settings.context_ranks), workers=settings.loader_workers,
         )  # fmt: skip
 
         def accepted(session: Session) -> dict[str, Any]:
@@ -230,6 +236,8 @@ def _untrained(settings: SftSettings, model: Any, tokeniser: Any, chats: Corpus,
 
 def _measurement(settings: SftSettings, heldout: list[Batch], tokeniser: Any, corpus: Corpus | None) -> Evaluate:
     """Return what measures the answers of held-out conversations, and the run's corpus for what was forgotten."""
+    from etude.training.measure import bits, bits_by_domain
+
     rows = settings.evaluation_rows
     learnt = [batch.tokens[batch.learnt].tolist() for batch in heldout]
     size = sum(len(tokeniser.decode(tokens).encode()) for tokens in learnt)

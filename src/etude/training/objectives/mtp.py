@@ -109,7 +109,9 @@ def drafts(model: Any, rows: Rows, hidden_BTD: torch.Tensor, *, detached: bool) 
     mask = create_causal_mask(
         config=decoder.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None, position_ids=places
     )
-    bounds = {name: value for name, value in packed(rows).items() if name in {"cu_seq_lens_q", "whole_rows"}}
+    bounds = {
+        name: value for name, value in packed(rows).items() if name in {"cu_seq_lens_q", "cu_seq_lens_k", "whole_rows"}
+    }
     by_depth = []
     for ahead in range(1, heads.depth + 1):
         inside = places.roll(-ahead, 1) == places + ahead
