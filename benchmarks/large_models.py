@@ -23,6 +23,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import report
+import training
 from etude.inference.local import build
 from etude.models.shape import shape_of
 from etude.training.distributed import World
@@ -157,7 +158,8 @@ def decode(options: argparse.Namespace) -> list[dict[str, Any]]:
         rows.append({
             "shape": options.shape, "work": "decode", "requests": count, "tokens/s": round(rates["tokens_per_second"], 1),
             "ms/step": round(rates["ms_per_step"], 3), "of the floor": round(rates["tokens_per_second"] / floor, 3),
-            "transformers": round(peer, 1) if isinstance(peer, float) else peer, "lean": engine.runner.lean is not None,
+            "transformers": round(peer, 1) if isinstance(peer, float) else peer,
+            "lean": engine.runner.lean is not None or engine.runner.slow_because,
             "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1) if device == "cuda" else 0.0,
         })  # fmt: skip
         print(rows[-1], flush=True)
@@ -193,6 +195,8 @@ def train(options: argparse.Namespace) -> list[dict[str, Any]]:
         steps = session.loop.steps(10**9)
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        if options.steps:
+            training.STEPS, training.WARM = options.steps, 1
         seconds, first = seconds_a_step(lambda: next(steps))
         peak = torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else 0.0
     tokens = settings.batch * length
@@ -263,12 +267,15 @@ def main() -> None:
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--peer", action="store_true", help="transformers in the same process, too")
     parser.add_argument("--peer-rows", type=int, default=1, help="rows at once of the peer")
+    parser.add_argument(
+        "--steps", type=int, default=0, help="timed steps, after one that compiles; 0: the usual number"
+    )
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--hardware", default="", help="keep the result as large_models-WORK-SHAPE-HARDWARE.json")
     options = parser.parse_args()
     began = time.perf_counter()
     rows = (decode if options.work == "decode" else train)(options)
-    kept = f"{options.shape}{'-lora' if options.lora else ''}"
+    kept = f"{options.shape}{'-lora' if options.lora else ''}{'' if options.length == 4096 else f'-{options.length}'}"
     if options.hardware:
         report.finish(
             f"large_models-{options.work}-{kept}", rows, options.hardware, seconds=time.perf_counter() - began

@@ -17,7 +17,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, int]]] = {
     "mixtral": (MixtralSparseMoeBlock, {"num_local_experts": 3, "num_experts_per_tok": 1, "intermediate_size": 33}),
     "gpt_oss": (GptOssMLP, {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40}),
 }
-CASES = {f"{family}, {tokens}": (family, tokens) for family in FAMILIES for tokens in (1, 5, 40)}
+CASES = {f"{family}, {tokens}": (family, tokens) for family in FAMILIES for tokens in (1, 5, 40, 150)}
 
 
 def experts_differ_by(family: str, tokens: int, device: torch.device, dtype: torch.dtype) -> float:

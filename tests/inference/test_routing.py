@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from etude.inference.lean import Experts, _feed, _routes
+from etude.inference.local import build
 from etude.inference.policy import Sampling
 from etude.models.mtp_heads import MtpHeads
 from etude.training.experts import take_up
@@ -117,3 +118,20 @@ def test_in_bf16_the_engine_routes_as_the_trainer_does(family: str) -> None:
     assert torch.equal(chosen, ids)
     assert torch.equal(weights, expected)
     assert not torch.equal(plain.sort().values, ids.sort().values), "as transformers computes it, some differ"
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_mixture_in_bf16_is_compared_with_the_experts_that_it_took_itself(seed: int) -> None:
+    """By routers in bf16 near ties fall otherwise: GPT-OSS with random weights was refused, or run on the slow path."""
+    config = AutoConfig.for_model(
+        "gpt_oss", vocab_size=256, hidden_size=256, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, num_local_experts=32, num_experts_per_tok=4, sliding_window=16, max_position_embeddings=128,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, weight in model.named_parameters():
+        if not name.endswith("norm.weight"):
+            torch.nn.init.normal_(weight, std=0.1)
+    engine = build(model.bfloat16(), None, str, context=64, rows=2, compiled=False, page=16)
+    assert engine.runner.lean is not None, engine.runner.slow_because
+    assert engine.runner.lean.forced is None

@@ -126,11 +126,11 @@ class Layer:
 
 
 def run_layer(
-    x_ND: Tensor, more_ND: Tensor, cosine_Nd: Tensor, sine_Nd: Tensor, layer: Layer, shape: Shape
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    x_ND: Tensor, more_ND: Tensor, cosine_Nd: Tensor, sine_Nd: Tensor, layer: Layer, shape: Shape, forced: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Add what the layer before has left to add, and return the sum, what this one has to add, and the experts it took.
 
-    A compiler joins the sum to the norm.
+    A compiler joins the sum to the norm. `forced`: experts to take.
     """
     x_ND = x_ND + more_ND
     normed = _normed(x_ND, layer.norm, shape)
@@ -143,7 +143,7 @@ def run_layer(
     x_ND = x_ND + attended
     normed, chosen = _normed(x_ND, layer.second_norm, shape), None
     if isinstance(layer.feed, Experts):
-        more_ND, chosen = _experts(normed, layer.feed, shape)
+        more_ND, chosen = _experts(normed, layer.feed, shape, forced)
     else:
         more_ND = _dense(normed, layer.feed, shape)
     return x_ND, more_ND if layer.after_feed is None else _normed(more_ND, layer.after_feed, shape), chosen
@@ -196,8 +196,8 @@ def _dense(x_ND: Tensor, own: Dense, shape: Shape) -> Tensor:
     return F.linear(gate * up, own.down)
 
 
-def _experts(x_ND: Tensor, own: Experts, shape: Shape) -> tuple[Tensor, Tensor]:
-    chosen, weights = _routes(x_ND, own)
+def _experts(x_ND: Tensor, own: Experts, shape: Shape, forced: Tensor | None) -> tuple[Tensor, Tensor]:
+    chosen, weights = _routes(x_ND, own, forced)
     if own.kernels and len(x_ND) <= FEW:
         from etude.inference.expert_kernels import few_tokens
 
@@ -207,14 +207,14 @@ def _experts(x_ND: Tensor, own: Experts, shape: Shape) -> tuple[Tensor, Tensor]:
     return out if own.shared is None else out + _dense(x_ND, own.shared, shape), chosen.to(torch.int16)
 
 
-def _routes(x_ND: Tensor, own: Experts) -> tuple[Tensor, Tensor]:
+def _routes(x_ND: Tensor, own: Experts, forced: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the experts of each token and their weights, in float32 as the trainer does: near ties fall the same way in both."""
     if own.rule is None or hasattr(own.router, PLACE):  # these compute in float32 by themselves
         _, weights, chosen = own.router(x_ND)
         return chosen, weights
     bias = getattr(own.router, "bias", None)
     scores = own.rule.scores(F.linear(x_ND.float(), own.router.weight.float(), None if bias is None else bias.float()))
-    chosen = scores.topk(own.router.top_k).indices
+    chosen = scores.topk(own.router.top_k).indices if forced is None else forced
     return chosen, own.rule.weights(scores, chosen)
 
 
@@ -264,6 +264,7 @@ class Lean:
         places = torch.arange(positions, device=self.embed.device)[None]
         self.tables = [_table(decoder, self.embed[:1], places, kind) for kind in kinds]
         self.chosen: Tensor | None = None  # experts of the last pass, [N, layers that have some, experts a token]
+        self.forced: Tensor | None = None  # experts to take in the next pass, as `chosen`; to compare with another code
         compiler = torch.compile if compiled else lambda function: function
         self._run, self._enter, self._leave = compiler(run_layer), compiler(_entered), compiler(_left)
 
@@ -278,7 +279,11 @@ class Lean:
         x, more, chosen = embedded.float(), torch.zeros_like(embedded), []
         _of_any_length(x, more, *(each for turn in turns for each in turn))
         for layer in self.layers:
-            x, more, experts = self._run(x, more, *turns[layer.table], layer, self.shape)
+            forced = (
+                self.forced[:, len(chosen)] if self.forced is not None and isinstance(layer.feed, Experts) else None
+            )
+            run = self._run if forced is None else run_layer
+            x, more, experts = run(x, more, *turns[layer.table], layer, self.shape, forced)
             chosen += [] if experts is None else [experts]
         self.chosen = torch.stack(chosen, 1) if chosen else None
         return self._leave(x, more, self.norm, self.shape)
