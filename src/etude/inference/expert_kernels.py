@@ -41,30 +41,41 @@ def _count(chosen_S, pairs_EN, count_E, pairs, tokens, BLOCK: tl.constexpr):
 @triton.jit
 def _gate_up(  # noqa: PLR0913, PLR0917
     x, weight, bias, pairs_EN, count_E, out, tokens, expert_row, column_row, input_row, alpha, limit,
-    TOP: tl.constexpr, D: tl.constexpr, F: tl.constexpr, STEP: tl.constexpr, UP: tl.constexpr, BIAS: tl.constexpr,
+    TOP: tl.constexpr, D: tl.constexpr, F: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr,
     CLAMPED: tl.constexpr, ROWS: tl.constexpr, BESIDE: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    # Gate and up of column n of an expert are columns n · STEP and n · STEP + UP of its matrix.
+    # Gate and up of column n of an expert are columns n and F + n of its matrix, or 2 n and 2 n + 1. These are read as they lie and
+    # told apart afterwards: every second number alone would be read one by one.
     n, expert = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(2)
     count = tl.load(count_E + expert)
-    columns = weight + expert.to(tl.int64) * expert_row + (n * STEP)[None] * column_row
+    both_n = tl.program_id(1) * 2 * COLUMNS + tl.arange(0, 2 * COLUMNS)
+    matrix = weight + expert.to(tl.int64) * expert_row
     before = tl.program_id(0) * ROWS
     for start in range(0, count - before, BESIDE * ROWS):
         row = before + start + tl.arange(0, ROWS)
         pair = tl.load(pairs_EN + expert * tokens + row, mask=row < count, other=0)
         gate, up = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
+        both = tl.zeros([ROWS, 2 * COLUMNS], tl.float32)
         for inner in range(0, D, INNER):
             d = inner + tl.arange(0, INNER)
             given = tl.load(
                 x + (pair // TOP)[:, None] * D + d[None], mask=(row < count)[:, None] & (d < D)[None], other=0.0
             )
-            at, real = columns + d[:, None] * input_row, (d < D)[:, None] & (n < F)[None]
-            gate = tl.dot(given, tl.load(at, mask=real, other=0.0), gate, input_precision="ieee")
-            up = tl.dot(given, tl.load(at + UP * column_row, mask=real, other=0.0), up, input_precision="ieee")
+            rows = matrix + d[:, None] * input_row
+            if INTERLEAVED:
+                real = (d < D)[:, None] & (both_n < 2 * F)[None]
+                own = tl.load(rows + both_n[None] * column_row, mask=real, other=0.0)
+                both = tl.dot(given, own, both, input_precision="ieee")
+            else:
+                at, real = rows + n[None] * column_row, (d < D)[:, None] & (n < F)[None]
+                gate = tl.dot(given, tl.load(at, mask=real, other=0.0), gate, input_precision="ieee")
+                up = tl.dot(given, tl.load(at + F * column_row, mask=real, other=0.0), up, input_precision="ieee")
+        if INTERLEAVED:
+            gate, up = tl.split(tl.reshape(both, [ROWS, COLUMNS, 2]))
         if BIAS:
-            own = bias + expert * 2 * F + n * STEP
-            gate += tl.load(own, mask=n < F, other=0.0).to(tl.float32)[None]
-            up += tl.load(own + UP, mask=n < F, other=0.0).to(tl.float32)[None]
+            first = bias + expert * 2 * F + (2 * n if INTERLEAVED else n)
+            gate += tl.load(first, mask=n < F, other=0.0).to(tl.float32)[None]
+            up += tl.load(first + (1 if INTERLEAVED else F), mask=n < F, other=0.0).to(tl.float32)[None]
         if CLAMPED:  # GPT-OSS's
             gate = tl.minimum(gate, limit)
             up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
@@ -140,7 +151,6 @@ def _opaque(  # noqa: PLR0913, PLR0917
     # Twice the tokens that an expert has on average: most then take one go, and few places are empty.
     rows = min(MOST, max(LEAST, triton.next_power_of_2(triton.cdiv(2 * tokens * top, count))))
     beside = min(SIDE_BY_SIDE, triton.cdiv(tokens, rows))
-    up_at = (1, inner) if concatenated else (2, 1)
     up_rows, down_rows = (
         (each.stride(0), *(each.stride()[:0:-1] if transposed else each.stride()[1:])) for each in (gate_up, down)
     )
@@ -149,17 +159,18 @@ def _opaque(  # noqa: PLR0913, PLR0917
         "ROWS": rows,
         "BESIDE": beside,
         "COLUMNS": wide,
-        "INNER": 128 if x.element_size() == 2 else 32,
+        "INNER": 32 if x.element_size() == 4 else 64 if transposed else 128,
         "num_warps": 4,
         "num_stages": 4,
     }
     _gate_up[(beside, triton.cdiv(inner, wide), count)](
-        x, gate_up, bias_up, pairs, counts, hidden, tokens, *up_rows, *(clamp or (0.0, 0.0)), top, width, inner, *up_at,
-        bool(biases), bool(clamp), **how,
+        x, gate_up, bias_up, pairs, counts, hidden, tokens, *up_rows, *(clamp or (0.0, 0.0)), top, width, inner,
+        not concatenated, bool(biases), bool(clamp), **how,
     )  # fmt: skip
+    wide = 64 if transposed else wide  # columns then lie beside each other: so many are read in one go
     _down[(beside, triton.cdiv(width, wide), count)](
-        hidden, down, bias_down, share, pairs, counts, out, tokens, *down_rows, width, inner, bool(biases), **how
-    )
+        hidden, down, bias_down, share, pairs, counts, out, tokens, *down_rows, width, inner, bool(biases), **how | {"COLUMNS": wide}
+    )  # fmt: skip
     return out.sum(1)
 
 
