@@ -2,7 +2,8 @@
 
 Each stage that trains is planned by the function that its session obeys (`training/memory.py`), from the base's config.json alone.
 Tokens a second are the GPU's peak times the share of it (MFU) that was measured on the nearest
-size of model, from `gpus.toml`; of a GPU that was never measured the share is the H200's, and that is said.
+size of model, from `gpus.toml`; of a GPU that was never measured the share is the H200's, and that is said. How long rollouts will be
+nobody knows before: the hours of `rl` are those of rollouts that are all as long as a row, sampled at a share of what memory allows.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError, nearest
-from etude.lineage.compute import training_flops
+from etude.lineage.compute import forward_flops, training_flops
 from etude.models.bases import resolve
 from etude.models.context import stretch
 from etude.models.fetch import default_cache, fetch
-from etude.models.shape import model_shape, read_config, shape_of, text_config
+from etude.models.shape import ModelShape, model_shape, read_config, routed_share, shape_of, text_config
 from etude.progress import Reporter
 from etude.rl.division import divide
 from etude.run.stages.pretrain import llama_config
@@ -45,13 +46,15 @@ class Machine:
     count: int
     facts: dict[str, Any]  # of gpus.toml
 
-    def share(self, kind: str, parameters: int) -> tuple[float, str]:
+    def share(self, kind: str, parameters: int, *, experts: bool = False) -> tuple[float, str]:
         """Return the share of the peak that a kind of work reached on the nearest size of model, and where that is from."""
         rates = [rate for rate in gpus()[MEASURED]["measured"] if rate["kind"] == kind]
-        rate = min(rates, key=lambda each: abs(math.log(each["parameters"] / parameters)))
+        alike = [rate for rate in rates if rate.get("experts", False) == experts] or rates
+        rate = min(alike, key=lambda each: abs(math.log(each["parameters"] / parameters)))
         unlike = "" if self.name == MEASURED else f", not measured on {self.name}: as on {MEASURED}"
         unlike += "" if self.count == 1 else ", several ranks not measured"
-        return rate["mfu"], f"MFU {rate['mfu']:.0%} as {rate['source']}{unlike}"
+        of = "of what memory allows" if kind == "decode" else "MFU"
+        return rate["mfu"], f"{rate['mfu']:.0%} {of} as {rate['source']}{unlike}"
 
 
 @cache
@@ -136,12 +139,45 @@ def plan_stage(entry: StageEntry, config: Any, length: int, on: Machine) -> Plan
         help_with, fits = (f"micro = {fits}", 0) if micro > fits else ("", fits)
     if ranks > 1 and (lora or not adamw):
         help_with, fits = f"one rank, as {'LoRA' if lora else 'Muon'} cannot be used on several yet,", 0
-    shape = shape_of(config)
-    mfu, source = on.share("lora" if lora else "train", shape.active_parameters)
+    shape, experts = shape_of(config), bool(counts.experts)
     flops = training_flops(shape.compute, length) / length  # of a token
-    rate = 0.0 if entry.kind in {"mtp", "rl"} else ranks * mfu * on.facts["bf16_tflops"] * 1e12 / flops
-    tokens, sampler = getattr(settings, "tokens", None), 2 * counts.weights if kept else 0
-    return Planned(entry.name, plan, micro if fits else 0, length, help_with, tokens, rate, source, sampler, kept)
+    if (
+        entry.kind == "mtp"
+    ):  # a frozen trunk, and for every depth a layer that learns and the head, of which no gradient is computed
+        head = counts.vocabulary * counts.hidden
+        flops = forward_flops(shape.compute, length) / length + depth * (
+            6 * counts.trained / (1 if shared else depth) + 4 * head
+        )
+    mfu, source = on.share("mtp" if frozen else "lora" if lora else "train", shape.active_parameters, experts=experts)
+    rate, tokens = ranks * mfu * on.facts["bf16_tflops"] * 1e12 / flops, getattr(settings, "tokens", None)
+    if entry.kind == "rl":
+        tokens = settings.steps * settings.groups * settings.group_size * length
+        if kept:
+            share, how = on.share("decode", shape.active_parameters, experts=experts)
+            sampled = share * sampling_floor(
+                counts, shape, routed_share(config.get_text_config()), settings.at_once, length, kept, on
+            )
+            rate, source = (
+                1 / (1 / rate + 1 / sampled),
+                f"at most, if every rollout is {length:,} tokens long; sampling {how}; {source}",
+            )
+    return Planned(
+        entry.name, plan, micro if fits else 0, length, help_with, tokens, rate, source, 2 * counts.weights if kept else 0, kept
+    )  # fmt: skip
+
+
+def sampling_floor(
+    counts: memory.Counts, shape: ModelShape, share: float, wanted: int, length: int, cache: int, on: Machine
+) -> float:
+    """Return the tokens a second of a step that reads every weight it needs and the cache, half full, once.
+
+    `share`: of routed experts that a token passes through. As many rollouts go on at once as are `wanted` and the cache holds.
+    """
+    position = 2 * counts.cached  # bytes
+    together = max(1, min(wanted, cache // max(1, position * length)))
+    routed = (shape.parameters - shape.active_parameters) / (1 - share) if share < 1 else 0.0
+    touched = shape.parameters - routed + routed * (1 - (1 - share) ** together)
+    return together * on.facts["bandwidth_tbs"] * 1e12 / (2 * touched + together * position * length / 2)
 
 
 def base_config(word: str, cache_folder: Path | None) -> Any:
