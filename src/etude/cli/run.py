@@ -76,7 +76,8 @@ def _print_planned(each: Planned, on: str) -> None:
         advice = f"{each.remedy} would do" if each.remedy else "nothing that was tried would do: take a smaller base"
         options.echo(f"it does not fit: {may} may be used; {advice}\n")
         return
-    hours = f", {each.hours:,.1f} hours for {human(each.tokens)} tokens" if each.hours and each.tokens else ""
+    span = f"{each.hours:,.1f} hours" if (each.hours or 0) >= 1 else f"{60 * (each.hours or 0):.1f} minutes"
+    hours = f", {span} for {human(each.tokens)} tokens" if each.hours and each.tokens else ""
     speed = f"; about {human(round(each.rate))} tokens/s{hours} ({each.source})" if each.rate else ""
     options.echo(f"it fits: {may} may be used, {many} at once{speed}\n")
 

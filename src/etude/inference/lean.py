@@ -276,7 +276,8 @@ class Lean:
         """Return the hidden states after the last norm."""
         embedded = self._embedded(tokens_N)
         turns = [(cosine[position_N], sine[position_N]) for cosine, sine in self.tables]
-        x, more, chosen = embedded.float(), torch.zeros_like(embedded), []
+        chosen: list[Tensor] = []
+        x, more = embedded.float(), torch.zeros_like(embedded)
         _of_any_length(x, more, *(each for turn in turns for each in turn))
         for layer in self.layers:
             forced = (

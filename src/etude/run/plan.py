@@ -177,7 +177,7 @@ def sampling_floor(
     together = max(1, min(wanted, cache // max(1, position * length)))
     routed = (shape.parameters - shape.active_parameters) / (1 - share) if share < 1 else 0.0
     touched = shape.parameters - routed + routed * (1 - (1 - share) ** together)
-    return together * on.facts["bandwidth_tbs"] * 1e12 / (2 * touched + together * position * length / 2)
+    return float(together * on.facts["bandwidth_tbs"] * 1e12 / (2 * touched + together * position * length / 2))
 
 
 def base_config(word: str, cache_folder: Path | None) -> Any:
