@@ -1,10 +1,10 @@
-"""Every stage of the recipe on the shapes people really use, with random weights: does it run, how long does it take, what does it hold?
+"""Every stage of the recipe on the shapes people really use, with random weights: does it run, and how long does it take?
 
     python benchmarks/large_stages.py qwen3-8b --lora --cache CACHE      on a GPU; CACHE: `etude`'s, filled where there is a network
     python benchmarks/large_stages.py qwen3-30b-a3b --tiny               small widths, on a CPU: only to see that it runs
 
-A model of the shape is made in bf16, with sprout's tokeniser, and saved as people get theirs: a folder of safetensors. Then `etude run`
-takes it through a recipe of a few steps a stage, on a few files of this package and tasks of recipes/tasks/quick.jsonl.
+A model of the shape is made in bf16, with sprout's tokeniser, and saved as people get theirs: a folder of safetensors. Then `etude
+run` takes it through a recipe of a few steps a stage, on the files of this package and tasks of recipes/tasks/quick.jsonl.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ def recipe_of(options: argparse.Namespace, base: Path) -> str:
     length, long = (512, 2048) if options.tiny else (4096, options.long)
     steps, lora = options.steps, "[{}.lora]\n" if options.lora else ""
     each = "recompute = true\nevaluations = 0\nevaluation_rows = 2\n"
+    files = 'include = ["*.py"]\ndomain = "code"\nlicence = "Apache-2.0"\n'
     batch = max(1, long // length)  # a step takes whole rows of the corpus
     whole = f"tokens = {batch * length * steps}\nlength = {length}\nbatch = {batch}\n"
     return (
         f'name = "large"\nbase = "{base}"\nstages = {json.dumps([s for s in STAGES if s in options.stages])}\n'
         f"[data]\nlength = {long}\nheldout = 0.2\n"
-        f'[[data.source]]\nname = "own"\nfolder = "{HERE}/src/etude"\ninclude = ["*.py"]\ndomain = "code"\nlicence = "Apache-2.0"\n'
-        f'[[data.source]]\nname = "tests"\nfolder = "{HERE}/tests"\ninclude = ["*.py"]\ndomain = "code"\nlicence = "Apache-2.0"\nhold_out = "all"\n'
+        f'[[data.source]]\nname = "own"\nfolder = "{HERE}/src/etude"\n{files}[[data.source]]\nname = "tests"\n'
+        f'folder = "{HERE}/tests"\n{files}hold_out = "all"\n'
         f"[cpt]\n{whole}{each}{lora.format('cpt')}"
         f"[extend]\ntokens = {long * steps}\nlength = {long}\nbatch = 1\n{each}retrieval_items = 2\n{lora.format('extend')}"
         f"[mtp]\n{whole}evaluations = 0\nevaluation_rows = 2\n"
