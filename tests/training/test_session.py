@@ -196,7 +196,7 @@ def test_an_interruption_loses_nothing(corpus: Path, straight: Path, tmp_path: P
 
 
 def damage(folder: Path) -> None:
-    file = folder / "tensors.safetensors"
+    file = folder / "__0_0.distcp"
     content = bytearray(file.read_bytes())
     content[-5] ^= 4
     file.write_bytes(content)
