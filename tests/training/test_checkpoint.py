@@ -263,6 +263,8 @@ def test_states_that_the_plan_no_longer_takes_are_refused(tmp_path: Path) -> Non
         training.run()
     file = tmp_path / "checkpoints" / "00000004" / STATE
     write_json(file, {**read_json(file), "states": "8bit"})
-    refused = pytest.raises(UserError, match="has masters 'float32' and states '8bit', but to fit, masters 'float32' and")
+    refused = pytest.raises(
+        UserError, match="has masters 'float32' and states '8bit', but to fit, masters 'float32' and"
+    )
     with refused, sessions.session(corpus, tmp_path, chosen) as training:
         training.run()
