@@ -76,10 +76,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run(
-    size: int, corpus: Path, folder: Path, stop_after: int = 0, *, work: Callable[..., int] = train, **changes: Any
-) -> None:
-    port = free_port()
+def run(size: int, corpus: Path, folder: Path, stop_after: int = 0, **changes: Any) -> None:
+    port, work = free_port(), changes.pop("work", train)
     codes = sessions.processes(
         take_part, *((rank, size, port, work, corpus, folder, changes, stop_after) for rank in range(size))
     )
