@@ -7,16 +7,21 @@ import itertools
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from etude.errors import UserError
 from etude.files import read_json, write_json
 from etude.training.checkpoint import INDEX, STATE, Checkpoints
+from etude.training.distributed import World, join
 from tests.training import sessions
+from tests.training.test_world import free_port
 
 
 class Said(list[str]):
@@ -156,8 +161,8 @@ def test_a_damaged_one_is_written_anew_and_a_good_one_is_left_alone(tmp_path: Pa
     assert names(tmp_path) == ["00000004", "00000008"]
 
 
-def write_and_die(folder: Path, call: int) -> None:
-    """Write a checkpoint and die at the n-th of the calls by which it reaches the disk."""
+def die_at(call: int) -> None:
+    """Die at the n-th of the calls by which a checkpoint reaches the disk."""
     calls = itertools.count(1)
 
     def dying(function: Any) -> Any:
@@ -170,6 +175,10 @@ def write_and_die(folder: Path, call: int) -> None:
 
     for name in ("mkdir", "fsync", "replace", "rename", "unlink", "rmdir"):
         setattr(os, name, dying(getattr(os, name)))
+
+
+def write_and_die(folder: Path, call: int) -> None:
+    die_at(call)
     write(folder, 8, keep=1)
 
 
@@ -188,6 +197,53 @@ def test_killed_while_writing_the_one_before_is_left(tmp_path: Path) -> None:
     assert steps == sorted(steps, key=str)  # up to a moment the old one, from then on the new one
     assert steps.count(4) >= 5
     assert codes[-1] == 0  # so that every call was tried
+
+
+def as_rank(rank: int, port: int, work: Callable[..., None], *what: Any) -> None:
+    """Be one of two ranks, each with half of the rows of the weights."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world, mesh = join(), init_device_mesh("cpu", (2,))
+    WEIGHTS["a"] = distribute_tensor(WEIGHTS["a"], mesh, [Shard(0)])
+    work(world, *what)
+
+
+def own_part(world: World, step: int, size: int = 50) -> dict[str, torch.Tensor]:
+    """Return what a rank has of `tensors`; what belongs to no weight differs, and that of rank 0 counts."""
+    part = torch.full((size // 2,), float(step))
+    return {"weights/a": part, "optimiser/a:step": torch.tensor(step if world.leads else -1)}
+
+
+def write_and_die_as_rank(world: World, folder: Path, victim: int, call: int) -> None:
+    checkpoints = Checkpoints(folder, 1, print, WEIGHTS, world)
+    if world.rank == victim:
+        die_at(call)
+    checkpoints.save(8, own_part(world, 8), {"done": 8})
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_of_two_ranks_killed_while_writing_leaves_the_one_before(tmp_path: Path, victim: int) -> None:
+    calls = (1, 2, 3, 5, 8, 12, 30) if victim == 0 else (1, 2)
+    for call in calls:
+        write(tmp_path / str(call), 4)
+        port = free_port()
+        ranks = [(rank, port, write_and_die_as_rank, tmp_path / str(call), victim, call) for rank in range(2)]
+        codes = sessions.processes(as_rank, *ranks)
+        assert codes == [0, 0] if call == calls[-1] else codes[victim] == -signal.SIGKILL
+    steps = [latest(tmp_path / str(call)) for call in calls]
+    assert steps[0] == (4, [])
+    assert steps[-1] == (8, [])
+    assert {said == [] and step in {4, 8} for step, said in steps} == {True}
+
+
+def fill_up_as_rank(world: World, folder: Path) -> None:
+    WEIGHTS["a"] = distribute_tensor(torch.empty(100_000), init_device_mesh("cpu", (2,)), [Shard(0)])
+    checkpoints = Checkpoints(folder, 2, print, WEIGHTS, world)
+    checkpoints.save(8, own_part(world, 8, 100_000), {"done": 8})
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        checkpoints.close()
+    assert caught.value.errno == errno.ENOSPC
+    assert str(folder) in caught.value.filename
 
 
 @pytest.fixture
@@ -213,6 +269,13 @@ def test_a_full_disk_is_reported_as_the_system_does(small_disk: Path) -> None:
     checkpoints.close()
     assert latest(small_disk) == (4, [])
     assert names(small_disk) == ["00000004"]  # what was half-written no longer takes up room
+
+
+def test_a_disk_that_is_full_is_so_for_every_rank(small_disk: Path) -> None:
+    write(small_disk, 4)
+    port = free_port()
+    assert sessions.processes(as_rank, *((rank, port, fill_up_as_rank, small_disk) for rank in range(2))) == [0, 0]
+    assert latest(small_disk) == (4, [])
 
 
 def test_a_full_disk_ends_a_training_which_goes_on_later(tmp_path: Path, small_disk: Path) -> None:

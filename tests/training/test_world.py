@@ -136,6 +136,18 @@ def test_ranks_may_come_and_go_at_a_checkpoint(
         assert not list(metrics.rows("again/"))
 
 
+def test_what_one_rank_finds_damaged_all_pass_over(corpus: Path, alone: Path, tmp_path: Path) -> None:
+    run(2, corpus, tmp_path, stop_after=6)
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        assert (tmp_path / "checkpoints" / "00000006" / name).stat().st_size > 10_000  # each rank wrote its half
+    file = tmp_path / "checkpoints" / "00000006" / "__1_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    run(2, corpus, tmp_path)
+    assert_close(tmp_path, alone)
+    with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
+        assert [row["key"].rpartition("/")[2] for row in metrics.rows("again/")] == ["00000005", "00000006"]
+
+
 def test_two_ranks_without_masters_and_with_8_bits_learn_as_one_with_all(
     corpus: Path, alone: Path, tmp_path: Path
 ) -> None:
