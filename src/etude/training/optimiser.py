@@ -11,8 +11,8 @@ added up in float32. Without masters (`masters = "none"`) the bf16 weights thems
 move by the update on average; their gradients are added up in bf16.
 
 AdamW's moments can be kept in 8 bits or in main memory (`CompactAdamW`). That is our own, in place of torchao's: torchao compiles
-every step, on a CPU too, rounds moments to the nearest code, where a slow average stands still, keeps states that no safetensors file
-can hold, and offloads only from CUDA, by hooks on gradients that are not our masters'.
+every step, on a CPU too, rounds moments to the nearest code, where a slow average stands still, keeps states in tensors
+of its own kinds, and offloads only from CUDA, by hooks on gradients that are not our masters'.
 
 The learning rate is its peak times a factor, a pure function of the step:
 
