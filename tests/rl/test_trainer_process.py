@@ -54,15 +54,16 @@ class DyingStore(WeightStore):
 
 
 class DyingExchange(Exchange):
-    """Dies when a step is reported, or its batch is read."""
+    """Dies when a step is reported and the last checkpoint is written, or its batch is read."""
 
-    def __init__(self, folder: Path, when: str, step: int) -> None:
-        super().__init__(folder)
-        self.when, self.at = when, step
+    def __init__(self, job: RlJob, trainer: Trainer, when: str, step: int) -> None:
+        super().__init__(job.exchange)
+        self.trainer, self.when, self.at = trainer, when, step
 
     def put_report(self, report: Report) -> None:
         super().put_report(report)
         if (report.step, self.when) == (self.at, "reported"):
+            self.trainer.session._checkpoints.wait()
             sessions.kill_oneself()
 
     def batch(self, step: int) -> Batch | None:
@@ -74,9 +75,9 @@ class DyingExchange(Exchange):
 def learn(base: Path, folder: Path, when: str = "never", at: int = 0) -> None:
     """Learn to the end, unless killed."""
     job = prepared(base, folder)
-    exchange = DyingExchange(job.exchange, when, at)
-    exchange.stop()
     trainer = Trainer(job.model, job.settings, job.trainer)
+    exchange = DyingExchange(job, trainer, when, at)
+    exchange.stop()
     assert run_trainer(job, trainer, exchange, DyingStore(job, trainer, when, at), threading.Event())
 
 
@@ -151,21 +152,28 @@ def test_as_a_process_of_its_own(tiny_base: Path, tmp_path: Path, straight: Path
     assert run_trainer(job, Trainer(job.model, job.settings, job.trainer), Exchange(job.exchange), WeightStore(job.weights, 20), threading.Event())  # fmt: skip
 
 
-def test_two_ranks_are_one(tiny_base: Path, tmp_path: Path, straight: Path) -> None:
-    job = prepared(tiny_base, tmp_path, ranks=2)
+def on_two_ranks(job: RlJob) -> None:
     Exchange(job.exchange).stop()
     done = subprocess.run(
         [sys.executable, "-m", "etude.rl.trainer", str(job.save())],
         capture_output=True, text=True, check=False, timeout=300, env={"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    alone = metrics(prepared(tiny_base, straight))
-    for ours, theirs in zip(metrics(job), alone, strict=True):
+
+
+def assert_close(one: RlJob, two: RlJob) -> None:
+    for ours, theirs in zip(metrics(two), metrics(one), strict=True):
         assert ours.keys() == theirs.keys()
         same = ours.keys() - {"padding"}  # rows are filled up to a multiple of the ranks
         assert {name: ours[name] for name in same} == pytest.approx(
             {name: theirs[name] for name in same}, rel=1e-4, abs=1e-6
         )
+
+
+def test_two_ranks_are_one(tiny_base: Path, tmp_path: Path, straight: Path) -> None:
+    job = prepared(tiny_base, tmp_path, ranks=2)
+    on_two_ranks(job)
+    assert_close(prepared(tiny_base, straight), job)
     start, one, two = (
         load_file(each / "model.safetensors") for each in (tiny_base, straight / "model", tmp_path / "model")
     )
@@ -173,6 +181,27 @@ def test_two_ranks_are_one(tiny_base: Path, tmp_path: Path, straight: Path) -> N
         assert (two[name] - weight).norm() < 1e-3 * (weight - start[name]).norm(), name
     stores = [WeightStore(each / "weights", 20).pull(STEPS).tensors for each in (tmp_path, straight)]
     assert stores[0].keys() == stores[1].keys()
+
+
+def test_two_ranks_with_lora_are_one(tiny_base: Path, tmp_path: Path) -> None:
+    one, two = (prepared(tiny_base, tmp_path / str(ranks), ranks=ranks, lora={"rank": 3}) for ranks in (1, 2))
+    Exchange(one.exchange).stop()
+    trainer = Trainer(one.model, one.settings, one.trainer)
+    store = WeightStore(one.weights, 20)
+    assert run_trainer(one, trainer, Exchange(one.exchange), store, threading.Event())
+    on_two_ranks(two)
+    assert_close(one, two)
+    published = [WeightStore(job.weights, 20).pull(STEPS).tensors for job in (one, two)]
+    assert published[0].keys() == published[1].keys()
+    assert all(name.endswith((".lora_A", ".lora_B")) for name in published[0])
+    for name, value in published[0].items():
+        assert value.any(), name
+        assert torch.allclose(published[1][name], value, rtol=1e-3, atol=1e-5), name
+    start, alone, together = (load_file(each / "model.safetensors") for each in (tiny_base, one.result, two.result))
+    for name, weight in alone.items():
+        moved = (weight - start[name]).norm()
+        assert (moved > 0) == ("_proj" in name), name
+        assert (together[name] - weight).norm() <= 1e-2 * moved, name
 
 
 def test_what_fails_on_one_rank_ends_all_of_them(tiny_base: Path, tmp_path: Path) -> None:

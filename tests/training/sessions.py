@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from functools import cache, partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
 from etude.data.loader import Corpus, Loader
@@ -125,6 +127,14 @@ def losses(folder: Path, prefix: str = "train/") -> list[float]:
     """Return the losses of all steps, exactly as written."""
     with MetricsLog(folder / "metrics.jsonl") as metrics:
         return [row["loss"] for row in metrics.rows(prefix)]
+
+
+def held(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a checkpoint, as torch's own converter reads them."""
+    with tempfile.NamedTemporaryFile() as file:
+        dcp_to_torch_save(folder, file.name)
+        tensors: dict[str, torch.Tensor] = torch.load(file.name)
+    return tensors
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:

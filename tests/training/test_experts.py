@@ -482,10 +482,7 @@ def test_two_ranks_balance_as_one(corpus: Path, tmp_path: Path, balance: str) ->
     for one, two in zip(*rows, strict=True):
         assert two["loss"] == pytest.approx(one["loss"], abs=1e-4)
         assert two["experts_entropy"] == pytest.approx(one["experts_entropy"], abs=2e-3)
-    states = [
-        load_file(sorted((tmp_path / size / "checkpoints").iterdir())[-1] / "tensors.safetensors")
-        for size in ("1", "2")
-    ]
+    states = [sessions.held(sorted((tmp_path / size / "checkpoints").iterdir())[-1]) for size in ("1", "2")]
     name = "experts/share" if balance == "aux_loss" else "experts/bias"
     assert states[0][name].abs().max() > 0
     assert torch.allclose(states[0][name], states[1][name], atol=2e-3)

@@ -103,6 +103,23 @@ def test_the_fixed_part_is_counted() -> None:
     }  # fmt: skip
 
 
+def test_of_several_ranks_each_has_a_shard_of_what_is_frozen() -> None:
+    model = sessions.fresh_model()
+    weights, bare = sum(weight.numel() for weight in model.parameters()), count(model)
+    imagined = plan(bare.with_lora(2), Way(32, ranks=4), GIGABYTE)
+    add_lora(model, LoraSettings(rank=2), seed=0)
+    adapters, counted = 2 * bare.linear, count(model)
+    assert imagined.parts == plan(counted, Way(32, ranks=4), GIGABYTE).parts
+    assert counted.layer == bare.layer + adapters // 2  # of two layers
+    assert imagined.parts == {
+        "weights": 2 * (bare.outside + 2 * counted.layer), "masters": 4 * (adapters // 4) + 2 * (weights // 4),
+        "gradients": 4 * (adapters // 4) + 6 * adapters, "optimiser states": 8 * (adapters // 4)
+    }  # fmt: skip
+    full = plan(bare, Way(32, ranks=4), GIGABYTE).parts
+    assert full["masters"] == 4 * (weights // 4)
+    assert full["gradients"] == 4 * (weights // 4) + 6 * (bare.outside + bare.layer)
+
+
 def train_and_measure(file: Path, heads: bool, recompute: bool, rows: int) -> None:
     """Do two steps; write by how much memory has grown at most, and what was estimated."""
     torch.set_num_threads(1)  # with two, what is freed when depends on who comes first: the peak varied by a third
@@ -230,4 +247,5 @@ def test_the_nearest_remedy_comes_first() -> None:
     assert remedy(BIG, Way(16384), 230 * GIGABYTE) == "recompute = true"
     assert remedy(BIG, Way(4096), 40 * GIGABYTE) == "recompute = true and LoRA ([….lora])"
     assert "ranks" in remedy(BIG, Way(4096), 40 * GIGABYTE, lora=False)
+    assert remedy(BIG, Way(4096, ranks=2), 32 * GIGABYTE) == "recompute = true and LoRA ([….lora])"
     assert remedy(BIG, Way(4096), GIGABYTE) == ""

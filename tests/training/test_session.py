@@ -21,8 +21,10 @@ from transformers import AutoModelForCausalLM
 
 from etude.data.loader import Corpus
 from etude.errors import Interrupted, UserError
+from etude.files import read_json
 from etude.jsonl import MetricsLog
 from etude.progress import Reporter
+from etude.training import checkpoint
 from etude.training.attention import isolate
 from etude.training.batch import rows_of
 from etude.training.objectives.next_token import NextToken
@@ -196,7 +198,7 @@ def test_an_interruption_loses_nothing(corpus: Path, straight: Path, tmp_path: P
 
 
 def damage(folder: Path) -> None:
-    file = folder / "tensors.safetensors"
+    file = folder / "__0_0.distcp"
     content = bytearray(file.read_bytes())
     content[-5] ^= 4
     file.write_bytes(content)
@@ -382,3 +384,19 @@ def test_recomputing_gives_the_same_gradients(corpus: Path, tmp_path: Path, way:
 def test_a_training_learns(straight: Path) -> None:
     found = sessions.losses(straight)
     assert found[-1] < found[0] - 0.5
+
+
+def test_a_large_model_is_saved_in_several_files(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "LARGEST_FILE", "20KB")
+    with sessions.session(corpus, tmp_path, sessions.settings(dtype="bfloat16")) as training:
+        training.session.settle()
+        training.session.export(tmp_path / "model")
+        expected = sessions.weights(training.session.model)
+    files = sorted((tmp_path / "model").glob("*.safetensors"))
+    assert len(files) > 1
+    assert {file.name for file in files} == set(
+        read_json(tmp_path / "model" / "model.safetensors.index.json")["weight_map"].values()
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    for name, weight in loaded.named_parameters():
+        assert torch.equal(weight, expected[name]), name

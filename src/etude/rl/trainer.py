@@ -51,7 +51,7 @@ from etude.rl.exchange import Batch, Exchange, Report
 from etude.rl.processes import BIND, RlJob, as_child, load_job
 from etude.rl.state import FLAT
 from etude.training.batch import Rows, StepRows, piece_bounds
-from etude.training.distributed import World, join, like
+from etude.training.distributed import World, join, local
 from etude.training.experts import BIASED
 from etude.training.loop import Guard, Root, Step
 from etude.training.objectives.policy_gradient import PolicyGradient, SampledRows
@@ -301,7 +301,7 @@ class Reference:
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def load(self, average: Mapping[str, torch.Tensor]) -> None:
         for name, kept in self.average.items():
-            kept.copy_(like(average[name], kept))
+            local(kept).copy_(average[name])
             self.root.model.get_parameter(name).copy_(kept)
 
 

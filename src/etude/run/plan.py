@@ -137,8 +137,8 @@ def plan_stage(entry: StageEntry, config: Any, length: int, on: Machine) -> Plan
     if settings.micro and fits:
         micro = min(settings.micro, rows)
         help_with, fits = (f"micro = {fits}", 0) if micro > fits else ("", fits)
-    if ranks > 1 and (lora or not adamw):
-        help_with, fits = f"one rank, as {'LoRA' if lora else 'Muon'} cannot be used on several yet,", 0
+    if ranks > 1 and not adamw:
+        help_with, fits = "one rank, as Muon cannot be used on several yet,", 0
     shape, experts = shape_of(config), bool(counts.experts)
     flops = training_flops(shape.compute, length) / length  # of a token
     if (

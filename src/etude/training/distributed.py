@@ -9,10 +9,12 @@ from __future__ import annotations
 import datetime
 import os
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -79,27 +81,28 @@ def join() -> World:
 def shard(
     root: torch.nn.Module, layers: Any, device: torch.device, kept: torch.dtype, dtype: torch.dtype, *, trained: bool
 ) -> None:
-    """Spread rank 0's model over all ranks in place: shards in `kept`, computation in `dtype`, gradients added in float32.
+    """Spread rank 0's model over all ranks in place: shards in `kept`, frozen ones and computation in `dtype`, gradients in float32.
 
     Layer by layer, so that no device holds more than one whole; the other ranks need no weights of their own. What is outside the
     layers stays whole from the forward to the backward pass, if there will be one.
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers:
-        _take_over(layer, device, kept)
+        _take_over(layer, device, kept, dtype)
         fully_shard(layer, mp_policy=policy)
-    _take_over(root, device, kept)
+    _take_over(root, device, kept, dtype)
     fully_shard(root, mp_policy=policy, reshard_after_forward=not trained)
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def _take_over(part: torch.nn.Module, device: torch.device, kept: torch.dtype) -> None:
+def _take_over(part: torch.nn.Module, device: torch.device, kept: torch.dtype, frozen: torch.dtype) -> None:
     """Give every rank the weights that rank 0 has of a part, one by one; those that are sharded already it has."""
     for own in [*part.parameters(), *part.buffers()]:
         if isinstance(own, DTensor):
             continue
         is_weight = isinstance(own, torch.nn.Parameter)
-        new = torch.empty(own.shape, dtype=kept if is_weight else own.dtype, device=device)
+        dtype = (kept if own.requires_grad else frozen) if is_weight else own.dtype
+        new = torch.empty(own.shape, dtype=dtype, device=device)
         if not own.is_meta:
             new.copy_(own)
         # Swapped, not replaced: a weight that is tied is one for all who hold it.
@@ -112,15 +115,24 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def sharded_as(part: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the whole of which this rank has a part, sharded as a weight is, by rows; a single number is every rank's."""
+def sharded_as(part: torch.Tensor, weight: torch.Tensor | None, mesh: DeviceMesh | None = None) -> torch.Tensor:
+    """Return the whole of which this rank has a part, sharded as a weight is, by rows; a single number is every rank's.
+
+    `mesh`: where its parts are, if not where the weight's are.
+    """
     if not isinstance(weight, DTensor) or isinstance(part, DTensor) or not part.ndim:
         return part
     shape = (*weight.shape[:-1], part.shape[-1]) if weight.ndim > 1 else weight.shape
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        part.to(weight.device), weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride
+        part, mesh or weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride
     )
+
+
+@cache
+def main_memory() -> DeviceMesh:
+    """Return the ranks' main memories as a mesh, with a group of its own: a thread may use it while training goes on."""
+    return DeviceMesh.from_group(dist.new_group(backend="gloo", timeout=PATIENCE), "cpu")
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,7 +141,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def like(value: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
-    """Return a whole tensor placed and sharded as another one."""
-    if isinstance(pattern, DTensor):
-        return distribute_tensor(value.to(pattern.device), pattern.device_mesh, pattern.placements)
-    return value.to(pattern.device)
+    """Return a tensor that every rank has whole, sharded as another one."""
+    if not isinstance(pattern, DTensor):
+        return value
+    return distribute_tensor(value, pattern.device_mesh, pattern.placements, src_data_rank=None)

@@ -76,7 +76,8 @@ class Counts:
 
     def with_lora(self, rank: int) -> Counts:
         """Return what would be counted with adapters."""
-        return replace(self, trained=rank * self.linear, weights=self.weights + rank * self.linear)
+        more = rank * self.linear
+        return replace(self, trained=more, weights=self.weights + more, layer=self.layer + more // self.layers)
 
 
 def count_config(config: Any, depth: int = 0, *, shared: bool = True, frozen: bool = False) -> Counts:
@@ -205,9 +206,10 @@ def _fixed(counts: Counts, way: Way, computed: int) -> dict[str, int]:
         parts["gradients"] = trained * (6 if parts["masters"] else computed)
     else:
         shard, whole = 4 if exact else 2, counts.outside + LAYERS_GATHERED * counts.layer
-        parts = {"weights": computed * whole, "masters": shard * counts.weights // way.ranks}
-        # Of what was gathered, before and while it is reduced in float32.
-        parts["gradients"] = shard * trained + (computed + 4) * (counts.outside + counts.layer)
+        frozen = (counts.weights - counts.trained) // way.ranks
+        parts = {"weights": computed * whole, "masters": shard * trained + computed * frozen}
+        # Of what was gathered and is trained, before and while it is reduced in float32.
+        parts["gradients"] = shard * trained + (computed + 4) * min(counts.trained, counts.outside + counts.layer)
     parts["optimiser states"] = moments[way.states] + (4 * UPDATE * min(trained, UPDATED_AT_ONCE) if compact else 0)
     if way.reference:
         parts["frozen reference"] = computed * counts.weights // way.ranks + (
@@ -237,7 +239,7 @@ def remedy(counts: Counts, way: Way, available: int, *, adamw: bool = True, lora
         [{**each, "ranks": way.ranks * factor} for factor in (2, 4, 8, 16) for each in changes[:4]] if way.gpu else []
     )
     shorter = [{"recompute": True, "length": way.length >> by} for by in range(1, 8) if way.length >> by >= 16]
-    for rank, change in [*((0, each) for each in changes), *((16, each) for each in changes[:2] if lora and way.ranks == 1),
+    for rank, change in [*((0, each) for each in changes), *((16, each) for each in changes[:2] if lora),
                          *((0, each) for each in [*more_ranks, *shorter])]:  # fmt: skip
         changed = replace(way, **change)
         if (rank or changed != way) and plan(counts.with_lora(rank) if rank else counts, changed, available).rows():

@@ -11,8 +11,8 @@ added up in float32. Without masters (`masters = "none"`) the bf16 weights thems
 move by the update on average; their gradients are added up in bf16.
 
 AdamW's moments can be kept in 8 bits or in main memory (`CompactAdamW`). That is our own, in place of torchao's: torchao compiles
-every step, on a CPU too, rounds moments to the nearest code, where a slow average stands still, keeps states that no safetensors file
-can hold, and offloads only from CUDA, by hooks on gradients that are not our masters'.
+every step, on a CPU too, rounds moments to the nearest code, where a slow average stands still, keeps states in tensors
+of its own kinds, and offloads only from CUDA, by hooks on gradients that are not our masters'.
 
 The learning rate is its peak times a factor, a pure function of the step:
 
@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from etude.errors import UserError
-from etude.training.distributed import like, local, sharded_as
+from etude.training.distributed import local, sharded_as
 from etude.training.memory import UPDATED_AT_ONCE
 
 if TYPE_CHECKING:
@@ -277,9 +277,9 @@ class Optimiser:
             part.step()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the state as tensors, by name of the weight and of the value."""
+        """Return this rank's part of the state as tensors, by name of the weight and of the value."""
         return {
-            f"{self._names[id(weight)]}:{key}": sharded_as(torch.as_tensor(value), weight)
+            f"{self._names[id(weight)]}:{key}": local(torch.as_tensor(value))
             for part in self._parts
             for weight, state in part.state.items()
             for key, value in state.items()
@@ -293,8 +293,10 @@ class Optimiser:
             name, _, key = full.rpartition(":")
             part, weight = holders[name]
             if key != "step":
-                whole = like(value, weight)
-                part.state[weight][key] = part.placed(local(whole)) if isinstance(part, CompactAdamW) else whole
+                own = value.to(weight.device)
+                part.state[weight][key] = (
+                    part.placed(own) if isinstance(part, CompactAdamW) else sharded_as(own, weight)
+                )
             else:  # fused kernels count steps on the device, the others on the host
                 part.state[weight][key] = value.to(weight.device) if part.defaults.get("fused") else value
 

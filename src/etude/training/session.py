@@ -30,14 +30,14 @@ from etude.training.attention import NAME, isolate
 from etude.training.checkpoint import Checkpoints, export
 from etude.training.context_parallel import Context, try_out
 from etude.training.cuda_graphs import SMALL, Replay
-from etude.training.distributed import World, like, shard, whole
+from etude.training.distributed import World, like, local, shard, whole
 from etude.training.experts import routers_of, take_up
 from etude.training.loop import Guard, Loop, Root, Source, Step
 from etude.training.objectives.next_token import NextToken, has_plain_head
 from etude.training.optimiser import MixedWeights, Optimiser, Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from etude.training.batch import Rows
@@ -79,19 +79,17 @@ class Session:
         wish = self.settings.dtype
         self.saved_dtype: torch.dtype = self.parent_dtype if wish == "auto" else getattr(torch, wish)
         self._saved_at = self.clock()
-        self._checkpoints = Checkpoints(self.folder, self.settings.keep, self.say)
         self._check_model()
         self._plan_memory()
         objective = self._prepare_model()
         self._build_loop(self._compile_and_shard(), objective)
+        self._checkpoints = Checkpoints(self.folder, self.settings.keep, self.say, self.weights.masters, self.world)
 
     def _check_model(self) -> None:
         if not self._gpu:
             memory.keep_freed_memory()
         refuse_damaged(self.model)
         self.shape = shape_of(self.model.config).compute
-        if self.lora and self._sharded:
-            raise UserError("lora cannot be used on several ranks yet; train on one, or without it")
         self._adapters: Any = add_lora(self.model, self.lora, self.seed) if self.lora else None
 
     def _prepare_model(self) -> Objective:
@@ -215,28 +213,33 @@ class Session:
         return bool(self.world.tell(late or self.loop.done % self.settings.checkpoint_every == 0))
 
     def save(self, state: dict[str, Any] | None = None, tensors: Tensors | None = None) -> None:
-        """Begin to write a checkpoint, with what else the caller wants to find in it; every rank must take part, rank 0 writes."""
-        held = {f"weights/{name}": whole(weight) for name, weight in self.weights.masters.items()}
-        held |= {f"optimiser/{name}": whole(value) for name, value in self.optimiser.tensors().items()}
-        held |= {name: whole(value) for name, value in (tensors or {}).items()}
-        held |= self.experts.tensors() if self.experts else {}
+        """Begin to write a checkpoint, with what else the caller wants to find in it; every rank must take part."""
+        held = {f"weights/{name}": weight for name, weight in self.weights.masters.items()}
+        held |= {f"optimiser/{name}": value for name, value in self.optimiser.tensors().items()}
+        held |= (tensors or {}) | (self.experts.tensors() if self.experts else {})
         held["rng/cpu"] = torch.get_rng_state()
         if self._gpu:
             held["rng/cuda"] = torch.cuda.get_rng_state(self.device)
         own = {"micro": self.micro, "batches": self.loop.position, "guard": self.guard.state()}
+        own |= {"masters": self.masters, "states": self.states}
         self._saved_at = self.clock()
-        if self.world.leads:
-            self._checkpoints.save(self.loop.done, held, own | (state or {}))
+        self._checkpoints.save(self.loop.done, held, own | (state or {}))
 
     def resume(self) -> tuple[dict[str, Any], Tensors]:
-        """Go on from the newest checkpoint, if there is one; return its state and tensors."""
+        """Go on from the newest checkpoint, if there is one; return its state, and this rank's part of its tensors."""
         latest = self._checkpoints.latest()
         if latest is None:
             return {}, {}
         tensors, state = latest
+        if (had := (state["masters"], state["states"])) != (self.masters, self.states):
+            raise UserError(
+                f"the checkpoint of step {state['step']} has masters {had[0]!r} and states {had[1]!r}, but to fit, masters"
+                f" {self.masters!r} and states {self.states!r} are needed here; use as much memory and as many ranks as"
+                f" then, or remove {self.folder} to start anew"
+            )
         with torch.no_grad():
             for name, weight in self.weights.masters.items():
-                weight.copy_(like(tensors[f"weights/{name}"], weight))
+                local(weight).copy_(tensors[f"weights/{name}"])
         self.weights.publish()
         kept = {name: value for name, value in tensors.items() if name.startswith("optimiser/")}
         self.optimiser.load({name.removeprefix("optimiser/"): value for name, value in kept.items()})
@@ -272,39 +275,56 @@ class Session:
         return all(name.startswith(HEADS) for name in self.weights.masters)
 
     def computed_state(self, *, merged: bool = True) -> Tensors:
-        """Return the state as the model computes with it: what an engine should hold. Every rank must take part.
+        """Return the state as the model computes with it, on rank 0: what an engine should hold. Every rank must take part.
 
-        With LoRA it is the sum, or if not `merged` the adapters alone, for an engine that has the base (`Runner.replace`).
+        With LoRA it is the sum, or if not `merged` the adapters alone, for an engine that has the base (`Runner.replace`). What is not
+        there as it is returned goes to main memory, tensor by tensor.
         """
-        if self._adapters is not None:
-            return merged_state(self._adapters, self.model) if merged else adapter_state(self.model)
+        if self._adapters is not None and not merged:
+            return adapter_state(self.model)
+        self._reshard()
         weights, state = dict(self.model.named_parameters(remove_duplicate=False)), self.model.state_dict()
-        once: Tensors = {}  # by a weight's first name: those that share one share it in what is returned too
-        first = {id(weight): name for name, weight in reversed(weights.items())}
-        for name, value in state.items():
-            if name in weights and (own := first[id(weights[name])]) not in once:
-                once[own] = whole(value).to(self._computing_dtype)
-        return {name: once[first[id(weights[name])]] if name in weights else value for name, value in state.items()}
+        layers = {id(part.get_base_layer().weight): name for name, part in adapted(self.model).items()}
+        once = {}  # weights that are tied are one in what is returned too
+        for name, weight in self.model.named_parameters():
+            if ".lora_" not in name:
+                own = (
+                    merged_weight(self.model, layers[id(weight)], weights) if id(weight) in layers else weight.detach()
+                )
+                value = whole(own.to(self._computing_dtype))
+                once[id(weight)] = value if not (layers or self._sharded) else value.cpu() if self.world.leads else None
+        if not self.world.leads:
+            return {}
+        kept = {name: value for name, value in state.items() if ".lora_" not in name}
+        return {
+            name.replace(".base_layer.", "."): once[id(weights[name])] if name in weights else value
+            for name, value in kept.items()
+        }
+
+    def _reshard(self) -> None:
+        """Give back what is still gathered of the last pass: weights are changed and read as shards."""
+        if self._sharded:
+            cast("Any", self.loop.root).reshard()
 
     def settle(self) -> None:
         """Make the model what will be saved, so that what is measured last is what is handed over."""
+        self._reshard()
         if self._adapters is not None:
             self._merge()
         else:
             self.weights.round_to(self.saved_dtype)
 
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def _merge(self) -> None:
         """Add the small matrices in, layer by layer and in float32: there is never a float32 copy of the whole."""
-        computed, lost = self.model.dtype, {}
-        for name, weight in self.weights.masters.items():
-            self.model.get_parameter(name).data = weight.data
-        for layer in [part for part in self._adapters.modules() if hasattr(part, "lora_A")]:
-            weight = layer.get_base_layer().weight
-            weight.data = weight.data.float()
-            layer.merge()
-            saved = weight.data.to(self.saved_dtype)
-            weight.data = saved.to(computed)
-            if saved.dtype != computed:
+        lost = {}
+        for name, part in adapted(self.model).items():
+            weight, saved = (
+                part.get_base_layer().weight,
+                merged_weight(self.model, name, self.weights.masters).to(self.saved_dtype),
+            )
+            weight.copy_(saved)
+            if saved.dtype != weight.dtype:
                 lost[id(weight)] = saved  # what is saved may have bits that are not computed with
         self._adapters.unload()
         self._adapters = None
@@ -313,9 +333,16 @@ class Session:
         self.weights.masters = {name: lost.get(id(weight), weight) for name, weight in self.weights.masters.items()}
 
     def export(self, folder: Path) -> None:
-        """Save the model, or only the MTP heads if only they were trained; every rank must take part."""
+        """Save the model, or only the MTP heads if only they were trained; every rank must take part.
+
+        Of several ranks the first gets the weights, one by one into its main memory, and writes.
+        """
         exact = {**dict(self.model.named_parameters()), **self.weights.masters}
-        state = {name: whole(weight).to(self.saved_dtype).cpu() for name, weight in exact.items()}
+        state: Tensors = {}
+        for name, weight in exact.items():
+            if name.startswith(HEADS) or not self.heads_only:
+                value = whole(weight.detach().to(self.saved_dtype))
+                state |= {name: value.cpu()} if self.world.leads else {}
         if self.world.leads:
             export(self.model, state, self.saved_dtype, folder, trunk=not self.heads_only)
 
@@ -385,25 +412,24 @@ def add_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
         model.config.model_type = kind
 
 
+def adapted(model: Any) -> dict[str, Any]:
+    """Return the layers that have small matrices."""
+    return {name: part for name, part in model.named_modules() if hasattr(part, "lora_A")}
+
+
 def adapter_state(model: Any) -> dict[str, torch.Tensor]:
     """Return the small matrices by the names of the weights they belong to, their scale in the second one."""
-    layers = {name: part for name, part in model.named_modules() if hasattr(part, "lora_A")}
     state: dict[str, torch.Tensor] = {}
-    for name, part in layers.items():
-        down, up = (getattr(part, each)["default"].weight.detach() for each in ("lora_A", "lora_B"))
+    for name, part in adapted(model).items():
+        down, up = (whole(getattr(part, each)["default"].weight.detach()) for each in ("lora_A", "lora_B"))
         state |= {f"{name}.weight.lora_A": down, f"{name}.weight.lora_B": up * part.scaling["default"]}
     return state
 
 
-def merged_state(adapters: Any, model: Any) -> dict[str, torch.Tensor]:
-    """Return the state that a model would have with its small matrices added in, by the names it had without them.
-
-    peft's way back subtracts, and rounds: so the large matrices are put back as they were.
-    """
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    adapters.merge_adapter()
-    large = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
-    merged = {name.replace(".base_layer.", "."): value.clone() for name, value in large.items()}
-    adapters.unmerge_adapter()
-    model.load_state_dict(before)
-    return merged
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def merged_weight(model: Any, name: str, small: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the weight of a layer with its small matrices added in, in float32, sharded as it is; every rank must ask."""
+    part = model.get_submodule(name)
+    down, up = (whole(small[f"{name}.lora_{each}.default.weight"]).float() for each in "AB")
+    weight, delta = part.get_base_layer().weight, up @ down * part.scaling["default"]
+    return weight.float() + like(delta.T if part.fan_in_fan_out else delta, weight)
