@@ -13,6 +13,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -80,11 +81,23 @@ def start(folder: Path, *flags: str) -> Iterator[str]:
         port = str(probe.getsockname()[1])
     command = [str(VLLM), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", "sprout",
                "--host", "127.0.0.1", "--port", port, "--dtype", "float32", "--enforce-eager", "--max-model-len", str(CONTEXT),
-               "--enable-prompt-tokens-details", "--enable-scale-out", *flags]  # fmt: skip
+               "--enable-prompt-tokens-details", "--enable-scale-out", "--weight-transfer-config", '{"backend": "etude"}',
+               "--worker-extension-cls", "etude.inference.vllm_plugin.Fetching", *flags]  # fmt: skip
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SERVER_DEV_MODE": "1"}  # fmt: skip
+    with tempfile.TemporaryDirectory() as installed:  # as pip would: the entry point; the code is that of this tree
+        about = Path(installed) / "etude-0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: etude\nVersion: 0\n")
+        points = "[vllm.general_plugins]\netude = etude.inference.vllm_plugin:register\n"
+        (about / "entry_points.txt").write_text(points)
+        settings["PYTHONPATH"] = f"{installed}:{Path(etude.__file__).parents[1]}"
+        yield from run(command, os.environ | settings, f"http://127.0.0.1:{port}")
+
+
+def run(command: list[str], environment: dict[str, str], url: str) -> Iterator[str]:
     output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, env=os.environ | settings, **output) as server:
+    with subprocess.Popen(command, env=environment, **output) as server:
         assert server.stdout is not None
         said = []
         for line in server.stdout:
@@ -98,7 +111,7 @@ def start(folder: Path, *flags: str) -> Iterator[str]:
         )  # else the server would wait for somebody to read its log
         draining.start()
         try:
-            yield f"http://127.0.0.1:{port}"
+            yield url
         finally:
             server.terminate()
             draining.join()
