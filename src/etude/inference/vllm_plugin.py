@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     Shapes = dict[str, tuple[int, ...]]
 
 OLDEST = (0, 32)  # of vLLM: before it, engines by other names were not to be had, or not right
-EXPERTS = {"qwen3_moe", "olmoe"}  # families with experts that were compared with transformers
+EXPERTS = {"olmoe", "qwen2_moe", "qwen3_moe"}  # families with experts that were compared with transformers
 LORA = (".lora_A", ".lora_B")  # after a weight's name: it becomes what it was at first plus B · A
 FUSED, DOWN = ".experts.gate_up_proj", ".experts.down_proj"  # of all experts at once, as transformers names them
 HEAD = "lm_head.weight"

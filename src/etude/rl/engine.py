@@ -123,11 +123,12 @@ class VllmWeights:
         """Wait until a version is in the server's main memory; return the bytes that were read for it."""
         while True:
             reply = await self._tell("/collective_rpc", {"method": "etude_fetch", "args": [str(version)]})
-            (said,) = reply["results"]
-            if said["ready"]:
-                return int(said["bytes"])
-            if why := said.get("why"):
-                raise (BrokenStore if said["wait"] else UserError)(why)
+            said = reply["results"]  # of every worker
+            if all(each["ready"] for each in said):
+                return sum(int(each["bytes"]) for each in said)
+            for each in said:
+                if why := each.get("why"):
+                    raise (BrokenStore if each["wait"] else UserError)(why)
             await asyncio.sleep(POLL)
 
     async def _tell(self, path: str, body: Any = None) -> Any:
