@@ -54,7 +54,12 @@ ROOT = Path(__file__).parents[2]
 VOCABULARY = 6144
 CONTEXT = 2048
 PROMPTS = [[10, 20, 30, 40], [299, 286, 370], list(range(100, 228)), [0]]
-PLUG = ("--weight-transfer-config", '{"backend": "etude"}', "--worker-extension-cls", "etude.inference.vllm_plugin.Fetching")
+PLUG = (
+    "--weight-transfer-config",
+    '{"backend": "etude"}',
+    "--worker-extension-cls",
+    "etude.inference.vllm_plugin.Fetching",
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -351,7 +356,9 @@ class Trained:
             assert {*done.versions} == {version}
             assert done.raw_logprobs == pytest.approx(self.expected(prompt, done), abs=within)
             if version:  # and the version before would not have passed
-                old = picked(logits_of(self.versions[max(each for each in self.versions if each < version)], prompt, done), done)
+                old = picked(
+                    logits_of(self.versions[max(each for each in self.versions if each < version)], prompt, done), done
+                )
                 assert max(abs(one - two) for one, two in zip(done.raw_logprobs, old, strict=True)) > 5 * within
 
 
@@ -368,7 +375,9 @@ def experts(folder: Path, family: str) -> Path:
     return folder
 
 
-def test_every_kind_of_update_is_that_of_transformers(server: str, processed_server: str, folder: Path, tmp_path: Path) -> None:
+def test_every_kind_of_update_is_that_of_transformers(
+    server: str, processed_server: str, folder: Path, tmp_path: Path
+) -> None:
     """An anchor, a delta, several deltas at once, a server that joins late, a damaged file, adapters, and the model itself again."""
     trained = Trained(folder, tmp_path / "weights")
 
@@ -414,7 +423,7 @@ def test_adapters_alone_are_added_to_the_base(server: str, folder: Path, tmp_pat
         await weights.ready()
         for version in (1, 2):
             torch.manual_seed(version)
-            adapters = {}
+            adapters: dict[str, torch.Tensor] = {}
             for name in names:
                 down, up = 0.1 * torch.randn(4, own[name].shape[1]), 0.1 * torch.randn(own[name].shape[0], 4)
                 adapters |= {f"{name}.lora_A": down, f"{name}.lora_B": up}

@@ -25,7 +25,7 @@ from etude.rl.engine import VllmWeights
 from tests import tiny
 
 
-class Model(torch.nn.Module):
+class Model(torch.nn.Module):  # type: ignore[misc]
     """Holds what it was given, as vLLM's models do by other means."""
 
     def __init__(self) -> None:
@@ -41,7 +41,12 @@ class Worker(Fetching, Transfer):
         self.model, self.device, self.breaks, self.ended = Model(), torch.device("cpu"), False, ""
         self.model_config = types.SimpleNamespace(model=str(served), dtype=torch.float32, quantization=None)
         parallel = types.SimpleNamespace(world_size_across_dp=1)
-        config = {"model_config": self.model_config, "parallel_config": parallel, "speculative_config": None, "lora_config": None}
+        config = {
+            "model_config": self.model_config,
+            "parallel_config": parallel,
+            "speculative_config": None,
+            "lora_config": None,
+        }
         self.vllm_config = types.SimpleNamespace(**config | more)
 
     def load(self, weights: Weights) -> None:
@@ -185,7 +190,9 @@ def test_experts_get_the_names_they_are_saved_by(tmp_path: Path) -> None:
     (lambda w: w | {"model.norm.weight": torch.ones(3)}, r"model.norm.weight is \(3,\) instead of \(32,\)"),
     (lambda w: w | {"model.norm.weight": torch.full((32,), torch.nan)}, "not finite"),
 ])  # fmt: skip
-def test_what_is_not_all_of_this_model_is_refused_before_a_pause(folder: Path, tmp_path: Path, spoil: Any, says: str) -> None:
+def test_what_is_not_all_of_this_model_is_refused_before_a_pause(
+    folder: Path, tmp_path: Path, spoil: Any, says: str
+) -> None:
     store = WeightStore(tmp_path / "weights", 100)
     server, weights = follow(folder, store)
 
@@ -219,15 +226,16 @@ def test_a_damaged_version_is_waited_out(folder: Path, tmp_path: Path) -> None:
         await joins.ready()  # the newest cannot be had: it begins with the model itself
         assert_same(late.worker.model.given, base)
         store.publish(moved(base, 3), 3, 3)  # the reader's note asked for an anchor
-        for each in (weights, joins):
-            await each.update(3)
-        for each in (server, late):
-            assert_same(each.worker.model.given, moved(base, 3))
+        for there, brings in ((server, weights), (late, joins)):
+            await brings.update(3)
+            assert_same(there.worker.model.given, moved(base, 3))
 
     asyncio.run(work())
 
 
-def test_an_update_that_breaks_half_way_ends_the_engine(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_update_that_breaks_half_way_ends_the_engine(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     store = WeightStore(tmp_path / "weights", 100)
     server, weights = follow(folder, store)
 
@@ -285,7 +293,12 @@ def test_quantised_weights_are_refused(folder: Path) -> None:
 
 def test_a_folder_that_is_not_there_or_another_models_is_said(folder: Path, tmp_path: Path) -> None:
     for store, model, served, says in (
-        (tmp_path / "none", folder, folder, "none is not on this machine; the trainer and its engines must see one folder"),
+        (
+            tmp_path / "none",
+            folder,
+            folder,
+            "none is not on this machine; the trainer and its engines must see one folder",
+        ),
         (tmp_path, tmp_path / "gone", folder, "gone is no folder of a model on this machine"),
         (tmp_path, folder, tiny.save_model(tmp_path / "other", "llama"), "other, whose tensors are not those of"),
     ):
@@ -360,4 +373,11 @@ runpy.run_module("etude.inference.vllm_plugin", run_name="__main__", alter_sys=T
 def test_it_needs_nothing_that_vllm_does_not_bring() -> None:
     code = "import sys, etude.inference.vllm_plugin; print(*{name.split('.')[0] for name in sys.modules} - sys.stdlib_module_names)"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
-    assert {*done.stdout.split()} - {"__main__", "_virtualenv", "_distutils_hack"} <= {"etude", "numpy", "xxhash", "zstandard", "_cffi_backend", "_editable_impl_etude"}
+    assert {*done.stdout.split()} - {"__main__", "_virtualenv", "_distutils_hack"} <= {
+        "etude",
+        "numpy",
+        "xxhash",
+        "zstandard",
+        "_cffi_backend",
+        "_editable_impl_etude",
+    }

@@ -1,22 +1,19 @@
 """A plug-in for vLLM: its engines follow a folder of published weights (weight_sync.py), as ours do, late joiners too.
 
-    vllm serve MODEL --enable-scale-out --weight-transfer-config '{"backend": "etude"}' \\
-        --worker-extension-cls etude.inference.vllm_plugin.Fetching
-
-This is the one file of Etude that runs in vLLM's own environment, beside weight_sync.py: it needs numpy, torch, safetensors, xxhash and
-zstandard there, and nothing else of Etude's. vLLM finds it by its entry point (`vllm.general_plugins`).
+How to install and start it: docs/inference.md. vLLM finds it by its entry point (`vllm.general_plugins`), in its own environment:
+there only numpy, torch, safetensors, xxhash and zstandard are needed, and nothing of Etude but what this file imports.
 
 **Fetch before the pause.** vLLM's weight life cycle blocks the engine while it runs, so a version is first read, decoded, merged and
 checked by a thread of the worker (`Fetching.etude_fetch`, asked over /collective_rpc until it is there). Between /pause and /resume
 remains what vLLM calls the update: the copy.
 
 **All or nothing.** A version must have every tensor of the checkpoint on disk, in its shape, or it is refused before anything is
-changed: vLLM takes part of a layer without an error, and computes nonsense. What breaks during the copy ends the worker's process, and
-so the server: a lost engine is replaced, a mixture of two versions would go on writing.
+changed: vLLM takes part of a layer without an error, and computes nonsense. What breaks during the copy ends the worker's process,
+and so the server: a lost engine is replaced, a mixture of two versions would go on writing.
 
-**What vLLM leaves old.** On a CPU it computes with packed copies. After an update it does not pack anew what a tied output layer shares,
-and packs experts once and never again; both are put right here. Each kind of update was compared with transformers by log-probs
-(tests/inference/test_vllm.py); what was not is refused by `unshown`.
+**What vLLM leaves old.** On a CPU it computes with packed copies. After an update it does not pack anew what a tied output layer
+shares, and packs experts once and never again; both are put right here. Each kind of update was compared with transformers by
+log-probs (tests/inference/test_vllm.py); what was not is refused by `unshown`.
 """
 
 from __future__ import annotations
@@ -84,7 +81,7 @@ def load_base(model: Path, shapes: Shapes) -> Weights:
 
 
 def merged(weights: Weights, base: Weights, dtype: torch.dtype) -> Weights:
-    """Return whole weights for a version that is adapters alone, as `Runner.replace` adds them: rounded once, to what vLLM computes in."""
+    """Return whole weights for a version that is adapters alone, added as in `Runner.replace`; `dtype` is what vLLM computes in."""
     import torch
 
     whole = dict(base)
@@ -121,7 +118,9 @@ def fitting(weights: Weights, shapes: Shapes) -> Weights:
             raise UserError(f"the weights {first}, against the model's folder; they are of another model")
     for name, tensor in weights.items():
         if tuple(tensor.shape) != shapes[name]:
-            raise UserError(f"the weights are of another shape: {name} is {tuple(tensor.shape)} instead of {shapes[name]}")
+            raise UserError(
+                f"the weights are of another shape: {name} is {tuple(tensor.shape)} instead of {shapes[name]}"
+            )
         if not tensor.isfinite().all():
             raise UserError(f"the weights are damaged: {name} holds values that are not finite")
     return weights
@@ -132,7 +131,9 @@ class Fetcher:
 
     def __init__(self, folder: Path, model: Path, served: Path, dtype: torch.dtype) -> None:
         if not folder.is_dir():
-            raise UserError(f"{folder} is not on this machine; the trainer and its engines must see one folder of weights")
+            raise UserError(
+                f"{folder} is not on this machine; the trainer and its engines must see one folder of weights"
+            )
         self.shapes, self.model, self.store, self.dtype = shapes_of(model), model, WeightStore(folder, 0), dtype
         if self.shapes != shapes_of(served):
             raise UserError(f"vLLM serves {served}, whose tensors are not those of {model}, which is trained")
@@ -267,7 +268,11 @@ class Transfer:
         loaded = self.model.load_weights(iter(weights.items()))
         finalize_layerwise_reload(self.model, self.model_config)
         tied = tied_head(self.model)
-        if left := {name for name, _ in self.model.named_parameters()} - set(loaded) - {HEAD if tied is not None else ""}:
+        if (
+            left := {name for name, _ in self.model.named_parameters()}
+            - set(loaded)
+            - {HEAD if tied is not None else ""}
+        ):
             raise RuntimeError(f"vLLM left {sorted(left)} old")
         if tied is not None and self.device.type == "cpu":
             tied.quant_method.process_weights_after_loading(tied)
@@ -319,8 +324,12 @@ def check() -> str:
         raise UserError(f"{sys.executable} has no vLLM that can be used: {one_line(error)}") from None
     if not found[:1].isdigit() or tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
         raise UserError(f"vLLM {found} is too old; install {'.'.join(map(str, OLDEST))} or later")
-    if not any(point.value.startswith(f"{__package__}.vllm_plugin") for point in entry_points(group="vllm.general_plugins")):
-        raise UserError(f"{sys.executable} has vLLM {found} without etude's plug-in; run pip install --no-deps etude there")
+    if not any(
+        point.value.startswith(f"{__package__}.vllm_plugin") for point in entry_points(group="vllm.general_plugins")
+    ):
+        raise UserError(
+            f"{sys.executable} has vLLM {found} without etude's plug-in; run pip install --no-deps etude there"
+        )
     return str(found)
 
 

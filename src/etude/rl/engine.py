@@ -6,8 +6,8 @@ The process begins with the model's folder, which is version 0, goes straight to
 token API (inference/server.py) at a Unix socket. The orchestrator's `Follower` brings every version that the trainer publishes to
 whoever samples, by the weight life cycle of that API.
 
-A vLLM server (`[rl] engine = "http://…"`) follows the same store by our plug-in (inference/vllm_plugin.py): it fetches a version while it
-samples, pauses and keeps its requests, copies it, drops all keys and values, and goes on. A failed update is a lost engine.
+A vLLM server (`[rl] engine = "http://…"`) follows the same store by our plug-in (inference/vllm_plugin.py): it fetches a version while
+it samples, pauses and keeps its requests, copies it, drops all keys and values, and goes on. A failed update is a lost engine.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class VllmWeights:
         return info
 
     async def update(self, version: int) -> Swap:
-        """Have the server fetch a version while it samples, then sample from it. BrokenStore: it cannot be had, nothing was changed."""
+        """Have the server fetch a version while it samples, then sample from it. BrokenStore: it cannot be had, nothing changed."""
         if version == self.last.version:
             return self.last
         began = time.perf_counter()
