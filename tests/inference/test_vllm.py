@@ -7,6 +7,7 @@ The Python of vLLM's environment is where VLLM_PYTHON says; without it these tes
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
 import math
@@ -112,15 +113,15 @@ def run(command: list[str], environment: dict[str, str], url: str) -> Iterator[s
                 break
         else:
             pytest.fail(f"vLLM did not start: {''.join(said[-20:])}")
-        draining = threading.Thread(
-            target=server.stdout.read
-        )  # else the server would wait for somebody to read its log
+        log = server.stdout  # somebody must read it, else the server would wait
+        draining = threading.Thread(target=lambda: said.extend(log))
         draining.start()
         try:
             yield url
         finally:
             server.terminate()
             draining.join()
+            sys.stdout.writelines(said[-400:])  # seen where a test fails
 
 
 @pytest.fixture(scope="module")
@@ -138,9 +139,9 @@ def model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def with_policy(url: str, work: Callable[[RemotePolicy], Awaitable[Any]]) -> Any:
+def with_policy(url: str, work: Callable[[RemotePolicy], Awaitable[Any]], vocabulary: int = VOCABULARY) -> Any:
     async def session() -> Any:
-        policy = await RemotePolicy.open(url, VOCABULARY)
+        policy = await RemotePolicy.open(url, vocabulary)
         try:
             return await work(policy)
         finally:
@@ -362,12 +363,13 @@ class Trained:
                 assert max(abs(one - two) for one, two in zip(done.raw_logprobs, old, strict=True)) > 5 * within
 
 
-def experts(folder: Path, family: str) -> Path:
+def experts(folder: Path, family: str, *, shared: bool = False) -> Path:
     """Save a small model with experts, of weights large enough to matter."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         family, vocab_size=320, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
-        intermediate_size=32, moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts=4, num_experts_per_tok=2,
+        intermediate_size=32, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2,
+        **{"shared_expert_intermediate_size": 32} if shared else {},
         max_position_embeddings=CONTEXT, initializer_range=0.3, bos_token_id=0, eos_token_id=0, pad_token_id=0,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -464,11 +466,10 @@ def test_updates_back_to_back_while_requests_run(server: str, folder: Path, tmp_
 @pytest.mark.parametrize("kind", ["tied", "qwen3_moe", "qwen2_moe", "olmoe"])
 def test_models_that_vllm_alone_updates_wrongly(kind: str, tmp_path: Path) -> None:
     """On a CPU it leaves a tied output layer old, and experts unpacked, without an error."""
-    made = SPROUT if kind == "tied" else experts(tmp_path / "model", kind)
+    made = SPROUT if kind == "tied" else experts(tmp_path / "model", kind, shared=kind == "qwen2_moe")
     trained = Trained(made, tmp_path / "weights")
 
-    async def work(url: str) -> None:
-        policy = await RemotePolicy.open(url, trained.model.config.vocab_size)
+    async def work(policy: RemotePolicy) -> None:
         weights = VllmWeights(policy, made, trained.store)
         await weights.ready()
         await trained.check(policy, 0)
@@ -476,10 +477,25 @@ def test_models_that_vllm_alone_updates_wrongly(kind: str, tmp_path: Path) -> No
             trained.publish(version)
             await weights.update(version)
             await trained.check(policy, version)
-        await policy.close()
 
     for url in start(made):
-        asyncio.run(work(url))
+        with_policy(url, work, trained.model.config.vocab_size)
+
+
+def test_an_update_that_breaks_half_way_ends_the_server(tmp_path: Path) -> None:
+    """A model that vLLM gives a part which no checkpoint has: it would keep random weights there."""
+    made = experts(tmp_path / "model", "qwen3_moe", shared=True)
+
+    async def work(policy: RemotePolicy) -> None:
+        with pytest.raises(ServerFailed, match="failed to take version 0 of the weights and must be started again"):
+            await VllmWeights(policy, made, WeightStore(tmp_path / "weights", 1)).ready()
+        with contextlib.suppress(ServerFailed):
+            await policy.tell("/resume")
+        with pytest.raises(ServerFailed):
+            await policy.generate([1, 2, 3], Sampling(4))
+
+    for url in start(made):
+        with_policy(url, work, 320)
 
 
 def test_weights_in_bf16(tmp_path: Path) -> None:
@@ -493,8 +509,7 @@ def test_weights_in_bf16(tmp_path: Path) -> None:
     tiny.tokeniser().save_pretrained(tmp_path / "model")
     trained = Trained(tmp_path / "model", tmp_path / "weights", torch.bfloat16)
 
-    async def work(url: str) -> None:
-        policy = await RemotePolicy.open(url, 320)
+    async def work(policy: RemotePolicy) -> None:
         weights = VllmWeights(policy, tmp_path / "model", trained.store)
         await weights.ready()
         await trained.check(policy, 0, 0.05)
@@ -502,10 +517,9 @@ def test_weights_in_bf16(tmp_path: Path) -> None:
             trained.publish(version)
             await weights.update(version)
             await trained.check(policy, version, 0.05)
-        await policy.close()
 
     for url in start(tmp_path / "model", "--dtype", "bfloat16"):
-        asyncio.run(work(url))
+        with_policy(url, work, 320)
 
 
 def test_a_server_without_the_plug_in_is_refused_in_one_line(folder: Path, tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import traceback
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,8 +39,12 @@ if TYPE_CHECKING:
 OLDEST = (0, 32)  # of vLLM: before it, engines by other names were not to be had, or not right
 EXPERTS = {"olmoe", "qwen2_moe", "qwen3_moe"}  # families with experts that were compared with transformers
 LORA = (".lora_A", ".lora_B")  # after a weight's name: it becomes what it was at first plus B · A
-FUSED, DOWN = ".experts.gate_up_proj", ".experts.down_proj"  # of all experts at once, as transformers names them
+FUSED = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}  # of all experts, as transformers has them
 HEAD = "lm_head.weight"
+PLUG_IN = "etude.inference.vllm_plugin:register"
 
 
 # ---- a version as vLLM's loader wants it
@@ -62,15 +66,12 @@ def checkpoint(model: Path) -> list[Path]:
 
 def shapes_of(model: Path) -> Shapes:
     """Return the shape of every tensor of a model's folder. Tied embeddings are saved once or twice: here they are there once."""
-    shapes: Shapes = {}
-    tied = config_of(model).get("tie_word_embeddings")
+    tied, shapes = config_of(model).get("tie_word_embeddings"), dict[str, tuple[int, ...]]()
     for file in checkpoint(model):
         with file.open("rb") as data:
             header = json.loads(data.read(int.from_bytes(data.read(8), "little")))
         shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    if tied:
-        shapes.pop(HEAD, None)
-    return shapes
+    return {name: shape for name, shape in shapes.items() if not (tied and name == HEAD)}
 
 
 def load_base(model: Path, shapes: Shapes) -> Weights:
@@ -98,14 +99,12 @@ def one_by_one(weights: Weights) -> Weights:
     """Return experts under the names they are saved by: transformers computes with those of a layer in one tensor."""
     split: Weights = {}
     for name, tensor in weights.items():
-        for fused, parts in ((FUSED, ("gate_proj", "up_proj")), (DOWN, ("down_proj",))):
-            if name.endswith(fused):
-                layer = name.removesuffix(fused)
-                for number, expert in enumerate(tensor):
-                    pieces = zip(parts, expert.chunk(len(parts)), strict=True)
-                    split |= {f"{layer}.experts.{number}.{part}.weight": piece for part, piece in pieces}
-                break
-        else:
+        layer, _, kind = name.rpartition(".experts.")
+        parts = FUSED.get(kind, ()) if layer else ()
+        for number, expert in enumerate(tensor if parts else ()):
+            pieces = zip(parts, expert.chunk(len(parts)), strict=True)
+            split |= {f"{layer}.experts.{number}.{part}.weight": piece for part, piece in pieces}
+        if not parts:
             split[name] = tensor
     return split
 
@@ -118,9 +117,7 @@ def fitting(weights: Weights, shapes: Shapes) -> Weights:
             raise UserError(f"the weights {first}, against the model's folder; they are of another model")
     for name, tensor in weights.items():
         if tuple(tensor.shape) != shapes[name]:
-            raise UserError(
-                f"the weights are of another shape: {name} is {tuple(tensor.shape)} instead of {shapes[name]}"
-            )
+            raise UserError(f"the weights do not fit: {name} is {tuple(tensor.shape)} instead of {shapes[name]}")
         if not tensor.isfinite().all():
             raise UserError(f"the weights are damaged: {name} holds values that are not finite")
     return weights
@@ -131,47 +128,33 @@ class Fetcher:
 
     def __init__(self, folder: Path, model: Path, served: Path, dtype: torch.dtype) -> None:
         if not folder.is_dir():
-            raise UserError(
-                f"{folder} is not on this machine; the trainer and its engines must see one folder of weights"
-            )
+            raise UserError(f"{folder} is not on this machine; trainer and engines must see one folder of weights")
         self.shapes, self.model, self.store, self.dtype = shapes_of(model), model, WeightStore(folder, 0), dtype
         if self.shapes != shapes_of(served):
             raise UserError(f"vLLM serves {served}, whose tensors are not those of {model}, which is trained")
         self._base: Weights | None = None
         self._held: Held | None = None
-        self._ready: tuple[int, Weights] | None = None
-        self._reply: dict[str, Any] | None = None
-        self._thread: threading.Thread | None = None
+        self._pool = ThreadPoolExecutor(1)
+        self._job: tuple[int, Future[Weights]] | None = None
 
     def fetch(self, version: int) -> dict[str, Any]:
         """Begin to fetch a version, or say how that went: `ready`, or `why` not, and whether a later one may be had (`wait`)."""
-        if self._thread and self._thread.is_alive():
+        if self._job is None or (self._job[0] != version and self._job[1].done()):
+            self._job = version, self._pool.submit(self._whole, version)
+        under_way, job = self._job
+        if under_way != version or not job.done():
             return {"ready": False}
-        reply, self._reply = self._reply, None
-        if reply and reply["version"] == version:
-            return reply
-        if self._ready and self._ready[0] == version:
-            return {"version": version, "ready": True, "bytes": 0}
-        self._thread = threading.Thread(target=self._fetch, args=(version,), daemon=True)
-        self._thread.start()
-        return {"ready": False}
+        if error := job.exception():
+            self._job = None
+            return {"ready": False, "why": one_line(error), "wait": isinstance(error, BrokenStore)}
+        return {"ready": True, "bytes": self._held.bytes if self._held and version else 0}
 
     def take(self, version: int) -> Weights:
         """Return what was fetched, once."""
-        if not self._ready or self._ready[0] != version:
+        if self._job is None or self._job[0] != version or not self._job[1].done():
             raise UserError(f"version {version} of the weights was not fetched; ask etude_fetch for it first")
-        (_, weights), self._ready = self._ready, None
-        return weights
-
-    def _fetch(self, version: int) -> None:
-        self._ready = None
-        reply: dict[str, Any] = {"version": version, "ready": True, "bytes": 0}
-        try:
-            self._ready = version, self._whole(version)
-            reply["bytes"] = self._held.bytes if self._held and version else 0
-        except Exception as error:  # noqa: BLE001 - a thread's end would say nothing, and who asks would wait for ever
-            reply |= {"ready": False, "why": one_line(error), "wait": isinstance(error, BrokenStore)}
-        self._reply = reply
+        (_, job), self._job = self._job, None
+        return job.result()
 
     def _whole(self, version: int) -> Weights:
         if not version:
@@ -202,51 +185,42 @@ class UpdateInfo:
     version: int
 
 
-def unshown(config: Any) -> str:
-    """Return what of a vLLM's configuration was never compared with transformers after an update, or ''."""
-    said = config_of(Path(config.model_config.model))  # vLLM's own has names of its own
-    family, experts = said.get("model_type"), any("expert" in name for name in said)
+def unshown(config: Any, model: Any) -> str:
+    """Return what of vLLM's configuration, or of the model's, was never compared with transformers after an update; or ''."""
     asked = {
         "tensor, pipeline or data parallelism": config.parallel_config.world_size_across_dp > 1,
         "quantised weights": config.model_config.quantization,
         "draft models": config.speculative_config,
         "--enable-lora": config.lora_config,
-        f"experts of {family}": experts and family not in EXPERTS,
+        f"experts of {model.get('model_type')}": model.get("model_type") not in EXPERTS and "expert" in " ".join(model),
     }
     return next((what for what, wanted in asked.items() if wanted), "")
 
 
 class Transfer:
-    """The life cycle of an update, for a class of vLLM's to inherit (`engine_class`)."""
+    """The life cycle of an update, which vLLM's own base class is added to (`register`)."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
     supports_draft_weight_update = False
     fetcher: Fetcher | None = None
-    model: Any
-    vllm_config: Any
-    model_config: Any
-    device: torch.device
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        if what := unshown(self.vllm_config):
-            raise UserError(f"{what} after an update of the weights: not compared with transformers yet, so not used")
+    def init_transfer_engine(self: Any, init_info: InitInfo) -> None:
         served = Path(self.model_config.model)
+        if what := unshown(self.vllm_config, config_of(served)):
+            raise UserError(f"{what} after an update of the weights: not compared with transformers yet, so not used")
         self.fetcher = Fetcher(Path(init_info.folder), Path(init_info.model), served, self.model_config.dtype)
 
     def start_weight_update(self) -> None:
         """Do nothing yet: what begins here would have to end, and requests may still run."""
 
     def finish_weight_update(self) -> None:
-        """Do nothing more: `update_weights` was all of it."""
+        """Do nothing more: `receive_weights` was all of it."""
 
     def shutdown(self) -> None:
         self.fetcher = None
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Compute with a version that was fetched, or end this process."""
-        self.receive_weights(UpdateInfo(**update_info))
-
     def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Compute with a version that was fetched, or end this process."""
         if self.fetcher is None:
             raise UserError("vLLM was not told where the weights are; post to /init_weight_transfer_engine first")
         weights = self.fetcher.take(update_info.version)
@@ -256,30 +230,21 @@ class Transfer:
             traceback.print_exc()
             self.end(f"etude: version {update_info.version} of the weights broke off half-way; this engine ends")
 
-    def load(self, weights: Weights) -> None:
+    def load(self: Any, weights: Weights) -> None:
         """Copy weights over the old ones, and have what was computed from those computed anew."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        if self.device.type == "cpu":
-            for module in self.model.modules():  # a kernel that is there would keep experts as they come, unpacked
-                if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
-                    module.quant_method.moe_kernel = None
+        packs = self.device.type == "cpu"
+        for module in self.model.modules() if packs else ():
+            if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+                module.quant_method.moe_kernel = None  # else experts would be kept as they come, unpacked
         initialize_layerwise_reload(self.model)
-        loaded = self.model.load_weights(iter(weights.items()))
+        loaded = {*(self.model.load_weights(iter(weights.items())) or ())}
         finalize_layerwise_reload(self.model, self.model_config)
-        tied = tied_head(self.model)
-        if (
-            left := {name for name, _ in self.model.named_parameters()}
-            - set(loaded)
-            - {HEAD if tied is not None else ""}
-        ):
+        if left := {name for name, _ in self.model.named_parameters()} - loaded:  # which has a tied weight once
             raise RuntimeError(f"vLLM left {sorted(left)} old")
-        if tied is not None and self.device.type == "cpu":
+        if packs and (tied := tied_head(self.model)) is not None:
             tied.quant_method.process_weights_after_loading(tied)
-        if self.device.type != "cpu":
-            import torch
-
-            torch.accelerator.synchronize()
 
     def end(self, why: str) -> None:
         print(why, file=sys.stderr, flush=True)  # noqa: T201 - vLLM's log
@@ -300,36 +265,24 @@ class Fetching:
 
     def etude_fetch(self, version: str) -> dict[str, Any]:
         """Begin to fetch a version, or say how that went."""
-        engine = self.weight_transfer_engine
-        fetcher = engine.fetcher if isinstance(engine, Transfer) else None
-        if fetcher is None:
-            return {"ready": False, "why": "vLLM has no weight transfer by etude", "wait": False}
-        return fetcher.fetch(int(version))
-
-
-def engine_class() -> Any:
-    from vllm.distributed.weight_transfer.base import WeightTransferEngine
-
-    return type("EtudeWeights", (Transfer, WeightTransferEngine), {})
+        if fetcher := getattr(self.weight_transfer_engine, "fetcher", None):
+            return dict(fetcher.fetch(int(version)))
+        return {"ready": False, "why": "vLLM has no weight transfer by etude", "wait": False}
 
 
 def check() -> str:
     """Return vLLM's version, or say in one line why this plug-in cannot be used here."""
-    from importlib.metadata import PackageNotFoundError, entry_points
+    from importlib.metadata import entry_points
 
     try:
         from vllm import __version__ as found
         from vllm.distributed.weight_transfer import WeightTransferEngineFactory as _  # noqa: F401 - is it there?
-    except (ImportError, PackageNotFoundError) as error:
+    except ImportError as error:
         raise UserError(f"{sys.executable} has no vLLM that can be used: {one_line(error)}") from None
     if not found[:1].isdigit() or tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
         raise UserError(f"vLLM {found} is too old; install {'.'.join(map(str, OLDEST))} or later")
-    if not any(
-        point.value.startswith(f"{__package__}.vllm_plugin") for point in entry_points(group="vllm.general_plugins")
-    ):
-        raise UserError(
-            f"{sys.executable} has vLLM {found} without etude's plug-in; run pip install --no-deps etude there"
-        )
+    if not any(point.value == PLUG_IN for point in entry_points(group="vllm.general_plugins")):
+        raise UserError(f"{sys.executable} has vLLM {found} without etude's plug-in; pip install --no-deps etude there")
     return str(found)
 
 
@@ -340,21 +293,15 @@ def register() -> None:
     except UserError as error:  # whoever runs this vLLM for something else is not kept from it
         print(f"etude's plug-in is not used: {error}", file=sys.stderr)  # noqa: T201 - vLLM's log
         return
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory as Factory
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-    if "etude" not in WeightTransferEngineFactory._registry:  # noqa: SLF001 - it has no other question
-        WeightTransferEngineFactory.register_engine("etude", engine_class())
-
-
-def main(write: Any = sys.stdout.write) -> int:
-    """Say whether this Python's vLLM can follow our weights."""
-    try:
-        write(f"vLLM {check()} with etude's plug-in\n")
-    except UserError as error:
-        write(f"{error}\n")
-        return 2
-    return 0
+    if "etude" not in Factory._registry:  # noqa: SLF001 - it has no other question
+        Factory.register_engine("etude", type("EtudeWeights", (Transfer, WeightTransferEngine), {}))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        print(f"vLLM {check()} with etude's plug-in")  # noqa: T201 - it was asked
+    except UserError as error:
+        sys.exit(str(error))
