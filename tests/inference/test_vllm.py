@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import itertools
 import json
 import math
 import os
@@ -531,18 +532,22 @@ def test_a_server_without_the_plug_in_is_refused_in_one_line(folder: Path, tmp_p
         with_policy(url, work)
 
 
-@pytest.mark.parametrize(("mode", "temperature"), [("server", 1.0), ("processed_server", 0.7)])
+@pytest.mark.parametrize(
+    ("mode", "temperature", "more"),
+    [("server", 1.0, ()), ("processed_server", 0.7, ()), ("server", 1.0, ('lora={"rank": 4}',))],
+)
 def test_rl_trains_on_what_vllm_samples(
-    request: pytest.FixtureRequest, mode: str, temperature: float, folder: Path, tmp_path: Path
+    request: pytest.FixtureRequest, mode: str, temperature: float, more: tuple[str, ...], folder: Path, tmp_path: Path
 ) -> None:
     """One step after the other, so that each samples from the weights of the step before: engine and trainer agree on every log-prob."""
     settings = ["steps=3", "groups=2", "group_size=2", 'mode="sync"', 'optimiser={"lr": 0.001}',
-                f'engine="{request.getfixturevalue(mode)}"', f'harness={{"temperature": {temperature}}}']  # fmt: skip
+                f'engine="{request.getfixturevalue(mode)}"', f'harness={{"temperature": {temperature}}}', *more]  # fmt: skip
     words = [sys.executable, "-m", "tests.rl.toy", str(folder), str(tmp_path / "run"), *settings]
     subprocess.run(words, check=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=500)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["key"].startswith("train/")]
     assert len(steps) == 3
-    assert [row["swaps"] for row in steps] == [0, 1, 1]
+    for number, swaps in enumerate(itertools.accumulate(row["swaps"] for row in steps)):
+        assert swaps in {number, number + 1}  # those before it, and perhaps already its own
     assert all(row["mismatch_p99"] < 1e-3 for row in steps)
     assert (tmp_path / "run" / "model").is_dir()
