@@ -274,32 +274,23 @@ class Session:
         """Whether nothing is trained but MTP heads."""
         return all(name.startswith(HEADS) for name in self.weights.masters)
 
-    def computed_state(self, *, merged: bool = True) -> Tensors:
+    def computed_state(self) -> Tensors:
         """Return the state as the model computes with it, on rank 0: what an engine should hold. Every rank must take part.
 
-        With LoRA it is the sum, or if not `merged` the adapters alone, for an engine that has the base (`Runner.replace`). What is not
-        there as it is returned goes to main memory, tensor by tensor.
+        With LoRA it is the adapters alone: engines have the base (`Runner.replace`, inference/vllm_plugin.py). What is sharded goes to
+        main memory, tensor by tensor.
         """
-        if self._adapters is not None and not merged:
+        if self._adapters is not None:
             return adapter_state(self.model)
         self._reshard()
         weights, state = dict(self.model.named_parameters(remove_duplicate=False)), self.model.state_dict()
-        layers = {id(part.get_base_layer().weight): name for name, part in adapted(self.model).items()}
         once = {}  # weights that are tied are one in what is returned too
-        for name, weight in self.model.named_parameters():
-            if ".lora_" not in name:
-                own = (
-                    merged_weight(self.model, layers[id(weight)], weights) if id(weight) in layers else weight.detach()
-                )
-                value = whole(own.to(self._computing_dtype))
-                once[id(weight)] = value if not (layers or self._sharded) else value.cpu() if self.world.leads else None
+        for weight in self.model.parameters():
+            value = whole(weight.detach().to(self._computing_dtype))
+            once[id(weight)] = value if not self._sharded else value.cpu() if self.world.leads else None
         if not self.world.leads:
             return {}
-        kept = {name: value for name, value in state.items() if ".lora_" not in name}
-        return {
-            name.replace(".base_layer.", "."): once[id(weights[name])] if name in weights else value
-            for name, value in kept.items()
-        }
+        return {name: once[id(weights[name])] if name in weights else value for name, value in state.items()}
 
     def _reshard(self) -> None:
         """Give back what is still gathered of the last pass: weights are changed and read as shards."""
