@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import json
 import shutil
 import sys
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from etude.agent.formats import ChatFormat
+    from etude.agent.trace import Trace
     from etude.lineage.compute import ComputeShape
     from etude.work import Work
 
@@ -256,6 +258,7 @@ class Orchestrator:
         self.policy, self.news = TimedPolicy(self.parts.policy, self.step_metrics), asyncio.Event()
         self.wish = ""
         self._recall()
+        self.idle = self.state.wanted()  # episodes to run that are not under way, as a heap
         for step in range(self.state.trained + 1, self.state.batched + 1):
             self._put_batch(step)
 
@@ -336,7 +339,7 @@ class Orchestrator:
         """Return how much of the next step is done: its episodes that have ended."""
         size, queues = self.settings.group_size, self.state.queues
         begun = (queues["open"] + queues["ready"] + queues["training"]) * size
-        return min((begun - len(self.state.wanted())) / (self.settings.groups * size), 0.99)
+        return min((begun - self.state.unplayed) / (self.settings.groups * size), 0.99)
 
     def _read_wish(self) -> None:
         """Take over the weights of the reward that a user wrote meanwhile."""
@@ -409,9 +412,11 @@ class Orchestrator:
         """Open groups and begin episodes, as many as may be played at once."""
         while opened := self.state.next_group():
             self._record(opened)
-        for place in self.state.wanted():
-            if len(self.playing) < self.settings.at_once and place not in self.playing:
-                self.playing[place] = group.create_task(self._episode(*place))
+            for episode in range(self.settings.group_size):
+                heapq.heappush(self.idle, (opened.group, episode))
+        while self.idle and len(self.playing) < self.settings.at_once:
+            place = heapq.heappop(self.idle)
+            self.playing[place] = group.create_task(self._episode(*place))
 
     async def _episode(self, number: int, episode: int) -> None:
         """Play one episode and write down what became of it."""
@@ -425,7 +430,7 @@ class Orchestrator:
                 play = self.environment.run_episode
                 played = await play(task, self.policy, self.talk, name=name, seed=seed, journal=journal)
             played.trace.made_by["reward_weights"] = dict(self.state.weights)
-            await asyncio.to_thread(_write, path, to_json(played.trace))
+            await asyncio.to_thread(_write, path, played.trace)
             event = finished(number, episode, played, time.monotonic() - began, self.state.version)
             self._record(event)
             self.step_metrics.sampled(played.trace, self.shape, event.seconds)
@@ -441,14 +446,16 @@ class Orchestrator:
     def _failed(self, event: Failed) -> None:
         self._record(event)
         self.failed_in_a_row += 1
+        if not event.final:
+            heapq.heappush(self.idle, (event.group, event.episode))
         if self.failed_in_a_row >= GIVE_UP:
             message = f"the last {GIVE_UP} episodes were invalid: {event.cause}"
             raise UserError(f"{message}; put that right and run the same command to go on")
 
 
-def _write(path: Path, line: bytes) -> None:
+def _write(path: Path, trace: Trace) -> None:
     with whole_file(path) as beside:
-        beside.write_bytes(line)
+        beside.write_bytes(to_json(trace))
 
 
 def finished(group: int, episode: int, played: Episode, seconds: float, version: int) -> Finished:
