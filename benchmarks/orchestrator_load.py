@@ -5,7 +5,7 @@
 Every case is a process of its own. Turns take log-normal times, so that `at once` episodes of a minute end at `at once` / 60 a
 second; the first ones are begun in the middle, so that the run is steady from its start. Counted from half of `--seconds` on: CPU
 seconds of the process (all threads) for a second and for an episode, the peak of its memory, how late timers of the event loop are,
-and the bytes of its ledger. `start s`: until all episodes are begun. `recall s`: CPU of a restart that reads the ledger back.
+and the bytes of its ledger. `stand-in ms`: what of an episode's CPU is the stand-in's own. `start s`: until all episodes are begun. `recall s`: CPU of a restart that reads the ledger back.
 `--before`: another tree (its `src`) that every case is run with, too.
 """
 
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from array import array
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +106,7 @@ class Standin:
     async def run_episode(self, item: str, policy: Any, talk: Any, *, name: str, seed: int, journal: Path) -> Episode:
         drawn, case, trace = random.Random(seed), self.case, Trace(name, item)  # noqa: S311
         self.begun += 1
-        share = drawn.random() if self.begun <= case.at_once else 1.0
+        share = random.Random(name[:6]).random() if self.begun <= case.at_once else 1.0  # noqa: S311 - one for a whole group
         scale = share * case.seconds / case.turns
         trace.nodes.append(Node(None, "opening", self.ids[:600].tolist(), ""))
         for place in range(case.turns):
@@ -198,6 +198,15 @@ async def session(folder: Path, metrics: MetricsLog, case: Case, seconds: float)
     return meter
 
 
+async def bare(case: Case, folder: Path) -> float:
+    """Return the CPU seconds of one episode that the stand-in itself takes."""
+    standin, count = Standin(replace(case, seconds=0.0), Exchange(folder)), 200
+    began = time.process_time()
+    for number in range(count):
+        await standin.run_episode("task", standin, None, name=f"{number:06d}-000", seed=number, journal=folder)
+    return (time.process_time() - began) / count
+
+
 def one(case: Case, seconds: float, profile: str) -> dict[str, Any]:
     """Return the figures of one load."""
     with tempfile.TemporaryDirectory(prefix="etude-load-") as name, MetricsLog(Path(name) / "metrics.jsonl") as metrics:
@@ -218,13 +227,15 @@ def one(case: Case, seconds: float, profile: str) -> dict[str, Any]:
         Orchestrator(standin, standin.parts(), None, settings_of(case), Work(folder, metrics, again, folder), 5, SHAPE,
                      View(again, STEPS))  # type: ignore[arg-type] # fmt: skip
         recall = time.process_time() - began
+        alone = asyncio.run(bare(case, folder / "bare"))
     if meter.first is None:
         return {"start s": "not begun in the time", "recall s": round(recall, 1), "peak MB": round(peak)}
     wall, cpu, ended = (after - before for after, before in zip(meter.last, meter.first, strict=True))
     late = sorted(meter.late) or [float("nan")]
     return {
         "start s": round(meter.full, 1), "episodes/s": round(ended / wall, 1), "steps": steps, "cores": round(cpu / wall, 3),
-        "CPU ms/episode": round(1e3 * cpu / max(ended, 1), 2), "peak MB": round(peak), "late p50 ms": round(1e3 * late[len(late) // 2], 1),
+        "CPU ms/episode": round(1e3 * cpu / max(ended, 1), 2), "stand-in ms": round(1e3 * alone, 2), "peak MB": round(peak),
+        "late p50 ms": round(1e3 * late[len(late) // 2], 1),
         "late p99 ms": round(1e3 * late[int(0.99 * len(late))], 1), "late most ms": round(1e3 * late[-1], 1),
         "ledger B/episode": round(size / max(meter.last[2], 1)), "recall s": round(recall, 2),
         "recall us/event": round(1e6 * recall / lines),
