@@ -144,7 +144,11 @@ class Simulation:
         self.cluster, self.work, self.chance = cluster, work, random.Random(seed)  # noqa: S311 - reproducible
         hard = round(tasks * work.hard)
         self.items = [Item(f"{'hard' if number < hard else 'easy'}-{number}", "") for number in range(tasks)]
-        options: dict[str, Any] = {"mode": cluster.mode, "late": cluster.late, "curriculum": {"hard": 0.0, "solved": 0.0}}
+        options: dict[str, Any] = {
+            "mode": cluster.mode,
+            "late": cluster.late,
+            "curriculum": {"hard": 0.0, "solved": 0.0},
+        }
         self.settings = RlSettings(tasks="none", steps=STEPS, groups=cluster.groups, group_size=SIZE, epochs=1000,
                                    staleness=cluster.staleness, concurrency=cluster.sandboxes, **options)  # fmt: skip
         self.state = State(self.items, self.settings, seed)
@@ -157,7 +161,10 @@ class Simulation:
         self.synced = self.loading = 0  # version that the engines have, and that they are loading
         self.training, self.training_until, self.step_seconds = False, 0.0, 0.0
         self.sums: Counter[str] = Counter()  # episodes, tokens, seconds of many a thing
-        self.bytes, self.seen = Counter[str](), Counter[str]()  # ledger bytes by kind of the first of each, events by kind
+        self.bytes, self.seen = (
+            Counter[str](),
+            Counter[str](),
+        )  # ledger bytes by kind of the first of each, events by kind
         self.behind: Counter[int] = Counter()  # groups by staleness
         self.hard: Counter[str] = Counter()
         self.held_since: float | None = None
@@ -428,25 +435,84 @@ def measured() -> dict[str, tuple[Any, str]]:
     def take(name: str, file: str, what: str, read: Callable[[Any], Any]) -> None:
         found[name] = read(json.loads((RESULTS / file).read_text())), f"{file}: {what}"
 
-    run, decode, train = "rl-h200.json", "large_models-decode-qwen3-30b-a3b-h200.json", "large_models-train-qwen3-30b-a3b-lora-h200.json"
-    take("decode", decode, "requests, ms/step", lambda all_: tuple((row["requests"], row["ms/step"] / 1e3) for row in all_["rows"]))
+    run, decode, train = (
+        "rl-h200.json",
+        "large_models-decode-qwen3-30b-a3b-h200.json",
+        "large_models-train-qwen3-30b-a3b-lora-h200.json",
+    )
+    take(
+        "decode",
+        decode,
+        "requests, ms/step",
+        lambda all_: tuple((row["requests"], row["ms/step"] / 1e3) for row in all_["rows"]),
+    )
     take("rate", train, "tokens/s of one H200, LoRA, recomputing", lambda all_: all_["rows"][0]["tokens/s"])
-    take("restart", train, "ready_s + first_step_s", lambda all_: all_["rows"][0]["ready_s"] + all_["rows"][0]["first_step_s"])
+    take(
+        "restart",
+        train,
+        "ready_s + first_step_s",
+        lambda all_: all_["rows"][0]["ready_s"] + all_["rows"][0]["first_step_s"],
+    )
     take("weights", train, "2 bytes a parameter", lambda all_: 2 * all_["rows"][0]["parameters"])
     update = lambda all_: all_["modes"]["sync"]["update"]  # noqa: E731 - nothing else was running then
-    take("delta share", run, "sync, delta_bytes / full_bytes", lambda all_: update(all_)["delta_bytes"] / update(all_)["full_bytes"])
-    take("publish s/B", run, "sync, publish_seconds / full_bytes", lambda all_: update(all_)["publish_seconds"] / update(all_)["full_bytes"])
-    take("load s/B", run, "sync, update seconds / full_bytes", lambda all_: update(all_)["seconds"] / update(all_)["full_bytes"])
-    take("pause s/B", run, "sync, paused_ms / full_bytes", lambda all_: update(all_)["paused_ms"] / 1e3 / update(all_)["full_bytes"])
+    take(
+        "delta share",
+        run,
+        "sync, delta_bytes / full_bytes",
+        lambda all_: update(all_)["delta_bytes"] / update(all_)["full_bytes"],
+    )
+    take(
+        "publish s/B",
+        run,
+        "sync, publish_seconds / full_bytes",
+        lambda all_: update(all_)["publish_seconds"] / update(all_)["full_bytes"],
+    )
+    take(
+        "load s/B",
+        run,
+        "sync, update seconds / full_bytes",
+        lambda all_: update(all_)["seconds"] / update(all_)["full_bytes"],
+    )
+    take(
+        "pause s/B",
+        run,
+        "sync, paused_ms / full_bytes",
+        lambda all_: update(all_)["paused_ms"] / 1e3 / update(all_)["full_bytes"],
+    )
     one = lambda all_: all_["modes"]["async"]  # noqa: E731
     take("turns", run, "async, turns", lambda all_: one(all_)["means"]["turns"])
-    take("tokens", run, "async, sampled tokens of an episode", lambda all_: one(all_)["sampled_a_second"] * one(all_)["seconds"] / one(all_)["episodes"])
-    take("trained", run, "async, tokens trained for one sampled", lambda all_: one(all_)["trained_a_second"] / one(all_)["sampled_a_second"])
+    take(
+        "tokens",
+        run,
+        "async, sampled tokens of an episode",
+        lambda all_: one(all_)["sampled_a_second"] * one(all_)["seconds"] / one(all_)["episodes"],
+    )
+    take(
+        "trained",
+        run,
+        "async, tokens trained for one sampled",
+        lambda all_: one(all_)["trained_a_second"] / one(all_)["sampled_a_second"],
+    )
     take("sigma", "study-h200.json", "deviation of log(seconds) of attempts", _spread)
-    take("tool", "sandbox-cpu.json", "namespaces, live start of Python + a warm test run, medians", lambda all_: _tool(all_["backends"]["namespaces"]))
-    take("score", "sandbox-cpu.json", "namespaces, whole start of Python + a cold test run, medians", lambda all_: _score(all_["backends"]["namespaces"]))
+    take(
+        "tool",
+        "sandbox-cpu.json",
+        "namespaces, live start of Python + a warm test run, medians",
+        lambda all_: _tool(all_["backends"]["namespaces"]),
+    )
+    take(
+        "score",
+        "sandbox-cpu.json",
+        "namespaces, whole start of Python + a cold test run, medians",
+        lambda all_: _score(all_["backends"]["namespaces"]),
+    )
     take("client us/token", "token_api-cpu.json", "64 requests over TCP", lambda all_: _client(all_["rows"]))
-    take("orchestrator ms", "orchestrator_load-cpu.json", "case plain, now: CPU ms/episode without the stand-in", lambda all_: _own(all_["rows"]))
+    take(
+        "orchestrator ms",
+        "orchestrator_load-cpu.json",
+        "case plain, now: CPU ms/episode without the stand-in",
+        lambda all_: _own(all_["rows"]),
+    )
     return found
 
 
@@ -476,7 +542,10 @@ def _own(rows: Any) -> float:
 ASSUMED = {
     "link": (1.25e9, "bytes/s of an engine's link to the store"),
     "store": (12.5e9, "bytes/s that the store gives to all together"),
-    "long": ("40 turns of 250 tokens, 5 s of commands a turn, 60 s of scoring, 20,000 trained tokens", "episodes of a large agent"),
+    "long": (
+        "40 turns of 250 tokens, 5 s of commands a turn, 60 s of scoring, 20,000 trained tokens",
+        "episodes of a large agent",
+    ),
     "gpu hours": (50_000.0, "GPU-hours a fault: 419 in 54 days on 16,384 GPUs (Llama 3, arXiv 2407.21783)"),
     "haste": (500.0, "times as many faults in the rows with faults, or none would be seen"),
     "a request": (0.5e-3, "CPU seconds of a router a request: our client's (docs/lab-notes.md, HTTP against frames)"),
@@ -489,7 +558,9 @@ LIMITS = {  # what one process or machine can do: the column, and how much of it
 
 def workloads(known: dict[str, Any]) -> dict[str, Work]:
     turns, tokens = known["turns"], known["tokens"]
-    short = Work("short", turns, tokens / turns, tokens * known["trained"], known["tool"], known["score"], known["sigma"])
+    short = Work(
+        "short", turns, tokens / turns, tokens * known["trained"], known["tool"], known["score"], known["sigma"]
+    )
     return {"short": short, "long": Work("long", 40, 250, 20_000, 5.0, 60.0, known["sigma"])}
 
 
@@ -517,7 +588,10 @@ def planned(row: Row, work: Work, known: dict[str, Any]) -> Cluster:
         publishers = 1 if row.publish == "one" else max(1, trainer // NODE)
         publish, engines = known["publish s/B"] * known["weights"] / publishers, row.gpus - trainer
         delta = known["delta share"] * known["weights"]
-        fetch = max(delta / ASSUMED["link"][0], engines * delta / ASSUMED["store"][0]) + known["load s/B"] * known["weights"]
+        fetch = (
+            max(delta / ASSUMED["link"][0], engines * delta / ASSUMED["store"][0])
+            + known["load s/B"] * known["weights"]
+        )
         rates = dict.fromkeys(("engine", "rank", "pool"), 0.0)
         if row.faults:
             a_second = ASSUMED["haste"][0] / (ASSUMED["gpu hours"][0] * 3600)
@@ -569,7 +643,11 @@ def scenarios(sizes: list[int]) -> list[Row]:
     plain = [Row(gpus, work, late, publish) for publish in ("one", "sharded") for work in ("short", "long") for gpus in sizes
              for late in ("drop", "wait")]  # fmt: skip
     held = [Row(gpus, "long", late, "sharded", 512) for gpus in sizes if gpus > 512 for late in ("drop", "wait")]
-    return [*plain, *held, *(Row(gpus, "long", late, "sharded", faults=True) for gpus in sizes if gpus > 64 for late in ("drop", "wait"))]
+    return [
+        *plain,
+        *held,
+        *(Row(gpus, "long", late, "sharded", faults=True) for gpus in sizes if gpus > 64 for late in ("drop", "wait")),
+    ]
 
 
 def breaks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -577,7 +655,11 @@ def breaks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for column, limit in LIMITS.items():
         for publish, work in (("one", "short"), ("one", "long"), ("sharded", "short"), ("sharded", "long")):
-            those = [row for row in rows if (row["publish"], row["work"], row["faults"]) == (publish, work, "no") and row["late"] == "drop"]
+            those = [
+                row
+                for row in rows
+                if (row["publish"], row["work"], row["faults"]) == (publish, work, "no") and row["late"] == "drop"
+            ]
             if those:
                 over = [row["GPUs"] for row in those if row[column] > limit]
                 last = max(those, key=lambda row: row["GPUs"])

@@ -4,8 +4,9 @@
 
 Every case is a process of its own. Turns take log-normal times, so that `at once` episodes of a minute end at `at once` / 60 a
 second; the first ones are begun in the middle, so that the run is steady from its start. Counted from half of `--seconds` on: CPU
-seconds of the process (all threads) for a second and for an episode, the peak of its memory, how late timers of the event loop are,
-and the bytes of its ledger. `stand-in ms`: what of an episode's CPU is the stand-in's own. `start s`: until all episodes are begun. `recall s`: CPU of a restart that reads the ledger back.
+seconds of the process (all threads) for a second and for an episode, the peak of its memory, how late timers of the event loop are
+(by its own CPU time: a machine that others use makes all timers late), and the bytes of its ledger. `stand-in ms`: what of an episode's CPU is the stand-in's own. `start s`: until all episodes are begun.
+`recall s`: CPU of a restart that reads the ledger back. Files go to --folder: how long its disk takes to flush decides a lot.
 `--before`: another tree (its `src`) that every case is run with, too.
 """
 
@@ -15,6 +16,7 @@ import argparse
 import asyncio
 import cProfile
 import json
+import os
 import pstats
 import random
 import resource
@@ -26,10 +28,6 @@ from array import array
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-HERE = Path(__file__).parent
-if "--one" in sys.argv:  # the tree that is measured, before any other
-    sys.path.insert(0, sys.argv[sys.argv.index("--tree") + 1] + "/src")
 
 from etude.agent.trace import Node, Trace
 from etude.inference.policy import Completion, Sampling, Token
@@ -47,6 +45,7 @@ from etude.work import Work
 if TYPE_CHECKING:
     from etude.inference.policy import PolicyInfo
 
+HERE = Path(__file__).parent
 SIGMA = 0.7  # of a turn's log-normal time
 SHAPE = ComputeShape(1000, ())
 BEHAVIOURS = 18  # that CodingEnvironment reports of an episode, about
@@ -73,7 +72,6 @@ CASES = {
     "small": Case(1_000, groups=16),
     "plain": Case(10_000),
     "wait": Case(10_000, late="wait"),
-    "slow trainer": Case(10_000, train=20.0),
     "long": Case(1_000, turns=30, tokens=200, answers=500, groups=16),
 }
 
@@ -96,15 +94,18 @@ class Standin:
 
     @property
     def items(self) -> list[Item]:
-        return [Item(f"package-{number % 100}/task-{number}", f"kind-{number % 20}") for number in range(self.case.tasks)]
+        return [
+            Item(f"package-{number % 100}/task-{number}", f"kind-{number % 20}") for number in range(self.case.tasks)
+        ]
 
-    async def generate(self, prompt: Any, sampling: Sampling, **_: Any) -> Completion:
+    async def generate(self, _prompt: Any, sampling: Sampling, **_: Any) -> Completion:
         await asyncio.sleep(sampling.temperature)  # seconds that the stand-in was told to take
         ids, logs = self.ids[: sampling.max_tokens].tolist(), self.logs[: sampling.max_tokens].tolist()
         return Completion([Token(each, log, log, self.version) for each, log in zip(ids, logs, strict=True)], "stop")
 
-    async def run_episode(self, item: str, policy: Any, talk: Any, *, name: str, seed: int, journal: Path) -> Episode:
+    async def run_episode(self, item: str, policy: Any, _talk: Any, *, name: str, seed: int, journal: Path) -> Episode:
         drawn, case, trace = random.Random(seed), self.case, Trace(name, item)  # noqa: S311
+        assert journal.parent.is_dir()
         self.begun += 1
         share = random.Random(name[:6]).random() if self.begun <= case.at_once else 1.0  # noqa: S311 - one for a whole group
         scale = share * case.seconds / case.turns
@@ -168,10 +169,10 @@ class Meter:
 
     async def watch(self) -> None:
         while True:
-            due = time.monotonic() + LOOK
+            due, spent = time.monotonic() + LOOK, time.thread_time()
             await asyncio.sleep(LOOK)
             if self.first:
-                self.late.append(time.monotonic() - due)
+                self.late.append(min(time.monotonic() - due, time.thread_time() - spent))
 
 
 def settings_of(case: Case) -> RlSettings:
@@ -207,9 +208,12 @@ async def bare(case: Case, folder: Path) -> float:
     return (time.process_time() - began) / count
 
 
-def one(case: Case, seconds: float, profile: str) -> dict[str, Any]:
+def one(case: Case, seconds: float, profile: str, where: str | None) -> dict[str, Any]:
     """Return the figures of one load."""
-    with tempfile.TemporaryDirectory(prefix="etude-load-") as name, MetricsLog(Path(name) / "metrics.jsonl") as metrics:
+    with (
+        tempfile.TemporaryDirectory(prefix="etude-load-", dir=where) as name,
+        MetricsLog(Path(name) / "metrics.jsonl") as metrics,
+    ):
         folder = Path(name)
         profiler = cProfile.Profile()
         if profile:
@@ -250,25 +254,48 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--hardware", default="cpu")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--tree", help=argparse.SUPPRESS)
     parser.add_argument("--profile", default="", help="file for a profile of the (single) case")
+    parser.add_argument("--folder", help="where the run's files go, instead of the system's temporary folder")
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(one(CASES[options.one], options.seconds, options.profile)))
+        print(json.dumps(one(CASES[options.one], options.seconds, options.profile, options.folder)))
         return
     import report
 
     rows = []
     for name in options.cases:
         for tree, place in (*((("before", options.before),) if options.before else ()), ("now", HERE.parent)):
-            words = [sys.executable, __file__, "--one", name, "--tree", str(place), "--seconds", str(options.seconds)]
-            found = json.loads(subprocess.run([*words, "--profile", options.profile], stdout=subprocess.PIPE, check=True).stdout)
-            rows.append({"case": name, "tree": tree, "at once": CASES[name].at_once, **found})
+            words = [
+                sys.executable,
+                "-P",
+                __file__,
+                "--one",
+                name,
+                "--seconds",
+                str(options.seconds),
+                "--profile",
+                options.profile,
+            ]
+            words += ["--folder", options.folder] if options.folder else []
+            tree_first = {**os.environ, "PYTHONPATH": str(place / "src")}
+            done = subprocess.run(words, env=tree_first, stdout=subprocess.PIPE, check=True)
+            found = json.loads(done.stdout)
+            rows.append(
+                {
+                    "case": name,
+                    "tree": tree,
+                    "at once": CASES[name].at_once,
+                    **found,
+                    "load": round(os.getloadavg()[0], 1),
+                }
+            )
             print(rows[-1], file=sys.stderr)
     rows.sort(key=lambda row: -len(row))  # the table's columns are those of the fullest row
     rows = [{column: row.get(column, "") for column in rows[0]} for row in rows]
     rows.sort(key=lambda row: (options.cases.index(row["case"]), row["tree"]))
-    report.finish("orchestrator_load", rows, options.hardware, cases={name: asdict(CASES[name]) for name in options.cases})
+    report.finish(
+        "orchestrator_load", rows, options.hardware, cases={name: asdict(CASES[name]) for name in options.cases}
+    )
 
 
 if __name__ == "__main__":

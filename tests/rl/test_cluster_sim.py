@@ -16,7 +16,9 @@ from cluster_sim import Cluster, Engine, Episode, Simulation, Work
 ALIKE = Work("alike", turns=4, tokens=10, trained=100, tool=0.5, score=3.0, sigma=0.0, hard=0.0)
 # Two groups of 8 episodes: 4 turns of 10 tokens at 0.1 s and half a second of commands, then 3 s of scoring.
 EPISODE = 4 * (10 * 0.1 + 0.5) + 3.0
-ONE = Cluster(trainer=2, engines=4, sandboxes=16, groups=2, decode=((1.0, 0.1),), rate=100.0, publish=1.0, fetch=2.0, pause=0.0)
+ONE = Cluster(
+    trainer=2, engines=4, sandboxes=16, groups=2, decode=((1.0, 0.1),), rate=100.0, publish=1.0, fetch=2.0, pause=0.0
+)
 TRAINING = 16 * 100 / (2 * 100.0)
 
 
@@ -89,7 +91,9 @@ def test_the_speed_of_an_engine_lies_on_the_lines_between_what_was_measured(requ
 
 def test_the_same_seed_is_the_same_run_and_faults_lose_nothing() -> None:
     work = replace(ALIKE, sigma=0.7, hard=0.2)
-    faulty = replace(ONE, sandboxes=64, groups=4, restart=5.0, pause=0.2, faults={"engine": 0.05, "rank": 0.005, "pool": 0.02})
+    faulty = replace(
+        ONE, sandboxes=64, groups=4, restart=5.0, pause=0.2, faults={"engine": 0.05, "rank": 0.005, "pool": 0.02}
+    )
 
     def run(seed: int) -> dict[str, float]:
         seen = Simulation(faulty, work, tasks=300, seed=seed).run(2, 30)

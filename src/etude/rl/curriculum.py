@@ -66,7 +66,9 @@ class Experience:
             return [1.0] * len(items)
         mean = self.all.means(Tally(), prior=0)
         family = {name: self.family.get(name, Tally()).means(mean) for name in {item.family for item in items}}
-        unseen = {name: _weight(expected, mean, settings, ramp) for name, expected in family.items()}  # there may be many
+        unseen = {
+            name: _weight(expected, mean, settings, ramp) for name, expected in family.items()
+        }  # there may be many
         seen = ((self.task.get(each.id), each.family) for each in items)
         return [_weight(own.means(family[of]), mean, settings, ramp) if own else unseen[of] for own, of in seen]
 

@@ -2,7 +2,8 @@
 
 It decides nothing itself. What to do next is State's to say, and State is what the ledger adds up to; so a restart reads the ledger
 and goes on. The order of writing makes a kill harmless: an episode's trace is there before the ledger names it, a step's row before
-the ledger says it is trained, and a batch that the ledger names is put again, the same, if its file is not there.
+the ledger says it is trained, and a batch that the ledger names is put again, the same, if its file is not there. Events are written
+together (`_flush`), before an episode begins, a batch is put or a journal goes: a flush takes a slow disk longer than an event comes.
 
 Engine and trainer as the orchestrator has them: in processes of their own, or in this one.
 """
@@ -257,6 +258,8 @@ class Orchestrator:
         self.exchange, self.ledger = Exchange(self.folder / "exchange"), Ledger(self.folder / LEDGER)
         self.policy, self.news = TimedPolicy(self.parts.policy, self.step_metrics), asyncio.Event()
         self.wish = ""
+        self.unwritten: list[Event] = []
+        self.journals: list[Path] = []  # of episodes that are over when the ledger knows it
         self._recall()
         self.idle = self.state.wanted()  # episodes to run that are not under way, as a heap
         for step in range(self.state.trained + 1, self.state.batched + 1):
@@ -281,7 +284,19 @@ class Orchestrator:
 
     async def run(self, group: asyncio.TaskGroup) -> None:
         """Train all steps, or as many as there are tasks for; then tell the trainer that there is no more."""
+        try:
+            await self._run(group)
+        finally:
+            self._flush()
+        if REST not in self.work.metrics:
+            self.work.metrics.put(REST, **self.step_metrics.unwritten())
+        if self.state.trained < self.settings.steps:
+            self._say_early_end()
+        self.exchange.stop()
+
+    async def _run(self, group: asyncio.TaskGroup) -> None:
         while self.state.trained < self.settings.steps and not self.state.exhausted:
+            self._flush()
             self.work.reporter.check_stop()
             self._read_wish()
             self._read_reports()
@@ -293,11 +308,6 @@ class Orchestrator:
         for task in self.playing.values():
             task.cancel()
         await asyncio.gather(*self.playing.values(), return_exceptions=True)
-        if REST not in self.work.metrics:
-            self.work.metrics.put(REST, **self.step_metrics.unwritten())
-        if self.state.trained < self.settings.steps:
-            self._say_early_end()
-        self.exchange.stop()
 
     def _say_early_end(self) -> None:
         done, wanted, counts = self.state.trained, self.settings.steps, self.state.counts
@@ -324,8 +334,16 @@ class Orchestrator:
         await asyncio.sleep(0)  # whoever ended with an error has cancelled us by then
 
     def _record(self, event: Event) -> None:
-        self.ledger.append(event)
+        self.unwritten.append(event)
         self._apply(event)
+
+    def _flush(self) -> None:
+        """Write what was recorded; what was kept in case it had not been goes."""
+        if self.unwritten:
+            self.ledger.append(*self.unwritten)
+            self.unwritten.clear()
+        while self.journals:
+            self.journals.pop().unlink(missing_ok=True)
 
     def _apply(self, event: Event) -> None:
         """Take note of an event, new or read from the ledger: both must leave the same behind."""
@@ -397,6 +415,7 @@ class Orchestrator:
             self._record(stale)
         while batch := self.state.batch():
             self._record(batch)
+            self._flush()
             self._put_batch(batch.step)
 
     def _put_batch(self, step: int) -> None:
@@ -414,6 +433,7 @@ class Orchestrator:
             self._record(opened)
             for episode in range(self.settings.group_size):
                 heapq.heappush(self.idle, (opened.group, episode))
+        self._flush()
         while self.idle and len(self.playing) < self.settings.at_once:
             place = heapq.heappop(self.idle)
             self.playing[place] = group.create_task(self._episode(*place))
@@ -441,7 +461,7 @@ class Orchestrator:
         finally:
             del self.playing[number, episode]
             self.news.set()
-        journal.unlink(missing_ok=True)  # not before the ledger knows what became of it
+        self.journals.append(journal)
 
     def _failed(self, event: Failed) -> None:
         self._record(event)

@@ -76,7 +76,10 @@ class State:
         self._groups: list[Group] = []
         self._batches: list[tuple[int, ...]] = []  # the groups of every step
         self._of: dict[Status, dict[int, Group]] = {"open": {}, "ready": {}}
-        self._ages: dict[Status, Counter[int]] = {"open": Counter(), "ready": Counter()}  # of those, by their oldest version
+        self._ages: dict[Status, Counter[int]] = {
+            "open": Counter(),
+            "ready": Counter(),
+        }  # of those, by their oldest version
         self._wanted: dict[tuple[int, int], None] = {}  # in their order
         self._complete: set[int] = set()  # open groups whose episodes are all in
         self._undrawn = [dict(self.items) for _ in range(settings.epochs)]  # tasks by epoch
