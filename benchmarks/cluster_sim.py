@@ -32,7 +32,7 @@ from bisect import bisect
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from etude.rl.environment import Item
 from etude.rl.ledger import Batched, Failed, Finished, Trained, Weighted, to_line
@@ -160,7 +160,7 @@ class Simulation:
         self.idle: list[tuple[int, int]] = []
         self.synced = self.loading = 0  # version that the engines have, and that they are loading
         self.training, self.training_until, self.step_seconds = False, 0.0, 0.0
-        self.sums: Counter[str] = Counter()  # episodes, tokens, seconds of many a thing
+        self.sums: defaultdict[str, float] = defaultdict(float)  # episodes, tokens, seconds of many a thing
         self.bytes, self.seen = (
             Counter[str](),
             Counter[str](),
@@ -260,8 +260,8 @@ class Simulation:
             while opened := self.ask(self.state.next_group):
                 self.apply(opened)
                 self.hard["opened"] += opened.task.startswith("hard")
-                for episode in range(SIZE):
-                    heapq.heappush(self.idle, (opened.group, episode))
+                for number in range(SIZE):
+                    heapq.heappush(self.idle, (opened.group, number))
         while self.idle and len(self.playing) < self.cluster.sandboxes:
             place = heapq.heappop(self.idle)
             slow = self.work.slow if self.state.group(place[0]).task.startswith("hard") else 1.0
@@ -334,10 +334,14 @@ class Simulation:
             return
         self.leave(episode)
         passed = self.chance.random() < self.work.solved
-        outcome, newest = "pass" if passed else "fail", self.engines[episode.engine].version
-        self.sums.update(episodes=1, tokens=episode.tokens)
-        self.apply(Finished(*episode.place, outcome, {"outcome": float(passed)}, {}, episode.oldest, max(newest, episode.oldest),
-                            round(episode.tokens), round(self.work.turns), 1.0))  # type: ignore[arg-type] # fmt: skip
+        newest = max(self.engines[episode.engine].version, episode.oldest)
+        self.sums["episodes"] += 1
+        self.sums["tokens"] += episode.tokens
+        group, number = episode.place
+        sampled, turns = round(episode.tokens), round(self.work.turns)
+        outcome: Literal["pass", "fail"] = "pass" if passed else "fail"
+        parts = {"outcome": float(passed)}
+        self.apply(Finished(group, number, outcome, parts, {}, episode.oldest, newest, sampled, turns, 1.0))
         self.settle()
 
     def leave(self, episode: Episode) -> None:
@@ -361,7 +365,8 @@ class Simulation:
             self.after(self.training_until - self.now, self.trained, step, seconds)
             return
         self.training = False
-        self.sums.update(training=seconds, publishing=self.cluster.publish)
+        self.sums["training"] += seconds
+        self.sums["publishing"] += self.cluster.publish
         self.apply(Trained(step, step))
         if not self.loading:
             self.load()
@@ -427,119 +432,65 @@ class Simulation:
 
 # What was measured, and what is assumed.
 
+RUN, DECODE, TRAIN = (
+    "rl-h200.json",
+    "large_models-decode-qwen3-30b-a3b-h200.json",
+    "large_models-train-qwen3-30b-a3b-lora-h200.json",
+)
+SANDBOX, CLIENT, OWN = "sandbox-cpu.json", "token_api-cpu.json", "orchestrator_load-cpu.json"
 
-def measured() -> dict[str, tuple[Any, str]]:
-    """Return the numbers that the simulation takes from results of the repository, each with where it is from."""
-    found: dict[str, tuple[Any, str]] = {}
 
-    def take(name: str, file: str, what: str, read: Callable[[Any], Any]) -> None:
-        found[name] = read(json.loads((RESULTS / file).read_text())), f"{file}: {what}"
+def _a_byte(name: str) -> Callable[[Any], Any]:
+    return lambda run: run["modes"]["sync"]["update"][name] / run["modes"]["sync"]["update"]["full_bytes"]
 
-    run, decode, train = (
-        "rl-h200.json",
-        "large_models-decode-qwen3-30b-a3b-h200.json",
-        "large_models-train-qwen3-30b-a3b-lora-h200.json",
-    )
-    take(
-        "decode",
-        decode,
-        "requests, ms/step",
-        lambda all_: tuple((row["requests"], row["ms/step"] / 1e3) for row in all_["rows"]),
-    )
-    take("rate", train, "tokens/s of one H200, LoRA, recomputing", lambda all_: all_["rows"][0]["tokens/s"])
-    take(
-        "restart",
-        train,
-        "ready_s + first_step_s",
-        lambda all_: all_["rows"][0]["ready_s"] + all_["rows"][0]["first_step_s"],
-    )
-    take("weights", train, "2 bytes a parameter", lambda all_: 2 * all_["rows"][0]["parameters"])
-    update = lambda all_: all_["modes"]["sync"]["update"]  # noqa: E731 - nothing else was running then
-    take(
-        "delta share",
-        run,
-        "sync, delta_bytes / full_bytes",
-        lambda all_: update(all_)["delta_bytes"] / update(all_)["full_bytes"],
-    )
-    take(
-        "publish s/B",
-        run,
-        "sync, publish_seconds / full_bytes",
-        lambda all_: update(all_)["publish_seconds"] / update(all_)["full_bytes"],
-    )
-    take(
-        "load s/B",
-        run,
-        "sync, update seconds / full_bytes",
-        lambda all_: update(all_)["seconds"] / update(all_)["full_bytes"],
-    )
-    take(
-        "pause s/B",
-        run,
-        "sync, paused_ms / full_bytes",
-        lambda all_: update(all_)["paused_ms"] / 1e3 / update(all_)["full_bytes"],
-    )
-    one = lambda all_: all_["modes"]["async"]  # noqa: E731
-    take("turns", run, "async, turns", lambda all_: one(all_)["means"]["turns"])
-    take(
-        "tokens",
-        run,
-        "async, sampled tokens of an episode",
-        lambda all_: one(all_)["sampled_a_second"] * one(all_)["seconds"] / one(all_)["episodes"],
-    )
-    take(
-        "trained",
-        run,
-        "async, tokens trained for one sampled",
-        lambda all_: one(all_)["trained_a_second"] / one(all_)["sampled_a_second"],
-    )
-    take("sigma", "study-h200.json", "deviation of log(seconds) of attempts", _spread)
-    take(
-        "tool",
-        "sandbox-cpu.json",
-        "namespaces, live start of Python + a warm test run, medians",
-        lambda all_: _tool(all_["backends"]["namespaces"]),
-    )
-    take(
-        "score",
-        "sandbox-cpu.json",
-        "namespaces, whole start of Python + a cold test run, medians",
-        lambda all_: _score(all_["backends"]["namespaces"]),
-    )
-    take("client us/token", "token_api-cpu.json", "64 requests over TCP", lambda all_: _client(all_["rows"]))
-    take(
-        "orchestrator ms",
-        "orchestrator_load-cpu.json",
-        "case plain, now: CPU ms/episode without the stand-in",
-        lambda all_: _own(all_["rows"]),
-    )
-    return found
+
+def _of_run(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda run: read(run["modes"]["async"])
+
+
+def _of_sandbox(start: str, tests: str) -> Callable[[Any], Any]:
+    def read(found: Any) -> Any:
+        own = found["backends"]["namespaces"]
+        return (own["starts"]["python"][start]["median"] + own["tests"][tests]["median"]) / 1e3
+
+    return read
 
 
 def _spread(study: Any) -> float:
-    logs = [math.log(trial["seconds"]) for run in study["runs"].values() for trial in run.get("after", {}).get("trials", ())
-            if trial.get("seconds")]  # fmt: skip
-    return statistics.stdev(logs)
+    trials = [trial for run in study["runs"].values() for trial in run.get("after", {}).get("trials", ())]
+    return statistics.stdev(math.log(trial["seconds"]) for trial in trials if trial.get("seconds"))
 
 
-def _tool(one: Any) -> float:
-    return (one["starts"]["python"]["live"]["median"] + one["tests"]["warm"]["median"]) / 1e3
+def _client(found: Any) -> Any:
+    return next(row["client CPU us/token"] for row in found["rows"] if (row["way"], row["requests"]) == ("tcp", 64))
 
 
-def _score(one: Any) -> float:
-    return (one["starts"]["python"]["whole"]["median"] + one["tests"]["cold"]["median"]) / 1e3
-
-
-def _client(rows: Any) -> float:
-    return next(row["client CPU us/token"] for row in rows if row["way"] == "tcp" and row["requests"] == 64)
-
-
-def _own(rows: Any) -> float:
-    row = next(row for row in rows if (row["case"], row["tree"]) == ("plain", "now"))
+def _own(found: Any) -> Any:
+    row = next(row for row in found["rows"] if (row["case"], row["tree"]) == ("plain", "now"))
     return row["CPU ms/episode"] - row["stand-in ms"]
 
 
-ASSUMED = {
+FROM: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
+    "decode": (DECODE, "requests, ms/step", lambda all_: tuple((row["requests"], row["ms/step"] / 1e3) for row in all_["rows"])),
+    "rate": (TRAIN, "tokens/s of one H200, LoRA, recomputing", lambda all_: all_["rows"][0]["tokens/s"]),
+    "restart": (TRAIN, "ready_s + first_step_s", lambda all_: all_["rows"][0]["ready_s"] + all_["rows"][0]["first_step_s"]),
+    "weights": (TRAIN, "2 bytes a parameter", lambda all_: 2 * all_["rows"][0]["parameters"]),
+    "delta share": (RUN, "sync (nothing else was running then), delta_bytes / full_bytes", _a_byte("delta_bytes")),
+    "publish s/B": (RUN, "sync, publish_seconds / full_bytes", _a_byte("publish_seconds")),
+    "load s/B": (RUN, "sync, update seconds / full_bytes", _a_byte("seconds")),
+    "pause ms/B": (RUN, "sync, paused_ms / full_bytes", _a_byte("paused_ms")),
+    "turns": (RUN, "async, turns", _of_run(lambda own: own["means"]["turns"])),
+    "tokens": (RUN, "async, sampled in an episode", _of_run(lambda own: own["sampled_a_second"] * own["seconds"] / own["episodes"])),
+    "trained": (RUN, "async, trained for one sampled", _of_run(lambda own: own["trained_a_second"] / own["sampled_a_second"])),
+    "sigma": ("study-h200.json", "deviation of log(seconds) of 1,620 attempts", _spread),
+    "tool": (SANDBOX, "namespaces, live start of Python + a warm test run, medians", _of_sandbox("live", "warm")),
+    "score": (SANDBOX, "namespaces, whole start of Python + a cold test run, medians", _of_sandbox("whole", "cold")),
+    "client us/token": (CLIENT, "client CPU, 64 requests over TCP", _client),
+    "orchestrator ms": (OWN, "case plain, now: CPU ms/episode without the stand-in", _own),
+}  # fmt: skip
+
+
+ASSUMED: dict[str, tuple[Any, str]] = {
     "link": (1.25e9, "bytes/s of an engine's link to the store"),
     "store": (12.5e9, "bytes/s that the store gives to all together"),
     "long": (
@@ -596,8 +547,9 @@ def planned(row: Row, work: Work, known: dict[str, Any]) -> Cluster:
         if row.faults:
             a_second = ASSUMED["haste"][0] / (ASSUMED["gpu hours"][0] * 3600)
             rates = {"engine": engines * a_second, "rank": trainer * a_second, "pool": sandboxes / POOL * a_second}
+        pause = known["pause ms/B"] * known["weights"] / 1e3
         own = Cluster(trainer, engines, sandboxes, groups, row.late, decode=known["decode"], rate=known["rate"], publish=publish,
-                      fetch=fetch, pause=known["pause s/B"] * known["weights"], restart=known["restart"], faults=rates)  # fmt: skip
+                      fetch=fetch, pause=pause, restart=known["restart"], faults=rates)  # fmt: skip
         engine = Engine(known["decode"])
         engine.requests = [(0.0, 0, None)] * -(-sandboxes // engines)  # type: ignore[list-item]
         mean = 1 + work.hard * (work.slow - 1)
@@ -628,7 +580,8 @@ def simulated(row: Row, known: dict[str, Any], steps: int, seed: int) -> dict[st
         "of rated %": round(100 * tokens / (own.engines * requests / step_s), 1),
         "sandboxes %": round(100 * seen["sandbox_seconds"] / seconds / own.sandboxes, 1),
         "behind": round(sum(each * seen[f"behind_{each}"] for each in range(own.staleness + 1)) / trained, 2),
-        "dropped %": round(100 * seen["groups_stale"] / max(seen["groups_opened"], 1), 1), "held %": round(100 * seen["held"] / seconds, 1),
+        "dropped %": round(100 * seen["groups_stale"] / max(seen["groups_opened"], 1), 1),
+        "held %": round(100 * seen["held"] / seconds, 1),
         "hard %": round(100 * seen["hard_batched"] / trained / work.hard),
         "retried": int(seen["failed"] + seen["again"]), "lost": int(seen["lost"]),
         "orchestrator cores": round(1e-3 * known["orchestrator ms"] * episodes + 1e-6 * known["client us/token"] * tokens, 2),
@@ -664,7 +617,8 @@ def breaks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 over = [row["GPUs"] for row in those if row[column] > limit]
                 last = max(those, key=lambda row: row["GPUs"])
                 line = round(last["GPUs"] * limit / last[column]) if last[column] and column != "publishing %" else None
-                found.append({"limit": column, "of": limit, "publish": publish, "work": work, "first size over": min(over, default=None),
+                found.append({"limit": column, "of": limit, "publish": publish, "work": work,
+                              "first size over": min(over, default=None),
                               "GPUs by a line": line})  # fmt: skip
     return found
 
@@ -679,8 +633,7 @@ def main() -> None:
     options = parser.parse_args()
     import report
 
-    sources = measured()
-    known = {name: value for name, (value, _) in sources.items()}
+    known = {name: read(json.loads((RESULTS / file).read_text())) for name, (file, _, read) in FROM.items()}
     rows = []
     for row in scenarios(options.gpus):
         rows.append(simulated(row, known, options.steps, options.seed))
@@ -689,7 +642,7 @@ def main() -> None:
     for each in limits:
         print(each)
     report.finish("cluster_sim", rows, options.hardware, breaks=limits, workloads={k: asdict(v) for k, v in workloads(known).items()},
-                  measured={name: {"value": value, "from": origin} for name, (value, origin) in sources.items()},
+                  measured={name: {"value": known[name], "from": f"{file}: {what}"} for name, (file, what, _) in FROM.items()},
                   assumed={name: {"value": value, "what": what} for name, (value, what) in ASSUMED.items()})  # fmt: skip
 
 

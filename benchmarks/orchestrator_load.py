@@ -5,8 +5,9 @@
 Every case is a process of its own. Turns take log-normal times, so that `at once` episodes of a minute end at `at once` / 60 a
 second; the first ones are begun in the middle, so that the run is steady from its start. Counted from half of `--seconds` on: CPU
 seconds of the process (all threads) for a second and for an episode, the peak of its memory, how late timers of the event loop are
-(by its own CPU time: a machine that others use makes all timers late), and the bytes of its ledger. `stand-in ms`: what of an episode's CPU is the stand-in's own. `start s`: until all episodes are begun.
-`recall s`: CPU of a restart that reads the ledger back. Files go to --folder: how long its disk takes to flush decides a lot.
+(by its own CPU time: a machine that others use makes all timers late), and the bytes of its ledger. `stand-in ms`: what of an
+episode's CPU is the stand-in's own. `start s`: until all episodes are begun. `recall s`: CPU of a restart that reads the ledger back.
+Files go to --folder: how long its disk takes to flush decides a lot.
 `--before`: another tree (its `src`) that every case is run with, too.
 """
 
@@ -176,10 +177,8 @@ class Meter:
 
 
 def settings_of(case: Case) -> RlSettings:
-    return RlSettings(
-        tasks="none", steps=STEPS, groups=case.groups, group_size=8, epochs=1000, late=case.late, concurrency=case.at_once,
-        curriculum={"begin": 0.0},
-    )  # type: ignore[call-arg] # fmt: skip
+    options: dict[str, Any] = {"late": case.late, "concurrency": case.at_once, "curriculum": {"begin": 0.0}}
+    return RlSettings(tasks="none", steps=STEPS, groups=case.groups, group_size=8, epochs=1000, **options)
 
 
 async def session(folder: Path, metrics: MetricsLog, case: Case, seconds: float) -> Meter:
@@ -226,10 +225,9 @@ def one(case: Case, seconds: float, profile: str, where: str | None) -> dict[str
         lines = (folder / LEDGER).read_bytes().count(b"\n")
         size, steps = (folder / LEDGER).stat().st_size, len(list((folder / "exchange" / "reports").glob("*.json")))
         began = time.process_time()
-        standin = Standin(case, Exchange(folder / "exchange"))
-        again = Reporter(quiet=True)
-        Orchestrator(standin, standin.parts(), None, settings_of(case), Work(folder, metrics, again, folder), 5, SHAPE,
-                     View(again, STEPS))  # type: ignore[arg-type] # fmt: skip
+        standin, again, talk = Standin(case, Exchange(folder / "exchange")), Reporter(quiet=True), Any
+        work, view = Work(folder, metrics, again, folder), View(again, STEPS)
+        Orchestrator(standin, standin.parts(), talk, settings_of(case), work, 5, SHAPE, view)  # type: ignore[arg-type]
         recall = time.process_time() - began
         alone = asyncio.run(bare(case, folder / "bare"))
     if meter.first is None:

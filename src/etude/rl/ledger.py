@@ -3,8 +3,8 @@
     Opened → Finished or Failed, an episode each → Closed → Batched → Trained
 
 State is what these lines add up to (state.py). They are flushed to the disk, as many as there are at once, before anything outside
-builds on them, so a kill at any moment loses at most what was not yet written. A torn last line is passed over (jsonl.py). A line that is whole and yet makes no sense was
-not torn by us: going on would forget events, so the run stops and names the line.
+builds on them, so a kill at any moment loses at most what was not yet written. A torn last line is passed over (jsonl.py). A line
+that is whole and yet makes no sense was not torn by us: going on would forget events, so the run stops and names the line.
 """
 
 from __future__ import annotations

@@ -210,7 +210,8 @@ class State:
         items = list(self._undrawn[epoch].values())
         weights = self.experience.weights(items, self.settings.curriculum, self.batched / self.settings.steps)
         number = len(self._groups)
-        drawn = random.Random(f"{self.seed} {number}").choices(items, weights)[0].id  # noqa: S311 - reproducible
+        alike = weights.count(1.0) == len(weights)  # which draws the same, without adding them up
+        drawn = random.Random(f"{self.seed} {number}").choices(items, None if alike else weights)[0].id  # noqa: S311 - reproducible
         return Opened(number, drawn, epoch, self._drawn[epoch, drawn])
 
     def wanted(self) -> list[tuple[int, int]]:
