@@ -1,6 +1,6 @@
 """What becomes of a run on a cluster: a discrete-event simulation around the real state machine, from 8 to 4,096 GPUs.
 
-    python benchmarks/cluster_sim.py [--gpus 8 64 512 4096] [--seed 0] [--steps 8] [--hardware cpu]
+    python benchmarks/cluster_sim.py [--gpus 8 64 512 4096] [--seed 0] [--groups 6000] [--hardware cpu]
 
 What decides is `etude.rl.state.State`, every event applied as in a run. What takes time is drawn: turns are log-normal, and what they
 are drawn from was measured (`measured`; each number with its file in the result). Nothing else of the repository runs.
@@ -525,9 +525,11 @@ class Row:
     publish: str = "one"  # or sharded
     groups: int = 0  # 0: a third of the sandboxes' groups
     faults: bool = False
+    staleness: int = 4
 
 
-SANDBOXES = {8: 128, 64: 1_024, 512: 10_240, 4_096: 102_400}  # 10² to 10⁵
+LARGEST = 4_096
+SANDBOXES = {8: 128, 64: 1_024, 512: 10_240, LARGEST: 102_400}  # 10² to 10⁵
 
 
 def planned(row: Row, work: Work, known: dict[str, Any]) -> Cluster:
@@ -549,7 +551,7 @@ def planned(row: Row, work: Work, known: dict[str, Any]) -> Cluster:
             rates = {"engine": engines * a_second, "rank": trainer * a_second, "pool": sandboxes / POOL * a_second}
         pause = known["pause ms/B"] * known["weights"] / 1e3
         own = Cluster(trainer, engines, sandboxes, groups, row.late, decode=known["decode"], rate=known["rate"], publish=publish,
-                      fetch=fetch, pause=pause, restart=known["restart"], faults=rates)  # fmt: skip
+                      fetch=fetch, pause=pause, restart=known["restart"], faults=rates, staleness=row.staleness)  # fmt: skip
         engine = Engine(known["decode"])
         engine.requests = [(0.0, 0, None)] * -(-sandboxes // engines)  # type: ignore[list-item]
         mean = 1 + work.hard * (work.slow - 1)
@@ -560,13 +562,14 @@ def planned(row: Row, work: Work, known: dict[str, Any]) -> Cluster:
     return max((with_trainer(row.gpus * eighth // 8) for eighth in range(1, 8)), key=lambda each: each[0])[1]
 
 
-def simulated(row: Row, known: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
-    """Return the figures of a scenario, from its third step on."""
+def simulated(row: Row, known: dict[str, Any], least: int, seed: int) -> dict[str, Any]:
+    """Return the figures of a scenario: a third of its steps to warm up, then `least` groups or 8 steps, whichever are more."""
     work = workloads(known)[row.work]
     own = planned(row, work, known)
     began = time.process_time()
     sim = Simulation(own, work, tasks=max(200, own.sandboxes // SIZE * 2), seed=seed)
-    seen = sim.run(3, 3 + steps)
+    steps = max(8, least // own.groups)
+    seen = sim.run(steps // 3 + 2, steps // 3 + 2 + steps)
     spent, seconds = time.process_time() - began, seen["seconds"]
     episodes, tokens = seen["episodes"] / seconds, seen["tokens"] / seconds
     trained = max(seen["groups_batched"], 1)
@@ -574,6 +577,7 @@ def simulated(row: Row, known: dict[str, Any], steps: int, seed: int) -> dict[st
     return {
         "GPUs": row.gpus, "work": row.work, "late": row.late, "publish": row.publish, "faults": "yes" if row.faults else "no",
         "trainer": own.trainer, "engines": own.engines, "sandboxes": own.sandboxes, "groups": own.groups,
+        "staleness": own.staleness,
         "step s": round(seconds / steps, 1), "episodes/s": round(episodes, 1), "tokens/s": round(tokens),
         "training %": round(100 * seen["training"] / seconds, 1), "publishing %": round(100 * seen["publishing"] / seconds, 1),
         "engines %": round(100 * seen["engine_seconds"] / seconds / own.engines, 1),
@@ -583,6 +587,7 @@ def simulated(row: Row, known: dict[str, Any], steps: int, seed: int) -> dict[st
         "dropped %": round(100 * seen["groups_stale"] / max(seen["groups_opened"], 1), 1),
         "held %": round(100 * seen["held"] / seconds, 1),
         "hard %": round(100 * seen["hard_batched"] / trained / work.hard),
+        "hard tries": round(seen["hard_opened"] / max(seen["hard_batched"], 1), 2),
         "retried": int(seen["failed"] + seen["again"]), "lost": int(seen["lost"]),
         "orchestrator cores": round(1e-3 * known["orchestrator ms"] * episodes + 1e-6 * known["client us/token"] * tokens, 2),
         "router requests/s": round(seen["requests"] / seconds), "ledger kB/s": round(seen["ledger"] / seconds / 1e3, 1),
@@ -593,33 +598,40 @@ def simulated(row: Row, known: dict[str, Any], steps: int, seed: int) -> dict[st
 
 
 def scenarios(sizes: list[int]) -> list[Row]:
-    plain = [Row(gpus, work, late, publish) for publish in ("one", "sharded") for work in ("short", "long") for gpus in sizes
-             for late in ("drop", "wait")]  # fmt: skip
-    held = [Row(gpus, "long", late, "sharded", 512) for gpus in sizes if gpus > 512 for late in ("drop", "wait")]
-    return [
-        *plain,
-        *held,
-        *(Row(gpus, "long", late, "sharded", faults=True) for gpus in sizes if gpus > 64 for late in ("drop", "wait")),
-    ]
+    """Return what is simulated; the largest size, which takes longest, only where it says something new."""
+    rows = [
+        Row(gpus, work, late, publish)
+        for publish in ("one", "sharded") for work in ("short", "long") for gpus in sizes for late in ("drop", "wait")
+        if gpus < LARGEST or late == "drop" or publish == "sharded"
+    ]  # fmt: skip
+    if 512 in sizes:
+        rows += [
+            Row(512, "long", late, "sharded", staleness=bound) for bound in (8, 16, 32) for late in ("drop", "wait")
+        ]
+        rows += [Row(512, "long", late, "sharded", faults=True) for late in ("drop", "wait")]
+    if LARGEST in sizes:
+        rows += [Row(LARGEST, "long", late, "sharded", groups=512) for late in ("drop", "wait")]
+        rows.append(Row(LARGEST, "long", "drop", "sharded", faults=True))
+    return rows
 
 
 def breaks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return for each limit and workload the GPUs at which it is reached, by a line through the origin and the largest size."""
     found = []
+    plain = [
+        row
+        for row in rows
+        if (row["faults"], row["late"], row["staleness"]) == ("no", "drop", 4) and row["groups"] != 512
+    ]
     for column, limit in LIMITS.items():
-        for publish, work in (("one", "short"), ("one", "long"), ("sharded", "short"), ("sharded", "long")):
-            those = [
-                row
-                for row in rows
-                if (row["publish"], row["work"], row["faults"]) == (publish, work, "no") and row["late"] == "drop"
-            ]
-            if those:
-                over = [row["GPUs"] for row in those if row[column] > limit]
-                last = max(those, key=lambda row: row["GPUs"])
-                line = round(last["GPUs"] * limit / last[column]) if last[column] and column != "publishing %" else None
-                found.append({"limit": column, "of": limit, "publish": publish, "work": work,
-                              "first size over": min(over, default=None),
-                              "GPUs by a line": line})  # fmt: skip
+        for way in (("one", "short"), ("one", "long"), ("sharded", "short"), ("sharded", "long")):
+            those = [row for row in plain if (row["publish"], row["work"]) == way]
+            over, last = [row["GPUs"] for row in those if row[column] > limit], max(those, key=lambda row: row["GPUs"])
+            line = round(last["GPUs"] * limit / last[column]) if last[column] and column != "publishing %" else None
+            found.append({
+                "limit": column, "of": limit, "publish": way[0], "work": way[1], "first size over": min(over, default=None),
+                "GPUs by a line": line,
+            })  # fmt: skip
     return found
 
 
@@ -627,7 +639,7 @@ def main() -> None:
     """Simulate every scenario and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, nargs="+", default=list(SANDBOXES), choices=list(SANDBOXES))
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--groups", type=int, default=6000, help="groups that are trained in a scenario, at least")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hardware", default="cpu")
     options = parser.parse_args()
@@ -636,7 +648,7 @@ def main() -> None:
     known = {name: read(json.loads((RESULTS / file).read_text())) for name, (file, _, read) in FROM.items()}
     rows = []
     for row in scenarios(options.gpus):
-        rows.append(simulated(row, known, options.steps, options.seed))
+        rows.append(simulated(row, known, options.groups, options.seed))
         print(rows[-1], file=sys.stderr)
     limits = breaks(rows)
     for each in limits:

@@ -72,7 +72,9 @@ class Case:
 CASES = {
     "small": Case(1_000, groups=16),
     "plain": Case(10_000),
-    "wait": Case(10_000, late="wait"),
+    "wait": Case(
+        10_000, late="wait", groups=256
+    ),  # fewer, and 10,000 are never begun: five steps of groups are what it allows
     "long": Case(1_000, turns=30, tokens=200, answers=500, groups=16),
 }
 

@@ -233,11 +233,15 @@ class State:
         ahead, size = 1 if self.settings.mode == "sync" else 2, self.settings.groups
         if self.batched >= min(self.trained + ahead, self.settings.steps) or len(self._of["ready"]) < size:
             return None
-        ready = [(each.oldest, number) for number, each in self._of["ready"].items() if not self._is_late(each.oldest)]
-        chosen = sorted(ready)[:size]
-        if len(chosen) < size or self._overtakes(Counter(oldest for oldest, _ in chosen)):
+        left, chosen = size, Counter[int]()  # by age: groups are looked at only if they are taken
+        for oldest, groups in sorted(self._ages["ready"].items()):
+            if left and not self._is_late(oldest):
+                chosen[oldest] = min(left, groups)
+                left -= chosen[oldest]
+        if left or self._overtakes(chosen):
             return None
-        return Batched(self.batched + 1, tuple(number for _, number in chosen))
+        ready = sorted((each.oldest, number) for number, each in self._of["ready"].items() if each.oldest in chosen)
+        return Batched(self.batched + 1, tuple(number for _, number in ready[:size]))
 
     def _has_room(self) -> bool:
         """Whether one more group may begin. Nothing is sampled that no step could use."""
