@@ -95,15 +95,21 @@ def test_the_same_seed_is_the_same_run_and_faults_lose_nothing() -> None:
         ONE, sandboxes=64, groups=4, restart=5.0, pause=0.2, faults={"engine": 0.05, "rank": 0.005, "pool": 0.02}
     )
 
-    def run(seed: int) -> dict[str, float]:
-        seen = Simulation(faulty, work, tasks=300, seed=seed).run(2, 30)
-        return {name: value for name, value in seen.items() if name != "cpu"}
+    def run(seed: int) -> tuple[Simulation, dict[str, float]]:
+        simulation = Simulation(faulty, work, tasks=300, seed=seed)
+        seen = simulation.run(2, 30)
+        return simulation, {name: value for name, value in seen.items() if name != "cpu"}
 
-    seen = run(1)
-    assert seen == run(1) != run(2)
+    simulation, seen = run(1)
+    assert seen == run(1)[1] != run(2)[1]
     assert seen["failed"] > 0 < seen["again"]
     assert seen["waiting"] > 0
-    assert seen["groups_batched"] == 28 * 4
+    counts, queues = simulation.state.counts, simulation.state.queues
+    fates = sum(counts[each] for each in ("batched", "stale", "flat", "void"))
+    assert counts["opened"] == fates + queues["open"] + queues["ready"]
+    assert simulation.state.trained == 30
+    assert set(simulation.playing) | set(simulation.idle) == set(simulation.state.wanted())
+    assert not set(simulation.playing) & set(simulation.idle)
 
 
 def test_a_lost_rank_costs_the_restart_and_the_steps_since_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
