@@ -14,7 +14,7 @@ from etude.errors import UserError
 from etude.rl.environment import Item
 from etude.rl.ledger import Batched, Closed, Event, Failed, Opened, Stale, Trained, Weighted
 from etude.rl.settings import RlSettings
-from etude.rl.state import State
+from etude.rl.state import Group, State
 from tests.rl.world import WEIGHTS, World, check, finished, none_lost, rules, tasks
 
 SETTINGS = st.builds(
@@ -54,6 +54,75 @@ def test_a_kill_forgets_nothing(settings: RlSettings, number: int, seed: int, tu
     for name in ("exhausted", "trained", "batched", "version", "counts", "causes", "weights", "queues", "experience"):
         assert getattr(after, name) == getattr(before, name)
     assert all(after.group(each) == before.group(each) for each in range(before.counts["opened"]))
+
+
+class Plain:
+    """The questions as they are meant, each answered by looking at every group."""
+
+    def __init__(self, state: State) -> None:
+        self.state, self.settings = state, state.settings
+        groups = [state.group(number) for number in range(state.counts["opened"])]
+        self.open, self.ready = ([each for each in groups if each.status == status] for status in ("open", "ready"))
+
+    def oldest(self, group: Group) -> int:
+        expected = [group.begun] if group.status == "open" else []
+        return min([each.oldest for each in group.finished.values()] + expected)
+
+    def is_late(self, group: Group, step: int) -> bool:
+        behind = self.state.version + (step - 1 - self.state.trained) - self.oldest(group)
+        return behind > self.settings.staleness
+
+    def in_time(self, groups: list[Group], step: int) -> bool:
+        """Whether a queue can be trained in time, from `step` on."""
+        queue = sorted((each for each in groups if not self.is_late(each, self.state.batched + 1)), key=self.oldest)
+        return not any(self.is_late(each, step + place // self.settings.groups) for place, each in enumerate(queue))
+
+    def wanted(self) -> list[tuple[int, int]]:
+        size = self.settings.group_size
+        return [(each.number, e) for each in self.open for e in range(size) if e not in {*each.finished, *each.lost}]
+
+    def closing(self) -> list[int]:
+        return [each.number for each in self.open if len({*each.finished, *each.lost}) == self.settings.group_size]
+
+    def stale(self) -> list[Stale]:
+        return [Stale(each.number) for each in self.ready if self.is_late(each, self.state.batched + 1)]
+
+    def batch(self) -> Batched | None:
+        state, size, step = self.state, self.settings.groups, self.state.batched + 1
+        if state.batched >= min(state.trained + (1 if self.settings.mode == "sync" else 2), self.settings.steps):
+            return None
+        ready = sorted((each for each in self.ready if not self.is_late(each, step)), key=self.oldest)
+        held = self.settings.late == "wait" and self.open and not self.in_time([*ready[size:], *self.open], step + 1)
+        return None if len(ready) < size or held else Batched(step, tuple(each.number for each in ready[:size]))
+
+    def has_room(self) -> bool:
+        state, own, begun = self.state, self.settings, len(self.open) + len(self.ready)
+        if len(self.wanted()) >= own.at_once or begun >= (own.steps - state.batched) * own.groups:
+            return False
+        if own.mode == "sync":
+            return state.batched == state.trained and begun < own.groups
+        if own.late == "drop":
+            return len(self.ready) < (own.staleness + 1 - (state.batched - state.trained)) * own.groups
+        new, step = Group(10**6, "", 0, state.version), state.batched + 1
+        return not self.is_late(new, step) and self.in_time([*self.open, *self.ready, new], step)
+
+
+@given(SETTINGS, st.integers(0, 14), st.integers(0, 2**32), st.integers(0, 2))
+@hypothesis_settings(max_examples=150)
+def test_what_is_kept_for_the_questions_answers_as_a_look_at_every_group_does(
+    settings: RlSettings, number: int, seed: int, lag: int
+) -> None:
+    world = World(settings, tasks(number), seed, lag if settings.mode == "async" else 0)
+    for _ in range(200):
+        plain, state = Plain(world.state), world.state
+        assert (state.wanted(), state.unplayed) == (plain.wanted(), len(plain.wanted()))
+        assert [closed.group for closed in state.closing()] == plain.closing()
+        assert (state.stale(), state.batch()) == (plain.stale(), plain.batch())
+        assert [state.queues[each] for each in ("open", "ready")] == [len(plain.open), len(plain.ready)]
+        assert (state.next_group() is not None) == (state.queues["undrawn"] > 0 and plain.has_room())
+        assert all(each.oldest == plain.oldest(each) for each in (*plain.open, *plain.ready))
+        if not world.act():
+            break
 
 
 @given(SETTINGS, st.integers(1, 14), st.integers(0, 2**32))

@@ -10,7 +10,7 @@ A task seldom seen is taken for what its family is, a family seldom seen for wha
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,8 +40,11 @@ class Tally:
 
     def means(self, expected: Tally, prior: int = PRIOR) -> Tally:
         """Return the means, with `expected` counted as `prior` episodes."""
-        pairs = zip(astuple(self)[1:], astuple(expected)[1:], strict=True)
-        return Tally(1, *((own + prior * other) / (self.episodes + prior) for own, other in pairs))
+        count = self.episodes + prior
+        return Tally(
+            1, (self.solved + prior * expected.solved) / count, (self.turns + prior * expected.turns) / count,
+            (self.thinking + prior * expected.thinking) / count,
+        )  # fmt: skip
 
 
 @dataclass
@@ -63,8 +66,11 @@ class Experience:
             return [1.0] * len(items)
         mean = self.all.means(Tally(), prior=0)
         family = {name: self.family.get(name, Tally()).means(mean) for name in {item.family for item in items}}
-        tasks = (self.task.get(each.id, Tally()).means(family[each.family]) for each in items)
-        return [_weight(task, mean, settings, ramp) for task in tasks]
+        unseen = {
+            name: _weight(expected, mean, settings, ramp) for name, expected in family.items()
+        }  # there may be many
+        seen = ((self.task.get(each.id), each.family) for each in items)
+        return [_weight(own.means(family[of]), mean, settings, ramp) if own else unseen[of] for own, of in seen]
 
 
 def ramp_at(progress: float, begin: float) -> float:

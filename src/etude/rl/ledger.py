@@ -2,9 +2,9 @@
 
     Opened → Finished or Failed, an episode each → Closed → Batched → Trained
 
-State is what these lines add up to (state.py). Each is flushed to the disk before anything builds on it, so a kill at any moment
-loses at most what was not yet written. A torn last line is passed over (jsonl.py). A line that is whole and yet makes no sense was
-not torn by us: going on would forget events, so the run stops and names the line.
+State is what these lines add up to (state.py). They are flushed to the disk, as many as there are at once, before anything outside
+builds on them, so a kill at any moment loses at most what was not yet written. A torn last line is passed over (jsonl.py). A line
+that is whole and yet makes no sense was not torn by us: going on would forget events, so the run stops and names the line.
 """
 
 from __future__ import annotations
@@ -146,6 +146,6 @@ class Ledger:
                 raise UserError(f"line {number} of {self.path} is damaged: {error}; {advice}") from None
         return events, torn
 
-    def append(self, event: Event) -> None:
-        """Write an event; when this returns it survives a power cut. When it raises, nothing was written."""
-        append_line(self.path, to_line(event), durable=True)
+    def append(self, *events: Event) -> None:
+        """Write events; when this returns they survive a power cut. When it raises, nothing was written."""
+        append_line(self.path, b"".join(map(to_line, events)), durable=True)

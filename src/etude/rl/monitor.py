@@ -138,23 +138,32 @@ def choose(episodes: Sequence[tuple[Finished, float]]) -> dict[str, Sample]:
             place = pick(range(len(left)), key=lambda place: left[place][1])
             chosen[name] = Sample(*left.pop(place), f"{why} of the step")
     if left:
-        among = [event for event, _ in episodes]
-        (_, why), event, reward = max(((_strangeness(e, among), e, r) for e, r in left), key=lambda each: each[0][0])
+        usual = _typical([event for event, _ in episodes])
+        (_, why), event, reward = max(((_strangeness(e, usual), e, r) for e, r in left), key=lambda each: each[0][0])
         chosen["strangest"] = Sample(event, reward, why)
     return chosen
 
 
-def _strangeness(event: Finished, among: Sequence[Finished]) -> tuple[float, str]:
-    """Return how far an episode's most unusual behaviour is from the others', in standard deviations, and in words.
+def _typical(episodes: Sequence[Finished]) -> dict[str, tuple[float, float]]:
+    """Return the usual value of each behaviour, and how much that varies.
 
-    By medians, so that the strange one does not move what it is compared with. Where most are alike, any difference counts as a
+    By medians, so that a strange episode does not move what it is compared with. Where most are alike, any difference counts as a
     share of the value itself.
     """
+    numbers = [_numbers(event) for event in episodes]
+    usual = {}
+    for name in dict.fromkeys(name for each in numbers for name in each):
+        values = [each.get(name, 0.0) for each in numbers]
+        middle = median(values)
+        usual[name] = middle, FAR * median(abs(each - middle) for each in values) or max(abs(middle), 1.0)
+    return usual
+
+
+def _strangeness(event: Finished, usual: Mapping[str, tuple[float, float]]) -> tuple[float, str]:
+    """Return how far an episode's most unusual behaviour is from the others', in standard deviations, and in words."""
     distances = [(0.0, "no behaviour differs from the others'")]
     for name, value in _numbers(event).items():
-        values = [_numbers(other).get(name, 0.0) for other in among]
-        middle = median(values)
-        spread = FAR * median(abs(each - middle) for each in values) or max(abs(middle), 1.0)
+        middle, spread = usual[name]
         distances.append((abs(value - middle) / spread, f"{name} is {value:.4g}; the step's median is {middle:.4g}"))
     return max(distances, key=lambda each: each[0])
 

@@ -2,7 +2,8 @@
 
 It decides nothing itself. What to do next is State's to say, and State is what the ledger adds up to; so a restart reads the ledger
 and goes on. The order of writing makes a kill harmless: an episode's trace is there before the ledger names it, a step's row before
-the ledger says it is trained, and a batch that the ledger names is put again, the same, if its file is not there.
+the ledger says it is trained, and a batch that the ledger names is put again, the same, if its file is not there. Events are written
+together (`_flush`), before an episode begins, a batch is put or a journal goes: a flush takes a slow disk longer than an event comes.
 
 Engine and trainer as the orchestrator has them: in processes of their own, or in this one.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import json
 import shutil
 import sys
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from etude.agent.formats import ChatFormat
+    from etude.agent.trace import Trace
     from etude.lineage.compute import ComputeShape
     from etude.work import Work
 
@@ -255,7 +258,10 @@ class Orchestrator:
         self.exchange, self.ledger = Exchange(self.folder / "exchange"), Ledger(self.folder / LEDGER)
         self.policy, self.news = TimedPolicy(self.parts.policy, self.step_metrics), asyncio.Event()
         self.wish = ""
+        self.unwritten: list[Event] = []
+        self.journals: list[Path] = []  # of episodes that are over when the ledger knows it
         self._recall()
+        self.idle = self.state.wanted()  # episodes to run that are not under way, as a heap
         for step in range(self.state.trained + 1, self.state.batched + 1):
             self._put_batch(step)
 
@@ -278,7 +284,19 @@ class Orchestrator:
 
     async def run(self, group: asyncio.TaskGroup) -> None:
         """Train all steps, or as many as there are tasks for; then tell the trainer that there is no more."""
+        try:
+            await self._run(group)
+        finally:
+            self._flush()
+        if REST not in self.work.metrics:
+            self.work.metrics.put(REST, **self.step_metrics.unwritten())
+        if self.state.trained < self.settings.steps:
+            self._say_early_end()
+        self.exchange.stop()
+
+    async def _run(self, group: asyncio.TaskGroup) -> None:
         while self.state.trained < self.settings.steps and not self.state.exhausted:
+            self._flush()
             self.work.reporter.check_stop()
             self._read_wish()
             self._read_reports()
@@ -290,11 +308,6 @@ class Orchestrator:
         for task in self.playing.values():
             task.cancel()
         await asyncio.gather(*self.playing.values(), return_exceptions=True)
-        if REST not in self.work.metrics:
-            self.work.metrics.put(REST, **self.step_metrics.unwritten())
-        if self.state.trained < self.settings.steps:
-            self._say_early_end()
-        self.exchange.stop()
 
     def _say_early_end(self) -> None:
         done, wanted, counts = self.state.trained, self.settings.steps, self.state.counts
@@ -321,8 +334,16 @@ class Orchestrator:
         await asyncio.sleep(0)  # whoever ended with an error has cancelled us by then
 
     def _record(self, event: Event) -> None:
-        self.ledger.append(event)
+        self.unwritten.append(event)
         self._apply(event)
+
+    def _flush(self) -> None:
+        """Write what was recorded; what was kept in case it had not been goes."""
+        if self.unwritten:
+            self.ledger.append(*self.unwritten)
+            self.unwritten.clear()
+        while self.journals:
+            self.journals.pop().unlink(missing_ok=True)
 
     def _apply(self, event: Event) -> None:
         """Take note of an event, new or read from the ledger: both must leave the same behind."""
@@ -336,7 +357,7 @@ class Orchestrator:
         """Return how much of the next step is done: its episodes that have ended."""
         size, queues = self.settings.group_size, self.state.queues
         begun = (queues["open"] + queues["ready"] + queues["training"]) * size
-        return min((begun - len(self.state.wanted())) / (self.settings.groups * size), 0.99)
+        return min((begun - self.state.unplayed) / (self.settings.groups * size), 0.99)
 
     def _read_wish(self) -> None:
         """Take over the weights of the reward that a user wrote meanwhile."""
@@ -394,6 +415,7 @@ class Orchestrator:
             self._record(stale)
         while batch := self.state.batch():
             self._record(batch)
+            self._flush()
             self._put_batch(batch.step)
 
     def _put_batch(self, step: int) -> None:
@@ -409,9 +431,12 @@ class Orchestrator:
         """Open groups and begin episodes, as many as may be played at once."""
         while opened := self.state.next_group():
             self._record(opened)
-        for place in self.state.wanted():
-            if len(self.playing) < self.settings.at_once and place not in self.playing:
-                self.playing[place] = group.create_task(self._episode(*place))
+            for episode in range(self.settings.group_size):
+                heapq.heappush(self.idle, (opened.group, episode))
+        self._flush()
+        while self.idle and len(self.playing) < self.settings.at_once:
+            place = heapq.heappop(self.idle)
+            self.playing[place] = group.create_task(self._episode(*place))
 
     async def _episode(self, number: int, episode: int) -> None:
         """Play one episode and write down what became of it."""
@@ -425,7 +450,7 @@ class Orchestrator:
                 play = self.environment.run_episode
                 played = await play(task, self.policy, self.talk, name=name, seed=seed, journal=journal)
             played.trace.made_by["reward_weights"] = dict(self.state.weights)
-            await asyncio.to_thread(_write, path, to_json(played.trace))
+            await asyncio.to_thread(_write, path, played.trace)
             event = finished(number, episode, played, time.monotonic() - began, self.state.version)
             self._record(event)
             self.step_metrics.sampled(played.trace, self.shape, event.seconds)
@@ -436,19 +461,21 @@ class Orchestrator:
         finally:
             del self.playing[number, episode]
             self.news.set()
-        journal.unlink(missing_ok=True)  # not before the ledger knows what became of it
+        self.journals.append(journal)
 
     def _failed(self, event: Failed) -> None:
         self._record(event)
         self.failed_in_a_row += 1
+        if not event.final:
+            heapq.heappush(self.idle, (event.group, event.episode))
         if self.failed_in_a_row >= GIVE_UP:
             message = f"the last {GIVE_UP} episodes were invalid: {event.cause}"
             raise UserError(f"{message}; put that right and run the same command to go on")
 
 
-def _write(path: Path, line: bytes) -> None:
+def _write(path: Path, trace: Trace) -> None:
     with whole_file(path) as beside:
-        beside.write_bytes(line)
+        beside.write_bytes(to_json(trace))
 
 
 def finished(group: int, episode: int, played: Episode, seconds: float, version: int) -> Finished:

@@ -10,6 +10,9 @@ counted from the newest one trained, and the batches before it that are not trai
 
 drop: groups begin as long as there is room; one that is overtaken is dropped and its task goes back to be drawn again.
 wait: a group begins only if it and all others can still be trained in time, and no batch overtakes one that could then not be.
+
+Questions are asked after every episode, of which thousands are under way: none may take longer the more there are. So what they ask
+for is kept as it changes: groups by status, the episodes to run, groups that are complete, and how many groups are how old.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ class Group:
     epoch: int
     begun: int  # newest version when it was opened
     status: Status = "open"
+    sampled: int | None = None  # oldest version of its finished episodes
     finished: dict[int, Finished] = field(default_factory=dict)
     failures: Counter[int] = field(default_factory=Counter)  # by episode
     lost: set[int] = field(default_factory=set)  # episodes that failed finally
@@ -52,8 +56,9 @@ class Group:
     @property
     def oldest(self) -> int:
         """Return the oldest version of its tokens; while it is open, the oldest to be expected."""
-        expected = [self.begun] if self.status == "open" else []
-        return min([each.oldest for each in self.finished.values()] + expected)
+        if self.sampled is None or (self.status == "open" and self.begun < self.sampled):
+            return self.begun
+        return self.sampled
 
 
 class State:
@@ -70,7 +75,13 @@ class State:
         self.experience = Experience()
         self._groups: list[Group] = []
         self._batches: list[tuple[int, ...]] = []  # the groups of every step
-        self._waiting: dict[int, Group] = {}  # open or ready
+        self._of: dict[Status, dict[int, Group]] = {"open": {}, "ready": {}}
+        self._ages: dict[Status, Counter[int]] = {
+            "open": Counter(),
+            "ready": Counter(),
+        }  # of those, by their oldest version
+        self._wanted: dict[tuple[int, int], None] = {}  # in their order
+        self._complete: set[int] = set()  # open groups whose episodes are all in
         self._undrawn = [dict(self.items) for _ in range(settings.epochs)]  # tasks by epoch
         self._drawn: Counter[tuple[int, str]] = Counter()
         for event in events:
@@ -84,6 +95,7 @@ class State:
             case Finished() | Failed():
                 self._end_episode(event)
             case Closed(number, fate, rewards):
+                assert number in self._complete, f"group {number} was closed out of turn"
                 self._move(number, "open", fate).rewards = dict(rewards)
             case Stale(number):
                 group = self._move(number, "ready", "stale")
@@ -109,14 +121,21 @@ class State:
         self._drawn[event.epoch, event.task] += 1
         group = Group(event.group, event.task, event.epoch, self.version)
         self._groups.append(group)
-        self._waiting[group.number] = group
+        self._enter(group)
+        self._wanted.update(dict.fromkeys((group.number, episode) for episode in range(self.settings.group_size)))
         self.counts["opened"] += 1
 
     def _end_episode(self, event: Finished | Failed) -> None:
-        assert (event.group, event.episode) in self.wanted(), f"episode {event.group}/{event.episode} was over before"
+        place = event.group, event.episode
+        assert place in self._wanted, f"episode {event.group}/{event.episode} was over before"
         group = self._groups[event.group]
+        if isinstance(event, Finished) or event.final:
+            del self._wanted[place]
         if isinstance(event, Finished):
+            self._leave(group)
             group.finished[event.episode] = event
+            group.sampled = event.oldest if group.sampled is None else min(group.sampled, event.oldest)
+            self._enter(group)
             self.experience.add(self.items[group.task], event)
             self.counts["finished"] += 1
         else:
@@ -125,15 +144,30 @@ class State:
                 group.lost.add(event.episode)
             self.counts.update(failed=1, lost=int(event.final))
             self.causes[event.cause] += 1
+        if len(group.finished) + len(group.lost) == self.settings.group_size:
+            self._complete.add(group.number)
 
     def _move(self, number: int, before: Status, after: Status) -> Group:
         group = self._groups[number]
         assert group.status == before, f"group {number} is {group.status}, not {before}"
+        self._leave(group)
         group.status = after
-        if after != "ready":
-            del self._waiting[number]
+        if after == "ready":
+            self._enter(group)
+        self._complete.discard(number)
         self.counts[after] += 1
         return group
+
+    def _enter(self, group: Group) -> None:
+        self._of[group.status][group.number] = group
+        self._ages[group.status][group.oldest] += 1
+
+    def _leave(self, group: Group) -> None:
+        del self._of[group.status][group.number]
+        ages = self._ages[group.status]
+        ages[group.oldest] -= 1
+        if not ages[group.oldest]:
+            del ages[group.oldest]
 
     @property
     def batched(self) -> int:
@@ -152,15 +186,21 @@ class State:
     @property
     def exhausted(self) -> bool:
         """Whether the run ends before its last step: no task is left, and what is ready is too little for a batch."""
-        left = any(self._undrawn) or self._of("open") or self.stale() or self.batched > self.trained
-        return not (left or len(self._of("ready")) >= self.settings.groups)
+        left = any(self._undrawn) or self._of["open"] or self.stale() or self.batched > self.trained
+        return not (left or len(self._of["ready"]) >= self.settings.groups)
 
     @property
     def queues(self) -> dict[str, int]:
         """Return how many groups are at each point of their way."""
         undrawn, training = sum(map(len, self._undrawn)), (self.batched - self.trained) * self.settings.groups
-        ready = len(self._of("ready"))
-        return {"undrawn": undrawn, "open": len(self._waiting) - ready, "ready": ready, "training": training}
+        return {
+            "undrawn": undrawn, "open": len(self._of["open"]), "ready": len(self._of["ready"]), "training": training,
+        }  # fmt: skip
+
+    @property
+    def unplayed(self) -> int:
+        """Return how many episodes are to run."""
+        return len(self._wanted)
 
     def next_group(self) -> Opened | None:
         """Return the group to open now, if any: the same one until something happens."""
@@ -170,71 +210,77 @@ class State:
         items = list(self._undrawn[epoch].values())
         weights = self.experience.weights(items, self.settings.curriculum, self.batched / self.settings.steps)
         number = len(self._groups)
-        drawn = random.Random(f"{self.seed} {number}").choices(items, weights)[0].id  # noqa: S311 - reproducible
+        alike = weights.count(1.0) == len(weights)  # which draws the same, without adding them up
+        drawn = random.Random(f"{self.seed} {number}").choices(items, None if alike else weights)[0].id  # noqa: S311 - reproducible
         return Opened(number, drawn, epoch, self._drawn[epoch, drawn])
 
     def wanted(self) -> list[tuple[int, int]]:
         """Return the episodes to run, as (group, episode): of open groups, neither finished nor finally failed."""
-        episodes = range(self.settings.group_size)
-        return [
-            (group.number, episode)
-            for group in self._of("open")
-            for episode in episodes
-            if episode not in group.finished and episode not in group.lost
-        ]
+        return list(self._wanted)
 
     def closing(self) -> list[Closed]:
         """Return how groups end whose episodes are all in."""
-        size = self.settings.group_size
-        return [self._end(group) for group in self._of("open") if len(group.finished) + len(group.lost) == size]
+        return [self._end(self._groups[number]) for number in sorted(self._complete)]
 
     def stale(self) -> list[Stale]:
         """Return the ready groups that are too old for the next batch."""
-        return [Stale(group.number) for group in self._of("ready") if self._is_late(group)]
+        if not any(map(self._is_late, self._ages["ready"])):
+            return []
+        return [Stale(number) for number, group in sorted(self._of["ready"].items()) if self._is_late(group.oldest)]
 
     def batch(self) -> Batched | None:
         """Return the next step's groups, those with the oldest tokens first, if there are enough and the trainer is near."""
         ahead, size = 1 if self.settings.mode == "sync" else 2, self.settings.groups
-        if self.batched >= min(self.trained + ahead, self.settings.steps):
+        if self.batched >= min(self.trained + ahead, self.settings.steps) or len(self._of["ready"]) < size:
             return None
-        ready = sorted((each for each in self._of("ready") if not self._is_late(each)), key=lambda each: each.oldest)
-        if len(ready) < size or self._overtakes([*ready[size:], *self._of("open")]):
+        left, chosen = size, Counter[int]()  # by age: groups are looked at only if they are taken
+        for oldest, groups in sorted(self._ages["ready"].items()):
+            if left and not self._is_late(oldest):
+                chosen[oldest] = min(left, groups)
+                left -= chosen[oldest]
+        if left or self._overtakes(chosen):
             return None
-        return Batched(self.batched + 1, tuple(group.number for group in ready[:size]))
-
-    def _of(self, status: Literal["open", "ready"]) -> list[Group]:
-        return [group for group in self._waiting.values() if group.status == status]
+        ready = sorted((each.oldest, number) for number, each in self._of["ready"].items() if each.oldest in chosen)
+        return Batched(self.batched + 1, tuple(number for _, number in ready[:size]))
 
     def _has_room(self) -> bool:
         """Whether one more group may begin. Nothing is sampled that no step could use."""
-        settings, begun, ready = self.settings, len(self._waiting), len(self._of("ready"))
-        if len(self.wanted()) >= settings.at_once or begun >= (settings.steps - self.batched) * settings.groups:
+        settings, ready = self.settings, len(self._of["ready"])
+        begun = len(self._of["open"]) + ready
+        if self.unplayed >= settings.at_once or begun >= (settings.steps - self.batched) * settings.groups:
             return False
         if settings.mode == "sync":
             return self.batched == self.trained and begun < settings.groups
         if settings.late == "drop":  # those under way may turn out flat, so only those that are ready count
             return ready < (settings.staleness + 1 - (self.batched - self.trained)) * settings.groups
-        new = Group(len(self._groups), "", 0, self.version)
-        return not self._is_late(new) and self._are_in_time([*self._waiting.values(), new], self.batched + 1)
+        every = self._ages["open"] + self._ages["ready"] + Counter({self.version: 1})
+        return not self._is_late(self.version) and self._are_in_time(every, self.batched + 1)
 
-    def _behind(self, group: Group, step: int) -> int:
-        """Return the staleness of a group if it is trained in `step`."""
-        return self.version + (step - 1 - self.trained) - group.oldest
+    def _behind(self, oldest: int, step: int) -> int:
+        """Return the staleness of a group with that oldest version if it is trained in `step`."""
+        return self.version + (step - 1 - self.trained) - oldest
 
-    def _is_late(self, group: Group) -> bool:
-        return self._behind(group, self.batched + 1) > self.settings.staleness
+    def _is_late(self, oldest: int) -> bool:
+        return self._behind(oldest, self.batched + 1) > self.settings.staleness
 
-    def _are_in_time(self, groups: Iterable[Group], step: int) -> bool:
-        """Whether all groups that are not late already can be trained in time, the oldest first, from `step` on."""
-        queue = sorted((each for each in groups if not self._is_late(each)), key=lambda each: each.oldest)
-        size, bound = self.settings.groups, self.settings.staleness
-        return all(self._behind(each, step + place // size) <= bound for place, each in enumerate(queue))
+    def _are_in_time(self, ages: Counter[int], step: int) -> bool:
+        """Whether all groups that are not late already can be trained in time, the oldest first, from `step` on.
 
-    def _overtakes(self, others: list[Group]) -> bool:
-        """Whether a batch now would leave too little time for a group that is still under way."""
-        if self.settings.late == "drop" or not any(each.status == "open" for each in others):
+        Of groups that are equally old the last one in the queue decides.
+        """
+        place, size, bound = 0, self.settings.groups, self.settings.staleness
+        for oldest, groups in sorted(ages.items()):
+            if not self._is_late(oldest):
+                place += groups
+                if self._behind(oldest, step + (place - 1) // size) > bound:
+                    return False
+        return True
+
+    def _overtakes(self, chosen: Counter[int]) -> bool:
+        """Whether a batch of such groups now would leave too little time for a group that is still under way."""
+        if self.settings.late == "drop" or not self._of["open"]:
             return False
-        return not self._are_in_time(others, self.batched + 2)
+        return not self._are_in_time(self._ages["open"] + self._ages["ready"] - chosen, self.batched + 2)
 
     def _end(self, group: Group) -> Closed:
         rewards = {episode: total(each.parts, self.weights) for episode, each in sorted(group.finished.items())}
