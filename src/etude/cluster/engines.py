@@ -110,7 +110,7 @@ class Engine:
                 await control.connect()
             self.follower.version = 0
             await self.follower.step()
-            self.endpoint = Endpoint(self.number, address)
+            self.endpoint = Endpoint(self.number, address, vocabulary)
             await self.fleet.changed()
             async with asyncio.TaskGroup() as group:
                 watching = group.create_task(control.watch(self.fleet.patience, hung.set))
@@ -143,7 +143,7 @@ class Fleet:
         self.logs = job.folder / "cluster"
         self.token, self.token_file = secrets.token_urlsafe(32), self.logs / "token"
         self.engines: list[Engine] = []
-        self.router = Router(vocabulary, self.token)
+        self.router = Router(self.token)
         self.listeners: list[Callable[[Sequence[Endpoint]], Awaitable[Any]]] = [self.router.set_engines]
         self._last = 0
 

@@ -10,6 +10,7 @@ that nobody waits for an engine that hangs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from etude.inference.policy import OnTokens
 
+FAILURES = 12  # of one request: more than any loss of engines explains
 ASIDE = 2.0  # seconds that an engine which failed a request is left alone
 PATIENCE = 3600.0  # seconds without any engine; they may all be loading a large model
 STRICT = ClientSettings(
@@ -36,6 +38,7 @@ class Endpoint:
 
     number: int
     address: str
+    vocabulary: int = 0  # of the caller; 0: as the server says, which vLLM does not
 
 
 @dataclass
@@ -56,8 +59,8 @@ class Entry:
 class Router:
     """See `Policy`."""
 
-    def __init__(self, vocabulary: int, token: str) -> None:
-        self.vocabulary, self.token = vocabulary, token
+    def __init__(self, token: str) -> None:
+        self.token = token
         self._entries: dict[Endpoint, Entry] = {}
         self._news = asyncio.Event()
         self._info: PolicyInfo | None = None
@@ -72,7 +75,7 @@ class Router:
         wanted = set(endpoints)
         gone = [self._entries.pop(each) for each in self._entries.keys() - wanted]
         for new in wanted - self._entries.keys():
-            self._entries[new] = Entry(RemotePolicy(new.address, self.vocabulary, self.token, STRICT))
+            self._entries[new] = Entry(RemotePolicy(new.address, new.vocabulary, self.token, STRICT))
         self._news.set()
         for entry in gone:  # last: another list may come meanwhile
             await entry.policy.close()
@@ -81,7 +84,8 @@ class Router:
         """Wait for the first engine that answers."""
         while self._info is None:
             endpoint = await self._choose(None)
-            await self._policy(endpoint)
+            with contextlib.suppress(ServerFailed, Busy):
+                await self._connected(endpoint)
         return self._info
 
     async def generate(
@@ -89,9 +93,13 @@ class Router:
     ) -> Completion:
         """See `Policy`. A request outlives the engine it was sent to."""
         kept: list[Token] = []
-        while True:
+        failure: ServerFailed | Busy | None = None
+        for _ in range(FAILURES):
             endpoint = await self._choose(session)
-            if (policy := await self._policy(endpoint)) is None:
+            try:
+                policy = await self._connected(endpoint)
+            except (ServerFailed, Busy) as error:
+                failure = error
                 continue
             came: list[Token] = []
 
@@ -104,7 +112,8 @@ class Router:
             text = [*prompt, *(token.id for token in kept)]
             try:
                 done = await policy.generate(text, rest, session=session, on_tokens=take)
-            except (ServerFailed, Busy):
+            except (ServerFailed, Busy) as error:
+                failure = error
                 self._aside(endpoint)
                 # vLLM says only at the end which weights wrote what; a stop text may lie across the border.
                 if policy.info.details["server"] == "etude" and not sampling.stop:
@@ -113,6 +122,7 @@ class Router:
                     return ended
             else:
                 return replace(done, tokens=[*kept, *done.tokens])
+        raise ServerFailed(f"a request failed {FAILURES} times, on whatever engine; the last time: {failure}")
 
     async def close(self) -> None:
         await self.set_engines([])
@@ -133,15 +143,13 @@ class Router:
                 continue
         raise ServerFailed(f"no engine answered for {PATIENCE:.0f} s; see their logs in the run's folder")
 
-    async def _policy(self, endpoint: Endpoint) -> RemotePolicy | None:
-        """Return the connected policy of an engine; None if it cannot be reached now."""
-        if (entry := self._entries.get(endpoint)) is None:
-            return None
+    async def _connected(self, endpoint: Endpoint) -> RemotePolicy:
+        """Return the policy of an engine that was chosen just now."""
         try:
-            policy = await entry.connected()
+            policy = await self._entries[endpoint].connected()
         except (ServerFailed, Busy):
             self._aside(endpoint)
-            return None
+            raise
         self._info = self._info or policy.info
         return policy
 

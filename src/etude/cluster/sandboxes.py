@@ -17,6 +17,7 @@ from etude.agent.formats import choose_format
 from etude.cluster.host import ANSWER, Host, Lost, about
 from etude.cluster.router import Endpoint, Router
 from etude.errors import UserError
+from etude.inference.client import ServerFailed
 from etude.models.load import load_tokeniser
 from etude.rl.environment import Environment, Episode, InfrastructureError
 from etude.rl.processes import DEATHS
@@ -48,8 +49,7 @@ class Pool:
 
     async def open(self) -> None:
         """Load the tasks."""
-        tokeniser = load_tokeniser(Path(self._model))
-        self._talk, self._router = choose_format(tokeniser), Router(len(tokeniser), self._token)
+        self._talk, self._router = choose_format(load_tokeniser(Path(self._model))), Router(self._token)
         self._environment = await asyncio.to_thread(self._make)
 
     async def set_engines(self, endpoints: Sequence[Endpoint]) -> None:
@@ -59,7 +59,10 @@ class Pool:
         """Play one episode; the journal is the driver's to remove."""
         await self._router.ready()
         play = self._environment.run_episode
-        return await play(item, self._router, self._talk, name=name, seed=seed, journal=Path(journal))
+        try:
+            return await play(item, self._router, self._talk, name=name, seed=seed, journal=Path(journal))
+        except ServerFailed as error:
+            raise InfrastructureError(f"engines: {error}") from None
 
 
 class Pools:
