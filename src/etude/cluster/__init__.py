@@ -10,4 +10,6 @@ from etude.errors import UserError
 def require_ray() -> None:
     """Refuse to go on without Ray, which only a cluster needs."""
     if find_spec("ray") is None:
-        raise UserError("--cluster needs Ray, which is not installed here; install it with: pip install 'etude[cluster]'")
+        raise UserError(
+            "--cluster needs Ray, which is not installed here; install it with: pip install 'etude[cluster]'"
+        )

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from etude.cluster.host import ANSWER, About, Supervisor, about, reason
 from etude.cluster.placement import Node, nodes
-from etude.errors import UserError, one_line
+from etude.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -53,11 +53,13 @@ def _join(address: str) -> None:
     try:
         ray.init(address=address, **QUIET)
     except Exception as error:  # noqa: BLE001 - Ray raises many kinds, and each is for the user
-        told = one_line(reason(error))
+        told = reason(error)
         if "ersion mismatch" in told:
             raise UserError(f"--cluster {address}: {told}; use the same Ray and Python here and there") from None
         advice = "is it running, and can this machine reach it? `ray status` on its head tells"
-        raise UserError(f"--cluster {address}: no cluster answers ({type(error).__name__}: {told[:300]}); {advice}") from None
+        raise UserError(
+            f"--cluster {address}: no cluster answers ({type(error).__name__}: {told[:300]}); {advice}"
+        ) from None
 
 
 def _start_or_join(say: Say) -> None:
@@ -67,7 +69,7 @@ def _start_or_join(say: Say) -> None:
     except ConnectionError:
         pass
     except RuntimeError as error:
-        raise UserError(f"--cluster local: {one_line(reason(error))}; use the same Ray and Python here and there") from None
+        raise UserError(f"--cluster local: {reason(error)}; use the same Ray and Python here and there") from None
     else:
         return
     for attempt in range(1, STARTS + 1):
@@ -76,7 +78,7 @@ def _start_or_join(say: Say) -> None:
         except Exception as error:  # noqa: BLE001 - as above
             ray.shutdown()
             if attempt == STARTS:
-                raise UserError(f"--cluster local: Ray did not start {STARTS} times: {one_line(reason(error))[:300]}") from None
+                raise UserError(f"--cluster local: Ray did not start {STARTS} times: {reason(error)[:300]}") from None
             say(f"cluster: Ray did not start in time ({type(error).__name__}); trying again")
         else:
             return
@@ -132,7 +134,9 @@ def problems(seen: Sequence[Seen], here: About, folder: Path | None) -> list[str
     for each in seen:
         where = f"node {each.node.address}"
         if each.about is None:
-            found.append(f"{where} does not start a process within {ANSWER:.0f} s: look at its memory and at Ray's logs there")
+            found.append(
+                f"{where} does not start a process within {ANSWER:.0f} s: look at its memory and at Ray's logs there"
+            )
             continue
         for name in ("ray", "python", "etude"):
             theirs, ours = each.about.versions[name], here.versions[name]

@@ -90,7 +90,16 @@ class Engine:
         if own.kind == "etude":
             listen = [host, str(port), str(self.fleet.token_file)]
             return [OWN, "-P", "-m", "etude.rl.engine", str(job.folder / "job.json"), *listen], {}
-        serve = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(job.model), "--host", host, "--port", str(port)]
+        serve = [
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(job.model),
+            "--host",
+            host,
+            "--port",
+            str(port),
+        ]
         serve += ["--enable-scale-out", "--tensor-parallel-size", str(max(1, own.gpus)), "--seed", str(job.seed)]
         serve += ["--max-model-len", str(job.settings.length)] if job.settings.length else []
         return [own.python, "-I", *serve], {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": self.fleet.token}

@@ -25,7 +25,6 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 import etude
-from etude.errors import one_line
 from etude.rl.processes import Child, ending, last_lines
 
 if TYPE_CHECKING:
@@ -107,7 +106,9 @@ class Supervisor:
         ask = f"import importlib.metadata as m; print(m.version({module!r}))"
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             words = [python, "-I", "-c", ask]
-            done = await asyncio.to_thread(subprocess.run, words, capture_output=True, text=True, timeout=ANSWER / 2, check=False)
+            done = await asyncio.to_thread(
+                subprocess.run, words, capture_output=True, text=True, timeout=ANSWER / 2, check=False
+            )
             return done.stdout.strip() if done.returncode == 0 else f"no {module} in it"
         return "not there"
 
@@ -206,5 +207,9 @@ async def _future(called: Any) -> Any:
 def reason(error: Exception) -> str:
     """Return what Ray knows of a loss, without its table of ids."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if not line.startswith(("class_name:", "actor_id:", "pid:", "namespace:", "ip:", "name:"))]
-    return one_line(" ".join(told))[:600]
+    told = [
+        line
+        for line in lines
+        if not line.startswith(("class_name:", "actor_id:", "pid:", "namespace:", "ip:", "name:"))
+    ]
+    return " ".join(told)[:600]

@@ -51,7 +51,11 @@ class Node:
 
 def words(amounts: dict[str, float]) -> str:
     """Return resources as a person says them."""
-    said = [f"{amount:g} {name}{'s' * (amount != 1)}" for name, amount in amounts.items() if amount and name in {"GPU", "CPU"}]
+    said = [
+        f"{amount:g} {name}{'s' * (amount != 1)}"
+        for name, amount in amounts.items()
+        if amount and name in {"GPU", "CPU"}
+    ]
     return ", ".join(said) or "nothing"
 
 
@@ -60,6 +64,11 @@ def nodes() -> list[Node]:
     alive = [each for each in ray.nodes() if each["Alive"]]
     return [Node(each["NodeID"], each["NodeManagerAddress"], {name: each["Resources"].get(name, 0.0) for name in ("GPU", "CPU")})
             for each in alive]  # fmt: skip
+
+
+def free() -> str:
+    """Return in words what nobody uses now."""
+    return words(ray.available_resources())
 
 
 def bundles(settings: ClusterSettings) -> list[Bundle]:
@@ -77,7 +86,11 @@ def left_over(wanted: Sequence[Bundle], available: Sequence[Node]) -> list[Bundl
     without = []
     for bundle in sorted(wanted, key=lambda each: (-each.takes.get("GPU", 0), -each.takes.get("CPU", 0))):
         # Where no GPU is left unused, if that can be had.
-        fits = [free for free in rest.values() if all(free[name] >= amount - SMALLEST for name, amount in bundle.takes.items())]
+        fits = [
+            free
+            for free in rest.values()
+            if all(free[name] >= amount - SMALLEST for name, amount in bundle.takes.items())
+        ]
         if not fits:
             without.append(bundle)
             continue
@@ -123,8 +136,10 @@ class Placement:
         waited = 0.0
         while not await asyncio.to_thread(self.group.wait, NEWS):
             waited += NEWS
-            free = words(ray.available_resources())
-            say(f"cluster: waiting since {waited:.0f} s for {len(self.wanted)} places; free now: {free} (others use the rest)")
+            left = free()
+            say(
+                f"cluster: waiting since {waited:.0f} s for {len(self.wanted)} places; free now: {left} (others use the rest)"
+            )
 
     def of(self, part: Part) -> list[int]:
         """Return the numbers of a part's bundles."""
@@ -139,9 +154,9 @@ class Placement:
     def state(self, bundle: int) -> str:
         """Return in words what a bundle waits for."""
         table = ray.util.placement_group_table(self.group)
-        takes, free = words(self.wanted[bundle].takes), words(ray.available_resources())
+        takes = words(self.wanted[bundle].takes)
         placed = table["bundles_to_node_id"].get(bundle) in {node.id for node in nodes()}
-        return "its node is there and starts it" if placed else f"no node has {takes} free (the cluster: {free})"
+        return "its node is there and starts it" if placed else f"no node has {takes} free (the cluster: {free()})"
 
     def remove(self) -> None:
         remove_placement_group(self.group)

@@ -47,7 +47,7 @@ class ClusterRun:
     settings: ClusterSettings
     patience: float = PATIENCE  # seconds without an answer until an engine counts as hung
 
-    async def play(  # noqa: PLR0913 - as `orchestrate`
+    async def play(
         self, environment: Environment, make: Callable[[], Environment], model: Path, settings: RlSettings, work: Any, seed: int,
         before: Before | None = None,
     ) -> None:  # fmt: skip
@@ -66,7 +66,7 @@ class ClusterRun:
             placement.remove()
 
     @contextlib.asynccontextmanager
-    async def open_parts(  # noqa: PLR0913 - as the orchestrator's own
+    async def open_parts(
         self, placement: Placement, pools: Pools | None, model: Path, folder: Path, settings: RlSettings, seed: int, say: Say
     ) -> AsyncIterator[Parts]:  # fmt: skip
         """Open trainer, engines and pools where they were placed."""
@@ -114,7 +114,9 @@ class ClusterRlStage(RlStage):
             raise UserError("rl: [cluster] has no engines, and rollouts need one; add engines = { gpus = 1 }")
         for name in ("engine", "ranks", "processes"):
             if getattr(settings, name) != _default(name):
-                raise UserError(f"rl.{name} is of one machine, and [cluster] says where parts are; leave one of them out")
+                raise UserError(
+                    f"rl.{name} is of one machine, and [cluster] says where parts are; leave one of them out"
+                )
 
     def play(self, environment: Environment, model: Path, settings: RlSettings, job: Job, before: Before) -> None:
         manifest = find_manifest(settings.tasks, "rl.tasks").absolute()

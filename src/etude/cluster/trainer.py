@@ -41,7 +41,9 @@ class Ranks:
                 self.deaths += 1
                 self._in_a_row += 1
                 if self._in_a_row >= DEATHS:
-                    raise UserError(f"the trainer was lost {DEATHS} times in a row: {how}; see {self.logs}/trainer-*.log")
+                    raise UserError(
+                        f"the trainer was lost {DEATHS} times in a row: {how}; see {self.logs}/trainer-*.log"
+                    )
                 self.say(f"trainer: {how}; all ranks are started again and go on from the last checkpoint")
         finally:
             await asyncio.gather(*(self._end(host) for host in self.hosts))
@@ -50,7 +52,9 @@ class Ranks:
         """Start all ranks; return why they must be started again, or nothing when they came to their end."""
         try:
             places = await asyncio.gather(*(host.open() for host in self.hosts))
-            order = sorted(zip(self.hosts, places, strict=True), key=lambda each: (each[1].node, each[1].gpus, each[0].bundle))
+            order = sorted(
+                zip(self.hosts, places, strict=True), key=lambda each: (each[1].node, each[1].gpus, each[0].bundle)
+            )
             port = await order[0][0].ask("free_port")
         except Lost as lost:
             return str(lost)

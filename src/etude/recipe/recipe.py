@@ -31,7 +31,7 @@ from pydantic.json_schema import models_json_schema
 
 from etude.errors import UserError, nearest
 from etude.files import digest_of
-from etude.recipe.cluster import ClusterSettings  # noqa: TC001 - pydantic reads it
+from etude.recipe.cluster import ClusterSettings
 from etude.toml import Layer, Table, merge, read_layer, validated, wrong
 
 if TYPE_CHECKING:

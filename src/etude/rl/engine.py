@@ -3,8 +3,8 @@
     python -m etude.rl.engine JOB.json [HOST PORT TOKEN_FILE]
 
 The process begins with the model's folder, which is version 0, goes straight to the newest version there is, and then answers the
-token API (inference/server.py) at a Unix socket, or for other machines at a port that asks for a token. The orchestrator's `Follower` brings every version that the trainer publishes to
-whoever samples, by the weight life cycle of that API.
+token API (inference/server.py) at a Unix socket, or for other machines at a port that asks for a token. The orchestrator's
+`Follower` brings every version that the trainer publishes to whoever samples, by the weight life cycle of that API.
 
 A vLLM server (`[rl] engine = "http://…"`) takes whole checkpoints from disk: a version is written beside the store, the server pauses
 and keeps its requests, loads it, drops all keys and values, and goes on. What was seen to go wrong there without an error is refused:

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
     Say = Callable[[str], None]
     Doing = Callable[[], Coroutine[Any, Any, None]]
-    Opening = Callable[[Path, Path, RlSettings, int, Say], contextlib.AbstractAsyncContextManager[Parts]]
     from collections.abc import Awaitable, Callable
 
     from etude.agent.formats import ChatFormat
@@ -209,7 +208,8 @@ GIVE_UP = 20  # episodes in a row that failed so, of whatever cause: more would 
 
 async def orchestrate(
     environment: Environment, model: Path, settings: RlSettings, work: Work, seed: int,
-    before: Callable[[], Awaitable[None]] | None = None, opening: Opening = open_parts,
+    before: Callable[[], Awaitable[None]] | None = None,
+    opening: Callable[[Path, Path, RlSettings, int, Say], contextlib.AbstractAsyncContextManager[Parts]] = open_parts,
 ) -> None:  # fmt: skip
     """Train the model of a folder, or go on with that, until its child lies in `work.folder / "model"`.
 

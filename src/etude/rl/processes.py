@@ -81,9 +81,9 @@ class Child:
                 if status == NOT_OURS:
                     raise UserError(f"the {self.name}: {last_lines(self.log, 1)}")
                 if self._in_a_row >= DEATHS:
-                    raise UserError(
-                        f"the {self.name} died {DEATHS} times in a row; the last {how}, after: {last_lines(self.log, 3)}; see {self.log}"
-                    )
+                    said = last_lines(self.log, 3)
+                    often = f"the {self.name} died {DEATHS} times in a row"
+                    raise UserError(f"{often}; the last {how}, after: {said}; see {self.log}")
                 self.say(f"the {self.name} {how}; starting it again")
         finally:
             await self.end()
