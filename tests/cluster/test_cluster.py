@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from etude.models.load import load_tokeniser
 from etude.rl.exchange import Exchange, episode_file
 from etude.rl.ledger import Batched, Finished, Opened, Trained
 from tests.cluster.conftest import ROOT, started
@@ -115,7 +116,7 @@ def test_in_step_it_is_what_one_process_does(cluster: Any, tmp_path: Path, ended
     run.start()
     single = tmp_path / "single"
     settings = toy.settings_of(mode="sync", steps=STEPS, groups=GROUPS, group_size=2)
-    toy.play(run.model, single, settings, toy.Toy(toy.load_tokeniser(run.model), tasks=40, tokens=24))
+    toy.play(run.model, single, settings, toy.Toy(load_tokeniser(run.model), tasks=40, tokens=24))
     run.finish()
     assert tokens(run.folder, run) == tokens(single, run)
     assert losses(run.folder) == pytest.approx(losses(single), rel=1e-4, abs=1e-6)

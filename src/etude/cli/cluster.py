@@ -30,10 +30,10 @@ def status(cluster: Address = "local", as_json: options.AsJson = False) -> None:
     from etude.cluster.placement import free, nodes
 
     with joined(cluster, _say):
-        rows, left = (
-            [(node.address, node.id[:8], *(int(node.has[name]) for name in ("GPU", "CPU"))) for node in nodes()],
-            free(),
-        )
+        found, left = nodes(), free()
+    rows: list[tuple[str, str, int, int]] = [
+        (node.address, node.id[:8], int(node.has["GPU"]), int(node.has["CPU"])) for node in found
+    ]
     if as_json:
         options.print_json(
             {"nodes": [dict(zip(("address", "id", "gpus", "cpus"), row, strict=True)) for row in rows], "free": left}

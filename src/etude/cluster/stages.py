@@ -2,12 +2,15 @@
 
 RL: the orchestrator, its ledger and its state stay in the process of the command. Ranks, engines and pools of sandboxes are placed
 by Ray, all of them in one placement group, and meet in the run's folder (weights, batches, journals) and over the token API.
+
+Other stages that train: the runner stays here, too, and their ranks are processes as torchrun would start them (rank.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,6 +19,7 @@ from etude.cluster.connect import refuse_unlike
 from etude.cluster.engines import Engine, Fleet
 from etude.cluster.host import Host
 from etude.cluster.placement import Placement, bundles
+from etude.cluster.rank import FILE, save_training
 from etude.cluster.sandboxes import Pool, Pools
 from etude.cluster.trainer import Ranks
 from etude.errors import UserError
@@ -25,6 +29,7 @@ from etude.rl.orchestrator import PATIENCE, Parts, orchestrate
 from etude.rl.processes import LAUNCH, RlJob
 from etude.run.stages import STAGES
 from etude.run.stages.rl import RlStage, coding_environment
+from etude.run.stages.training import TrainingStage
 from etude.tasks.manifest import find_manifest
 
 if TYPE_CHECKING:
@@ -36,8 +41,14 @@ if TYPE_CHECKING:
     from etude.rl.settings import RlSettings
     from etude.run.stage import Job, Stage
     from etude.run.stages.rl import Before
+    from etude.run.train import Training
+    from etude.training.distributed import World
+    from etude.work import Work
 
     Say = Callable[[str], None]
+
+
+LOOK = 0.5  # seconds between two looks whether the user wants to stop
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,7 @@ class ClusterRun:
     patience: float = PATIENCE  # seconds without an answer until an engine counts as hung
 
     async def play(
-        self, environment: Environment, make: Callable[[], Environment], model: Path, settings: RlSettings, work: Any, seed: int,
+        self, environment: Environment, make: Callable[[], Environment], model: Path, settings: RlSettings, work: Work, seed: int,
         before: Before | None = None,
     ) -> None:  # fmt: skip
         """Orchestrate with all other parts on the cluster. `make`: makes the environment, on any node."""
@@ -64,6 +75,27 @@ class ClusterRun:
             await orchestrate(pools or environment, model, chosen, work, seed, before, opening)
         finally:
             placement.remove()
+
+    async def train(self, training: Training, work: Work) -> None:
+        """Train a stage on the ranks of the table; the first of them writes its metrics."""
+        say, logs = work.reporter.say, training.folder / "cluster"
+        await refuse_unlike(training.folder, self.settings)
+        placement = Placement([each for each in bundles(self.settings) if each.part == "trainer"])
+        try:
+            await placement.ready(say)
+            say(
+                f"{training.kind}: trains on {self.settings.ranks} ranks, whose lines are in {logs}; `etude status` shows progress"
+            )
+            hosts = [Host(f"the actor of rank {each}", placement, each, say) for each in placement.of("trainer")]
+            ranks = Ranks(
+                hosts, ["-P", "-m", "etude.cluster.rank", str(save_training(training, work.cache))], logs, say
+            )
+            await _until_done(ranks, work)
+        finally:
+            placement.remove()
+            work.metrics.reload()
+        shutil.rmtree(logs)
+        (training.folder / FILE).unlink()
 
     @contextlib.asynccontextmanager
     async def open_parts(
@@ -101,6 +133,21 @@ class ClusterRun:
                 host.drop()
 
 
+async def _until_done(ranks: Ranks, work: Work) -> None:
+    """Wait for the ranks; a user's wish to stop ends them, with a checkpoint."""
+    running, size = asyncio.create_task(ranks.run()), 0
+    try:
+        while not (await asyncio.wait([running], timeout=LOOK))[0]:
+            work.reporter.check_stop()
+            if (now := work.metrics.path.stat().st_size) > size:  # steps were trained
+                size = now
+                ranks.progressed()
+        await running
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
 class ClusterRlStage(RlStage):
     """The `rl` stage on a cluster."""
 
@@ -130,6 +177,18 @@ def _default(name: str) -> Any:
     return RlSettings.model_fields[name].default
 
 
+def _on_ranks(stage: TrainingStage, on: ClusterRun) -> TrainingStage:
+    """Return a stage that is what it was, but trains on the ranks of the cluster."""
+
+    def train(_: TrainingStage, training: Training, world: World, work: Work) -> None:  # noqa: ARG001 - of this process
+        asyncio.run(on.train(training, work))
+
+    made: TrainingStage = type(type(stage).__name__, (type(stage),), {"train": train})()
+    return made
+
+
 def cluster_stages(settings: ClusterSettings) -> Mapping[str, Stage]:
     """Return the stages with their parts on the cluster."""
-    return {**STAGES, "rl": ClusterRlStage(ClusterRun(settings))}
+    on = ClusterRun(settings)
+    trained = {kind: _on_ranks(stage, on) for kind, stage in STAGES.items() if isinstance(stage, TrainingStage)}
+    return {**STAGES, **trained, "rl": ClusterRlStage(on)}
