@@ -23,6 +23,7 @@ LAYERS = (  # from below; those on one level may import each other
     ("agent", "tasks", "rewards"),
     ("rl", "bench"),
     ("recipe", "run", "report"),
+    ("cluster",),
     ("cli", "serve"),
 )
 CHAIN = {  # the kinds of stages in the order of a recipe, with what each does

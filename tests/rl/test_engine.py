@@ -23,7 +23,7 @@ from etude.inference.client import OUTLIVING, RemotePolicy
 from etude.inference.local import LocalPolicy
 from etude.inference.policy import Completion, Sampling, Token
 from etude.inference.weight_sync import Receiver, WeightStore
-from etude.rl.engine import Follower, serve
+from etude.rl.engine import Follower, own_socket, serve
 from etude.rl.processes import Child, RlJob
 from etude.rl.settings import RlSettings
 from tests import tiny
@@ -296,4 +296,4 @@ def test_a_request_survives_an_engine_that_is_killed(tiny_base: Path, tmp_path: 
 def test_an_engine_that_cannot_begin_says_why(tmp_path: Path, socket: Path) -> None:
     job = RlJob(tmp_path / "nothing", tmp_path, socket, RlSettings(tasks="none", device="cpu"), seed=0)
     with pytest.raises(UserError, match="nothing"):
-        asyncio.run(serve(job, print))
+        asyncio.run(serve(job, print, own_socket(job.socket)))

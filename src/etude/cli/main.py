@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import etude
-from etude.cli import agent, bench, lineage, recipe, rl, run, sandbox, serve, tasks
+from etude.cli import agent, bench, cluster, lineage, recipe, rl, run, sandbox, serve, tasks
 from etude.cli.options import echo
 from etude.errors import UserError, storage_error, visible
 from etude.progress import Console
@@ -33,6 +33,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(tasks.app, name="tasks")
 tasks.app.command(epilog="Example: etude tasks demos recipes/tasks/quick.jsonl --model sprout")(tasks.demos)
 app.add_typer(rl.app, name="rl")
+app.add_typer(cluster.app, name="cluster")
 app.add_typer(agent.trace_app, name="trace")
 app.add_typer(sandbox.app, name="sandbox")
 app.add_typer(lineage.library_app, name="library")

@@ -22,21 +22,43 @@ from etude.progress import Console, Reporter
 from etude.report.page import Table, human, print_parts, terminal
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.console import RenderableType
 
     from etude.models.bases import KnownBase
     from etude.recipe.recipe import Recipe
     from etude.run.plan import Planned
     from etude.run.runner import Runner, Step
+    from etude.run.stage import Stage
 
 
 def run(
     recipes: options.RecipeFiles, change: options.Changes = None, out: options.OutFolder = None,
     until: Annotated[str | None, typer.Option(metavar="STAGE", help="Last stage to run.")] = None,
     dry_run: options.DryRun = False, cache: options.CacheFolder = None, as_json: options.AsJson = False,
+    cluster: Annotated[str, typer.Option(metavar="ADDRESS", help="Ray cluster to run on: local, or its address.")] = "",
 ) -> None:  # fmt: skip
     """Run a recipe. Finished stages are kept; an interrupted one resumes where it stopped."""
-    _run_recipe(_load(recipes, change), out, cache, until=until, dry_run=dry_run, as_json=as_json)
+    recipe = load(recipes, change)
+    if recipe.cluster and not cluster and not dry_run:
+        options.echo("the table [cluster] is not used: this runs on one machine; --cluster ADDRESS places it", err=True)
+    if not cluster or dry_run:
+        _run_recipe(recipe, out, cache, until=until, dry_run=dry_run, as_json=as_json)
+        return
+    if recipe.cluster is None:
+        raise UserError(
+            f"--cluster {cluster}: {recipes[-1]} has no [cluster], which says who takes what (docs/cluster.md)"
+        )
+    from etude.cluster import require_ray
+
+    require_ray()
+    from etude.cluster.connect import joined
+    from etude.cluster.stages import cluster_stages
+
+    with joined(cluster, lambda line: options.echo(line, err=True)):
+        stages = cluster_stages(recipe.cluster)
+        _run_recipe(recipe, out, cache, until=until, dry_run=False, as_json=as_json, stages=stages)
 
 
 def plan(
@@ -45,7 +67,7 @@ def plan(
     cache: options.CacheFolder = None, as_json: options.AsJson = False,
 ) -> None:  # fmt: skip
     """Say what a recipe will take: memory by part, rows at once, hours, and what would make it fit. Needs no GPU and no weights."""
-    recipe = _load(recipes, change)
+    recipe = load(recipes, change)
     from etude.run.plan import described, machine, plan_recipe
 
     planned = plan_recipe(recipe, machine(on), options.cache_folder(cache))
@@ -87,13 +109,13 @@ def build_corpus(
     dry_run: options.DryRun = False, cache: options.CacheFolder = None, as_json: options.AsJson = False,
 ) -> None:  # fmt: skip
     """Build the corpus of a recipe, and nothing after it."""
-    recipe = _load(recipes, change)
+    recipe = load(recipes, change)
     if recipe.data is None:
         raise UserError(f"{recipes[-1]} describes no corpus; give it [data] with at least one [[data.source]]")
     _run_recipe(recipe, out, cache, until="data", dry_run=dry_run, as_json=as_json)
 
 
-def _load(recipes: list[Path], change: list[str] | None) -> Recipe:
+def load(recipes: list[Path], change: list[str] | None) -> Recipe:
     gc.disable()  # imports leave no garbage, and looking for it takes a sixth of their time
     from etude.recipe.recipe import load_recipe
     from etude.run.runner import stage_settings
@@ -104,15 +126,16 @@ def _load(recipes: list[Path], change: list[str] | None) -> Recipe:
 
 
 def _run_recipe(
-    recipe: Recipe, out: Path | None, cache: Path | None, *, until: str | None, dry_run: bool, as_json: bool
-) -> None:
+    recipe: Recipe, out: Path | None, cache: Path | None, *, until: str | None, dry_run: bool, as_json: bool,
+    stages: Mapping[str, Stage] | None = None,
+) -> None:  # fmt: skip
     """Run a checked recipe, or print the plan."""
     from etude.run.runner import Runner, command_line
     from etude.run.stages import STAGES
     from etude.run.stages.training import dismiss_ranks, join_trainings
 
     reporter, folder = Reporter(), out or Path("runs") / recipe.name
-    runner = Runner(folder, options.cache_folder(cache), reporter, STAGES)
+    runner = Runner(folder, options.cache_folder(cache), reporter, stages or STAGES)
     if dry_run:
         _print_plan(runner, recipe, until, as_json=as_json)
         return

@@ -31,6 +31,7 @@ from pydantic.json_schema import models_json_schema
 
 from etude.errors import UserError, nearest
 from etude.files import digest_of
+from etude.recipe.cluster import ClusterSettings
 from etude.toml import Layer, Table, merge, read_layer, validated, wrong
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 STAGE_NAME = re.compile(r"[a-z][a-z0-9_-]*")
 DATA = "data"  # the table of the corpus
 BENCH = "bench"  # the kind of stages whose results a release carries
-RESERVED = {"base", DATA, "record", "recipe", "lock"}  # names a run's folder uses itself
+RESERVED = {"base", DATA, "record", "recipe", "lock", "cluster"}  # names a run's folder uses itself
 
 
 class Header(BaseModel, extra="forbid", strict=True):
@@ -51,6 +52,7 @@ class Header(BaseModel, extra="forbid", strict=True):
     base: str | None = Field(default=None, description="known name, folder, or hub id (owner/name@revision)")
     seed: int = Field(default=0, ge=0, description="random seed of all stages")
     stages: list[str] = Field(default=[], description="stages to run, in order")
+    cluster: ClusterSettings | None = Field(default=None, description="places on a cluster, for `etude run --cluster`")
 
     @field_validator("stages")
     @classmethod
@@ -83,18 +85,22 @@ class Recipe:
     seed: int
     stages: tuple[StageEntry, ...]
     data: StageEntry | None = None
+    cluster: ClusterSettings | None = None
 
     def resolved(self) -> dict[str, Any]:
         head: dict[str, Any] = {"name": self.name, "seed": self.seed, "stages": [stage.name for stage in self.stages]}
         if self.base is not None:
             head["base"] = self.base
+        if self.cluster is not None:
+            head["cluster"] = self.cluster.model_dump()
         corpus = {DATA: self.data.settings.model_dump()} if self.data else {}
         stages = {stage.name: {"kind": stage.kind, **stage.settings.model_dump()} for stage in self.stages}
         return head | corpus | stages
 
     @property
     def hash(self) -> str:
-        return digest_of(self.resolved())
+        """Return the digest of what decides the result: where it is computed does not."""
+        return digest_of({key: value for key, value in self.resolved().items() if key != "cluster"})
 
 
 def recipe_schema(kinds: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
@@ -177,7 +183,7 @@ def check(layers: Sequence[Layer], kinds: Mapping[str, type[BaseModel]]) -> Reci
         advice = f"{nearest(name, header.stages)} (or add it to stages, or leave the section out)"
         raise wrong(layers, [name], f"section [{name}] is not in stages = {header.stages}{advice}")
     data = StageEntry(DATA, DATA, validated(kinds[DATA], corpus, [DATA], layers)) if corpus is not None else None
-    return Recipe(header.name, header.base, header.seed, entries, data)
+    return Recipe(header.name, header.base, header.seed, entries, data, header.cluster)
 
 
 def _refuse_stages_that_are_no_tables(merged: Table, layers: Sequence[Layer]) -> None:

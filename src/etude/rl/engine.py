@@ -1,10 +1,10 @@
 """Who samples for RL: a process with our engine, or a server that runs already; and how new weights come to them.
 
-    python -m etude.rl.engine JOB.json
+    python -m etude.rl.engine JOB.json [HOST PORT TOKEN_FILE]
 
 The process begins with the model's folder, which is version 0, goes straight to the newest version there is, and then answers the
-token API (inference/server.py) at a Unix socket. The orchestrator's `Follower` brings every version that the trainer publishes to
-whoever samples, by the weight life cycle of that API.
+token API (inference/server.py) at a Unix socket, or for other machines at a port that asks for a token. The orchestrator's
+`Follower` brings every version that the trainer publishes to whoever samples, by the weight life cycle of that API.
 
 A vLLM server (`[rl] engine = "http://…"`) follows the same store by our plug-in (inference/vllm_plugin.py): it fetches a version while
 it samples, pauses and keeps its requests, copies it, drops all keys and values, and goes on. A failed update is a lost engine.
@@ -141,9 +141,9 @@ class VllmWeights:
             raise type(error)(f"{error}; how to start vLLM for this: docs/inference.md, weight sync to vLLM") from None
 
 
-async def serve(job: RlJob, say: Say) -> None:
+async def serve(job: RlJob, say: Say, address: socket.socket, token: str = "") -> None:
     """Answer until this process is ended; raise when the engine breaks, for another one to begin."""
-    from etude.inference.http import Limits, Served, server_of
+    from etude.inference.http import Gate, Limits, Served, server_of
     from etude.inference.server import build_app
 
     policy = await asyncio.to_thread(open_policy, job, say)
@@ -155,16 +155,21 @@ async def serve(job: RlJob, say: Say) -> None:
     limits = Limits(
         max_queue=1 << 20, timeout=1e9, max_request_bytes=1 << 30, max_connections=1 << 20, max_unread=1 << 30, drain=0
     )
-    served = Served(policy, limits)
+    served = Served(policy, limits, Gate(token.encode() or None))
     app = build_app(served, {"id": policy.info.name}, frozenset(), receiver)
-    with socket.socket(socket.AF_UNIX) as address:
-        job.socket.unlink(missing_ok=True)
-        address.bind(str(job.socket))
-        job.socket.chmod(0o600)
-        server = asyncio.create_task(server_of(app, limits).serve(sockets=[address]))
-        while not server.done():
-            await policy.beat()
-            await asyncio.wait([server], timeout=BEAT)
+    server = asyncio.create_task(server_of(app, limits).serve(sockets=[address]))
+    while not server.done():
+        await policy.beat()
+        await asyncio.wait([server], timeout=BEAT)
+
+
+def own_socket(path: Path) -> socket.socket:
+    """Return a Unix socket at a path, for this user alone."""
+    made = socket.socket(socket.AF_UNIX)
+    path.unlink(missing_ok=True)
+    made.bind(str(path))
+    path.chmod(0o600)
+    return made
 
 
 def open_policy(job: RlJob, say: Say) -> LocalPolicy:
@@ -187,7 +192,12 @@ def open_policy(job: RlJob, say: Say) -> LocalPolicy:
 
 def main() -> None:
     """Do the job of a file."""
-    asyncio.run(serve(load_job(Path(sys.argv[1])), lambda line: print(line, flush=True)))  # noqa: T201 - its log
+    from etude.inference.http import bind
+
+    job, (host, port, token) = load_job(Path(sys.argv[1])), sys.argv[2:] or ["", "", ""]
+    word = Path(token).read_text(encoding="utf-8").strip() if token else ""
+    with bind(host, int(port)) if host else own_socket(job.socket) as address:
+        asyncio.run(serve(job, lambda line: print(line, flush=True), address, word))  # noqa: T201 - its log
 
 
 if __name__ == "__main__":

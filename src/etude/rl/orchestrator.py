@@ -23,7 +23,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from etude.agent.formats import choose_format
 from etude.agent.trace import from_json, to_json
@@ -67,12 +67,25 @@ PATIENCE = (
 STRICT = ClientSettings(require_logprob=True)
 
 
+class Following(Protocol):
+    """Who brings new weights to whoever samples."""
+
+    @property
+    def version(self) -> int:
+        """Return the version of the weights that are sampled from: where several sample, the oldest."""
+        ...
+
+    def swaps(self) -> list[Swap]:
+        """Return the changes of weights since this was asked last."""
+        ...
+
+
 @dataclass(frozen=True)
 class Parts:
     """The other two parts of a run."""
 
     policy: Policy
-    follower: Follower  # knows the version of the weights that are sampled from
+    follower: Following
     engine: Doing  # runs the engine until cancelled
     trainer: Doing  # runs the trainer until it is asked to stop and the model is saved
     ready: Callable[[], Coroutine[Any, Any, PolicyInfo]]  # waits until the engine answers
@@ -199,17 +212,19 @@ GIVE_UP = 20  # episodes in a row that failed so, of whatever cause: more would 
 async def orchestrate(
     environment: Environment, model: Path, settings: RlSettings, work: Work, seed: int,
     before: Callable[[], Awaitable[None]] | None = None,
+    opening: Callable[[Path, Path, RlSettings, int, Say], contextlib.AbstractAsyncContextManager[Parts]] = open_parts,
 ) -> None:  # fmt: skip
     """Train the model of a folder, or go on with that, until its child lies in `work.folder / "model"`.
 
     `before`: what must be found to hold before the first episode; it is found out while the model is loaded.
+    `opening`: where engine and trainer are: here, or on a cluster.
     """
     if not environment.items:
         raise UserError("there is no task to play; make some with `etude tasks make`")
     tokeniser, shape = load_tokeniser(model), model_shape(model)
-    opening = open_parts(model, work.folder, settings, seed, work.reporter.say)
+    opened = opening(model, work.folder, settings, seed, work.reporter.say)
     try:
-        async with opening as parts, asyncio.TaskGroup() as group:
+        async with opened as parts, asyncio.TaskGroup() as group:
             trainer, engine = group.create_task(parts.trainer()), group.create_task(parts.engine())
             loading = group.create_task(parts.ready())
             if before:

@@ -25,7 +25,7 @@ from etude.files import write_json
 from etude.rl.settings import RlSettings  # noqa: TC001 - pydantic reads it
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 DEATHS = 3  # in a row, without any progress between: a fourth start would end like these
 GRACE = 30.0  # seconds between asking a child to end and ending it
@@ -48,9 +48,11 @@ class Child:
     """One process, which is replaced when it dies."""
 
     def __init__(
-        self, name: str, command: Sequence[str], log: Path, say: Callable[[str], None] = lambda _: None, *, grace: float = GRACE
+        self, name: str, command: Sequence[str], log: Path, say: Callable[[str], None] = lambda _: None, *, grace: float = GRACE,
+        environment: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.name, self.command, self.log, self.say, self.grace = name, list(command), log, say, grace
+        self.environment = environment  # beside this process's own
         self.deaths = 0  # in all
         self._in_a_row = 0
         self._process: asyncio.subprocess.Process | None = None
@@ -72,32 +74,34 @@ class Child:
     async def run(self) -> None:
         """See that it runs until it ends by itself with status 0. UserError: to start it again would be in vain."""
         try:
-            while (status := await self._run_once()) != 0:
+            while (status := await self.run_once()) != 0:
                 self.deaths += 1
                 self._in_a_row += 1
-                how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+                how = ending(status)
                 if status == NOT_OURS:
-                    raise UserError(f"the {self.name}: {self._last_lines(1)}")
+                    raise UserError(f"the {self.name}: {last_lines(self.log, 1)}")
                 if self._in_a_row >= DEATHS:
-                    raise UserError(
-                        f"the {self.name} died {DEATHS} times in a row; the last {how}, after: {self._last_lines(3)}; see {self.log}"
-                    )
+                    said = last_lines(self.log, 3)
+                    often = f"the {self.name} died {DEATHS} times in a row"
+                    raise UserError(f"{often}; the last {how}, after: {said}; see {self.log}")
                 self.say(f"the {self.name} {how}; starting it again")
         finally:
-            await self._end()
+            await self.end()
 
-    async def _run_once(self) -> int:
+    async def run_once(self) -> int:
+        """Start it and return how it ended."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         bound = [sys.executable, "-I", "-S", "-c", BIND, str(os.getpid()), *self.command]
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *bound, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+                *bound, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env={**os.environ, **(self.environment or {})},
+            )  # fmt: skip
         status = await self._process.wait()
         self._signal(signal.SIGKILL)  # what it had started itself and left behind
         return status
 
-    async def _end(self) -> None:
+    async def end(self) -> None:
         """Ask it to end, then end it; also if this is itself cancelled meanwhile."""
         if self._process is None:
             return
@@ -114,11 +118,18 @@ class Child:
             if self._process:
                 os.killpg(self._process.pid, number)
 
-    def _last_lines(self, count: int) -> str:
-        with self.log.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL))
-            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-        return " | ".join(lines[-count:])[-600:] or "nothing"
+
+def ending(status: int) -> str:
+    """Return how a process ended, in words."""
+    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
+def last_lines(path: Path, count: int) -> str:
+    """Return the last lines of a log, as one."""
+    with path.open("rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL))
+        lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+    return " | ".join(lines[-count:])[-600:] or "nothing"
 
 
 def as_child(main: Callable[[], None]) -> None:

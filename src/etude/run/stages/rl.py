@@ -26,9 +26,13 @@ from etude.tasks.manifest import TaskSet, find_manifest, load_set, picked, read_
 from etude.tasks.score import check
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
     from pathlib import Path
 
     from etude.lineage.record import DataUse
+    from etude.rl.environment import Environment
+
+    Before = Callable[[], Awaitable[None]]
 
 RESULTS = "results.json"
 WITHOUT_EFFECT = {
@@ -36,7 +40,7 @@ WITHOUT_EFFECT = {
     "ranks", "anchor_every", "engine_memory", "processes", "keep_traces", "tasks"
 }  # fmt: skip
 LATER = {"algorithm", "window", "tau", "lora", "attention", "engine", "router_replay"}
-SCRATCH = ("exchange", "weights", "trainer", "job.json", "engine.log", "trainer.log", "reward_weights.json")
+SCRATCH = ("exchange", "weights", "trainer", "job.json", "engine.log", "trainer.log", "reward_weights.json", "cluster")
 CHECKED = 2  # tasks whose check is tried before any time is spent on episodes
 
 
@@ -79,7 +83,7 @@ class RlStage(Stage):
         """Train, unless that was done before the session was interrupted, and tidy up."""
         folder, manifest = job.work.folder, find_manifest(settings.tasks, "rl.tasks")
         if not is_trained(folder):
-            _trained(load_set(manifest, job.work.cache, job.work.reporter, settings.only), settings, job)
+            self._train(load_set(manifest, job.work.cache, job.work.reporter, settings.only), settings, job)
         for name in (*SCRATCH, *([] if settings.keep_traces else ["episodes"])):
             path = folder / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -91,6 +95,29 @@ class RlStage(Stage):
             device=results["device"],
             summary=results["summary"],
         )
+
+    def play(self, environment: Environment, model: Path, settings: RlSettings, job: Job, before: Before) -> None:
+        """Let episodes be played and learnt from, on this machine."""
+        from etude.rl.orchestrator import orchestrate
+
+        asyncio.run(orchestrate(environment, model, settings, job.work, job.seed, before=before))
+
+    def _train(self, tasks: TaskSet, settings: RlSettings, job: Job) -> None:
+        from etude.run.train import UNTRAINED_HEADS, complete_model
+
+        parent, work = job.model.folder, job.work
+        settings = with_replay(settings, parent)
+        environment = CodingEnvironment(tasks, settings, work.cache)
+        self.play(environment, parent.absolute(), settings, job, lambda: _tasks_work(tasks))
+        carried = complete_model(parent, work.folder / MODEL)
+        write_report(work.folder, work.folder, job.name)
+        results = {
+            "device": device_name(choose_device(settings.device).type),
+            "tasks": len(tasks.tasks),
+            "summary": _summary(work.folder),
+            "notes": [UNTRAINED_HEADS] if carried else [],
+        }
+        write_json(work.folder / RESULTS, results)
 
     def show(self, folder: Path) -> list[str]:
         return [*verdict(steps_of(folder)), *read_json(folder / RESULTS)["notes"], f"report: {folder / PAGE}"]
@@ -106,24 +133,12 @@ async def _answers(address: str) -> None:
         await policy.close()
 
 
-def _trained(tasks: TaskSet, settings: RlSettings, job: Job) -> None:
-    from etude.rl.orchestrator import orchestrate
-    from etude.run.train import UNTRAINED_HEADS, complete_model
+def coding_environment(settings: RlSettings, cache: Path) -> CodingEnvironment:
+    """Return the environment of settings on any machine: its tasks are unpacked into the cache there."""
+    from etude.progress import Reporter
 
-    parent, work = job.model.folder, job.work
-    settings = with_replay(settings, parent)
-    environment = CodingEnvironment(tasks, settings, work.cache)
-    start = parent.absolute()
-    asyncio.run(orchestrate(environment, start, settings, work, job.seed, before=lambda: _tasks_work(tasks)))
-    carried = complete_model(parent, work.folder / MODEL)
-    write_report(work.folder, work.folder, job.name)
-    results = {
-        "device": device_name(choose_device(settings.device).type),
-        "tasks": len(tasks.tasks),
-        "summary": _summary(work.folder),
-        "notes": [UNTRAINED_HEADS] if carried else [],
-    }
-    write_json(work.folder / RESULTS, results)
+    tasks = load_set(find_manifest(settings.tasks, "rl.tasks"), cache, Reporter(quiet=True), settings.only)
+    return CodingEnvironment(tasks, settings, cache)
 
 
 def with_replay(settings: RlSettings, model: Path) -> RlSettings:
