@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     Say = Callable[[str], None]
 
+FETCHING = "etude.inference.vllm_plugin.Fetching"
 REST = 10.0  # seconds before an engine that dies again and again is started once more, while others work
 
 
@@ -90,17 +91,9 @@ class Engine:
         if own.kind == "etude":
             listen = [host, str(port), str(self.fleet.token_file)]
             return [OWN, "-P", "-m", "etude.rl.engine", str(job.folder / "job.json"), *listen], {}
-        serve = [
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            str(job.model),
-            "--host",
-            host,
-            "--port",
-            str(port),
-        ]
-        serve += ["--enable-scale-out", "--tensor-parallel-size", str(max(1, own.gpus)), "--seed", str(job.seed)]
+        serve = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(job.model), "--host", host, "--port", str(port),
+                 "--enable-scale-out", "--weight-transfer-config", '{"backend": "etude"}', "--worker-extension-cls", FETCHING,
+                 "--tensor-parallel-size", str(max(1, own.gpus)), "--seed", str(job.seed)]  # fmt: skip
         serve += ["--max-model-len", str(job.settings.length)] if job.settings.length else []
         return [own.python, "-I", *serve], {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": self.fleet.token}
 
@@ -111,7 +104,7 @@ class Engine:
         hung = asyncio.Event()
         try:
             if self.settings.kind == "vllm":
-                weights = VllmWeights(control, self.fleet.job, self.fleet.store)
+                weights = VllmWeights(control, self.fleet.job.model, self.fleet.store)
                 self._weights = weights.update
                 await weights.ready()
             else:
