@@ -288,14 +288,12 @@ class Session:
         once = {}  # weights that are tied are one in what is returned too
         for name, weight in self.model.named_parameters():
             if ".lora_" not in name:
-                own = (
-                    merged_weight(self.model, layers[id(weight)], weights) if id(weight) in layers else weight.detach()
-                )
+                layer = layers.get(id(weight))
+                own = merged_weight(self.model, layer, weights) if layer else weight.detach()
                 value = whole(own.to(self._computing_dtype))
-                once[id(weight)] = value if not (layers or self._sharded) else value.cpu() if self.world.leads else None
-        if not self.world.leads:
-            return {}
-        kept = {name: value for name, value in state.items() if ".lora_" not in name}
+                if self.world.leads:
+                    once[id(weight)] = value.cpu() if layers or self._sharded else value
+        kept = {name: value for name, value in state.items() if ".lora_" not in name and self.world.leads}
         return {
             name.replace(".base_layer.", "."): once[id(weights[name])] if name in weights else value
             for name, value in kept.items()
@@ -319,10 +317,8 @@ class Session:
         """Add the small matrices in, layer by layer and in float32: there is never a float32 copy of the whole."""
         lost = {}
         for name, part in adapted(self.model).items():
-            weight, saved = (
-                part.get_base_layer().weight,
-                merged_weight(self.model, name, self.weights.masters).to(self.saved_dtype),
-            )
+            weight = part.get_base_layer().weight
+            saved = merged_weight(self.model, name, self.weights.masters).to(self.saved_dtype)
             weight.copy_(saved)
             if saved.dtype != weight.dtype:
                 lost[id(weight)] = saved  # what is saved may have bits that are not computed with
