@@ -310,10 +310,8 @@ class Session:
         """Add the small matrices in, layer by layer and in float32: there is never a float32 copy of the whole."""
         lost = {}
         for name, part in adapted(self.model).items():
-            weight, saved = (
-                part.get_base_layer().weight,
-                merged_weight(self.model, name, self.weights.masters).to(self.saved_dtype),
-            )
+            weight = part.get_base_layer().weight
+            saved = merged_weight(self.model, name, self.weights.masters).to(self.saved_dtype)
             weight.copy_(saved)
             if saved.dtype != weight.dtype:
                 lost[id(weight)] = saved  # what is saved may have bits that are not computed with
