@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import resource
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -120,18 +120,17 @@ def test_of_several_ranks_each_has_a_shard_of_what_is_frozen() -> None:
     assert full["gradients"] == 4 * (weights // 4) + 6 * (bare.outside + bare.layer)
 
 
-def train_and_measure(file: Path, heads: bool, recompute: bool, rows: int) -> None:
-    """Do two steps; write by how much memory has grown at most, and what was estimated."""
-    torch.set_num_threads(1)  # with two, what is freed when depends on who comes first: the peak varied by a third
+def train_and_measure(heads: bool, recompute: bool, rows: int) -> tuple[int, int]:
+    """Do two steps; return the most bytes that torch held at once, and what was estimated.
+
+    What torch holds, not the process: that depends on how busy the machine is, by a third of it.
+    """
     length, vocabulary = 512, 8192
     model = LlamaForCausalLM(LlamaConfig(
         hidden_size=256, num_hidden_layers=6, intermediate_size=704, vocab_size=vocabulary, num_attention_heads=4, tie_word_embeddings=True
     ))  # fmt: skip
     if heads:
         model.mtp = MtpHeads.for_model(model.requires_grad_(False), depth=2)
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 - 4 * sum(
-        w.numel() for w in model.parameters()
-    )
     tokens = torch.randint(1, vocabulary, (rows, length))
     places = torch.arange(length).repeat(rows, 1)
     bounds = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
@@ -139,20 +138,22 @@ def train_and_measure(file: Path, heads: bool, recompute: bool, rows: int) -> No
     source = SimpleNamespace(ahead=False, take=lambda *_: StepRows([batch], Counter({length: rows})), state=dict)
     settings = TrainSettings(tokens=1, micro=rows, recompute=recompute, device="cpu")
     training = Session(
-        model, settings, source, length, rows, World(), file.parent / "none", lambda _: 1.0, Guard(settings.guard), print,
+        model, settings, source, length, rows, World(), Path("none"), lambda _: 1.0, Guard(settings.guard), print,
         partial(MultiToken, beta=0.6) if heads else NextToken,
     )  # fmt: skip
-    list(training.steps(2))
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    file.write_text(f"{grown} {training.plan.needed(rows)}")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        list(training.steps(2))
+    training.close()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [size for _, size in sorted((event.start_ns(), event.nbytes()) for event in events)]
+    held = 4 * sum(weight.numel() for weight in model.parameters())
+    return held + max(accumulate(changes)), training.plan.needed(rows)
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="asks Linux")
 @pytest.mark.parametrize(("heads", "recompute", "rows"), [(False, False, 6), (False, True, 6), (True, False, 4)])
-def test_the_estimate_is_near_the_peak_on_a_cpu(tmp_path: Path, heads: bool, recompute: bool, rows: int) -> None:
-    assert sessions.processes(train_and_measure, (tmp_path / "peak", heads, recompute, rows)) == [0]
-    peak, estimated = map(int, (tmp_path / "peak").read_text().split())
-    assert estimated == pytest.approx(peak, rel=0.3)
+def test_the_estimate_covers_what_a_step_holds_on_a_cpu_and_not_twice_that(heads: bool, recompute: bool, rows: int) -> None:
+    held, estimated = train_and_measure(heads, recompute, rows)
+    assert held <= estimated <= 2 * held
 
 
 def test_heads_of_a_small_model_fit_where_a_few_hundred_megabytes_are_free() -> None:

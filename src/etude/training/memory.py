@@ -6,8 +6,9 @@ counted exactly; gathered layers of a sharded model and what the update needs be
 kept of the forward pass for the backward pass is estimated in the computing dtype: for each position and layer some vectors as
 wide as the model, as its attention and as its feed-forward part, of a mixture of experts for each expert that the token goes to;
 with recomputation one vector a layer, and one layer whole. A trunk that only MTP heads learn from keeps nothing, the heads a layer
-a depth. Then the logits, up to a chunk of them, some copies each. On a CPU the peaks of some shapes were measured: the estimates
-are within 30 % of them (tests/training/test_memory.py).
+a depth. Then the logits, up to a chunk of them, some copies each. On a CPU the estimates cover
+what torch was seen to hold, and are less than twice that (tests/training/test_memory.py); on a GPU they are within 10 % of the peaks
+that were measured (tests/run/test_resources.py).
 
 A CPU's memory is then kept between operations (`keep_freed_memory`): glibc would give every large block back to the system when it is
 freed, and the kernel would clear the pages of the next. Steps of sprout became a third faster (docs/lab-notes.md); the peak stays
