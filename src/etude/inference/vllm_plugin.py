@@ -187,8 +187,10 @@ class UpdateInfo:
 
 def unshown(config: Any, model: Any) -> str:
     """Return what of vLLM's configuration, or of the model's, was never compared with transformers after an update; or ''."""
+    ranks = config.parallel_config
     asked = {
-        "tensor, pipeline or data parallelism": config.parallel_config.world_size_across_dp > 1,
+        "pipeline, data or expert parallelism": ranks.world_size_across_dp > ranks.tensor_parallel_size
+        or ranks.enable_expert_parallel,
         "quantised weights": config.model_config.quantization,
         "draft models": config.speculative_config,
         "--enable-lora": config.lora_config,
