@@ -448,12 +448,13 @@ def test_updates_back_to_back_while_requests_run(server: str, folder: Path, tmp_
         await weights.ready()
         for version in (1, 2, 3, 4):
             trained.publish(version)
-        began = asyncio.Event()
+        begun = [asyncio.Event() for _ in PROMPTS]
         asking = [
-            asyncio.create_task(policy.generate(prompt, Sampling(1800, seed=7), on_tokens=lambda _: began.set()))
-            for prompt in PROMPTS
+            asyncio.create_task(policy.generate(prompt, Sampling(1800, seed=7), on_tokens=lambda _, own=own: own.set()))
+            for prompt, own in zip(PROMPTS, begun, strict=True)
         ]
-        await began.wait()
+        for own in begun:
+            await own.wait()
         for version in (1, 2, 3, 4):
             await weights.update(version)
         for prompt, done in zip(PROMPTS, await asyncio.gather(*asking), strict=True):
