@@ -448,12 +448,13 @@ def test_updates_back_to_back_while_requests_run(server: str, folder: Path, tmp_
         await weights.ready()
         for version in (1, 2, 3, 4):
             trained.publish(version)
-        began = asyncio.Event()
+        begun = [asyncio.Event() for _ in PROMPTS]
         asking = [
-            asyncio.create_task(policy.generate(prompt, Sampling(1800, seed=7), on_tokens=lambda _: began.set()))
-            for prompt in PROMPTS
+            asyncio.create_task(policy.generate(prompt, Sampling(1800, seed=7), on_tokens=lambda _, own=own: own.set()))
+            for prompt, own in zip(PROMPTS, begun, strict=True)
         ]
-        await began.wait()
+        for own in begun:
+            await own.wait()
         for version in (1, 2, 3, 4):
             await weights.update(version)
         for prompt, done in zip(PROMPTS, await asyncio.gather(*asking), strict=True):
@@ -464,8 +465,10 @@ def test_updates_back_to_back_while_requests_run(server: str, folder: Path, tmp_
     with_policy(server, work)
 
 
-@pytest.mark.parametrize("kind", ["tied", "qwen3_moe", "qwen2_moe", "olmoe"])
-def test_models_that_vllm_alone_updates_wrongly(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("tied", 1), ("tied", 2), ("qwen3_moe", 1), ("qwen3_moe", 2), ("qwen2_moe", 1), ("olmoe", 1)]
+)
+def test_models_that_vllm_alone_updates_wrongly(kind: str, ranks: int, tmp_path: Path) -> None:
     """On a CPU it leaves a tied output layer old, and experts unpacked, without an error."""
     made = SPROUT if kind == "tied" else experts(tmp_path / "model", kind, shared=kind == "qwen2_moe")
     trained = Trained(made, tmp_path / "weights")
@@ -479,7 +482,7 @@ def test_models_that_vllm_alone_updates_wrongly(kind: str, tmp_path: Path) -> No
             await weights.update(version)
             await trained.check(policy, version)
 
-    for url in start(made):
+    for url in start(made, "--tensor-parallel-size", str(ranks)):
         with_policy(url, work, trained.model.config.vocab_size)
 
 

@@ -33,6 +33,11 @@ class Model(torch.nn.Module):  # type: ignore[misc]
         self.given: Weights = {}
 
 
+def ranks(**more: Any) -> Any:
+    usual = {"world_size_across_dp": 2, "tensor_parallel_size": 2, "enable_expert_parallel": False}
+    return types.SimpleNamespace(**usual | more)
+
+
 class Worker(Fetching, Transfer):
     """A worker of vLLM and its engine for weights in one."""
 
@@ -40,7 +45,7 @@ class Worker(Fetching, Transfer):
         self.weight_transfer_engine = self
         self.model, self.device, self.breaks, self.ended = Model(), torch.device("cpu"), False, ""
         self.model_config = types.SimpleNamespace(model=str(served), dtype=torch.float32, quantization=None)
-        parallel = types.SimpleNamespace(world_size_across_dp=1)
+        parallel = ranks()
         config = {
             "model_config": self.model_config,
             "parallel_config": parallel,
@@ -269,7 +274,8 @@ def test_what_was_not_fetched_is_not_taken(folder: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("more", "says"), [
-    ({"parallel_config": types.SimpleNamespace(world_size_across_dp=2)}, "parallelism"),
+    ({"parallel_config": ranks(world_size_across_dp=4)}, "data or expert parallelism"),
+    ({"parallel_config": ranks(enable_expert_parallel=True)}, "parallelism"),
     ({"speculative_config": "heads"}, "draft models"), ({"lora_config": "on"}, "--enable-lora"),
     ({"config": {"model_type": "mixtral", "num_local_experts": 4}}, "experts of mixtral"),
     ({"config": {"model_type": "qwen3_moe", "num_experts": 4}}, ""), ({}, ""),

@@ -43,7 +43,6 @@ FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "down_proj": ("down_proj",),
 }  # of all experts, as transformers has them
-HEAD = "lm_head.weight"
 PLUG_IN = "etude.inference.vllm_plugin:register"
 
 
@@ -71,7 +70,7 @@ def shapes_of(model: Path) -> Shapes:
         with file.open("rb") as data:
             header = json.loads(data.read(int.from_bytes(data.read(8), "little")))
         shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    return {name: shape for name, shape in shapes.items() if not (tied and name == HEAD)}
+    return {name: shape for name, shape in shapes.items() if not (tied and name == "lm_head.weight")}
 
 
 def load_base(model: Path, shapes: Shapes) -> Weights:
@@ -187,8 +186,10 @@ class UpdateInfo:
 
 def unshown(config: Any, model: Any) -> str:
     """Return what of vLLM's configuration, or of the model's, was never compared with transformers after an update; or ''."""
+    ranks = config.parallel_config
+    others = ranks.world_size_across_dp > ranks.tensor_parallel_size or ranks.enable_expert_parallel
     asked = {
-        "tensor, pipeline or data parallelism": config.parallel_config.world_size_across_dp > 1,
+        "pipeline, data or expert parallelism": others,
         "quantised weights": config.model_config.quantization,
         "draft models": config.speculative_config,
         "--enable-lora": config.lora_config,
@@ -261,9 +262,7 @@ def tied_head(model: Any) -> Any:
 class Fetching:
     """What vLLM's workers answer over /collective_rpc besides their own methods (`--worker-extension-cls`)."""
 
-    weight_transfer_engine: Any
-
-    def etude_fetch(self, version: str) -> dict[str, Any]:
+    def etude_fetch(self: Any, version: str) -> dict[str, Any]:
         """Begin to fetch a version, or say how that went."""
         if fetcher := getattr(self.weight_transfer_engine, "fetcher", None):
             return dict(fetcher.fetch(int(version)))
