@@ -466,9 +466,9 @@ def _client(found: Any) -> Any:
     return next(row["client CPU us/token"] for row in found["rows"] if (row["way"], row["requests"]) == ("tcp", 64))
 
 
-def _own(found: Any) -> Any:
-    row = next(row for row in found["rows"] if (row["case"], row["tree"]) == ("plain", "now"))
-    return row["CPU ms/episode"] - row["stand-in ms"]
+def _own(found: Any) -> dict[str, float]:
+    of = {row["case"]: row["CPU ms/episode"] - row["stand-in ms"] for row in found["rows"] if row["tree"] == "now"}
+    return {"short": of["plain"], "long": of["long"]}
 
 
 FROM: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
@@ -487,7 +487,7 @@ FROM: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "tool": (SANDBOX, "namespaces, live start of Python + a warm test run, medians", _of_sandbox("live", "warm")),
     "score": (SANDBOX, "namespaces, whole start of Python + a cold test run, medians", _of_sandbox("whole", "cold")),
     "client us/token": (CLIENT, "client CPU, 64 requests over TCP", _client),
-    "orchestrator ms": (OWN, "case plain, now: CPU ms/episode without the stand-in", _own),
+    "orchestrator ms": (OWN, "cases plain and long, now: CPU ms/episode without the stand-in", _own),
 }  # fmt: skip
 
 
@@ -590,7 +590,7 @@ def simulated(row: Row, known: dict[str, Any], least: int, seed: int) -> dict[st
         "hard %": round(100 * seen["hard_batched"] / trained / work.hard),
         "hard tries": round(seen["hard_opened"] / max(seen["hard_batched"], 1), 2),
         "retried": int(seen["failed"] + seen["again"]), "lost": int(seen["lost"]),
-        "orchestrator cores": round(1e-3 * known["orchestrator ms"] * episodes + 1e-6 * known["client us/token"] * tokens, 2),
+        "orchestrator cores": round(1e-3 * known["orchestrator ms"][row.work] * episodes + 1e-6 * known["client us/token"] * tokens, 2),
         "router requests/s": round(seen["requests"] / seconds), "ledger kB/s": round(seen["ledger"] / seconds / 1e3, 1),
         "store writes MB/s": round((known["delta share"] + 1 / 20) * full * steps / seconds / 1e6, 1),
         "store reads GB/s": round(known["delta share"] * full * own.engines * steps / seconds / 1e9, 2),
