@@ -466,9 +466,9 @@ def _client(found: Any) -> Any:
     return next(row["client CPU us/token"] for row in found["rows"] if (row["way"], row["requests"]) == ("tcp", 64))
 
 
-def _own(found: Any) -> Any:
-    row = next(row for row in found["rows"] if (row["case"], row["tree"]) == ("plain", "now"))
-    return row["CPU ms/episode"] - row["stand-in ms"]
+def _own(found: Any) -> dict[str, float]:
+    of = {row["case"]: row["CPU ms/episode"] - row["stand-in ms"] for row in found["rows"] if row["tree"] == "now"}
+    return {"short": of["plain"], "long": of["long"]}
 
 
 FROM: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
@@ -487,7 +487,7 @@ FROM: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "tool": (SANDBOX, "namespaces, live start of Python + a warm test run, medians", _of_sandbox("live", "warm")),
     "score": (SANDBOX, "namespaces, whole start of Python + a cold test run, medians", _of_sandbox("whole", "cold")),
     "client us/token": (CLIENT, "client CPU, 64 requests over TCP", _client),
-    "orchestrator ms": (OWN, "case plain, now: CPU ms/episode without the stand-in", _own),
+    "orchestrator ms": (OWN, "cases plain and long, now: CPU ms/episode without the stand-in", _own),
 }  # fmt: skip
 
 
@@ -564,17 +564,17 @@ def planned(row: Row, work: Work, known: dict[str, Any]) -> Cluster:
 
 
 def simulated(row: Row, known: dict[str, Any], least: int, seed: int) -> dict[str, Any]:
-    """Return the figures of a scenario: a third of its steps to warm up, then `least` groups or 5 steps, whichever are more."""
+    """Return the figures of a scenario: a third of its steps to warm up, then `least` groups or 5 steps (3 of the largest size)."""
     work = workloads(known)[row.work]
     own = planned(row, work, known)
     began = time.process_time()
     sim = Simulation(own, work, tasks=max(200, own.sandboxes // SIZE * 2), seed=seed)
-    steps = max(5, least // own.groups)
+    steps = max(3 if row.gpus == LARGEST else 5, least // own.groups)
     seen = sim.run(steps // 3 + 1, steps // 3 + 1 + steps)
     spent, seconds = time.process_time() - began, seen["seconds"]
     episodes, tokens = seen["episodes"] / seconds, seen["tokens"] / seconds
     trained = max(seen["groups_batched"], 1)
-    full, (requests, step_s) = known["weights"], known["decode"][-1]
+    full, own_cpu, (requests, step_s) = known["weights"], 1e-3 * known["orchestrator ms"][row.work], known["decode"][-1]
     return {
         "GPUs": row.gpus, "work": row.work, "late": row.late, "publish": row.publish, "faults": "yes" if row.faults else "no",
         "trainer": own.trainer, "engines": own.engines, "sandboxes": own.sandboxes, "groups": own.groups,
@@ -590,7 +590,7 @@ def simulated(row: Row, known: dict[str, Any], least: int, seed: int) -> dict[st
         "hard %": round(100 * seen["hard_batched"] / trained / work.hard),
         "hard tries": round(seen["hard_opened"] / max(seen["hard_batched"], 1), 2),
         "retried": int(seen["failed"] + seen["again"]), "lost": int(seen["lost"]),
-        "orchestrator cores": round(1e-3 * known["orchestrator ms"] * episodes + 1e-6 * known["client us/token"] * tokens, 2),
+        "orchestrator cores": round(own_cpu * episodes + 1e-6 * known["client us/token"] * tokens, 2),
         "router requests/s": round(seen["requests"] / seconds), "ledger kB/s": round(seen["ledger"] / seconds / 1e3, 1),
         "store writes MB/s": round((known["delta share"] + 1 / 20) * full * steps / seconds / 1e6, 1),
         "store reads GB/s": round(known["delta share"] * full * own.engines * steps / seconds / 1e9, 2),
@@ -610,7 +610,7 @@ def scenarios(sizes: list[int]) -> list[Row]:
         rows += [Row(512, "long", late, "sharded", faults=True) for late in ("drop", "wait")]
     if LARGEST in sizes:
         rows += [Row(LARGEST, "long", late, "sharded", groups=512) for late in ("drop", "wait")]
-    return rows
+    return sorted(rows, key=lambda row: row.gpus)
 
 
 def breaks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
