@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import socket
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     Say = Callable[[str], None]
 
 LOCAL = "local"
+REACH = 10.0  # seconds until an address that does not answer is given up
 STARTS = 3  # of Ray on a busy machine, whose own patience is short
 CLOCKS = 10.0  # seconds that clocks may be apart
 QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
@@ -50,13 +52,20 @@ def joined(address: str, say: Say) -> Iterator[None]:
 
 
 def _join(address: str) -> None:
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        raise UserError(f"--cluster {address!r} is no address; write local, HOST:PORT, or ray://HOST:PORT")
+    advice = "is it running, and can this machine reach it? `ray status` on its head tells"
+    try:
+        socket.create_connection((host, int(port)), REACH).close()  # Ray itself would try for minutes
+    except OSError as error:
+        raise UserError(f"--cluster {address}: no cluster answers ({error}); {advice}") from None
     try:
         ray.init(address=address, **QUIET)
     except Exception as error:  # noqa: BLE001 - Ray raises many kinds, and each is for the user
         told = reason(error)
         if "ersion mismatch" in told:
             raise UserError(f"--cluster {address}: {told}; use the same Ray and Python here and there") from None
-        advice = "is it running, and can this machine reach it? `ray status` on its head tells"
         raise UserError(
             f"--cluster {address}: no cluster answers ({type(error).__name__}: {told[:300]}); {advice}"
         ) from None
