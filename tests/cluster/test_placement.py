@@ -72,8 +72,8 @@ def about(**more: Any) -> About:
         ({"about": about(), "apart": 11.0}, "its clock is 11 s off"),
         ({"about": about(), "apart": 9.0}, ""),
         ({"about": about(), "folder": False}, "does not see /runs/mine; choose with --out"),
-        ({"about": about(), "vllm": {"/opt/v/bin/python": "0.32.0"}}, ""),
-        ({"about": about(), "vllm": {"/opt/v/bin/python": "not there"}}, "/opt/v/bin/python: not there; install vLLM"),
+        ({"about": about(), "vllm": {"/opt/v/bin/python": ""}}, ""),
+        ({"about": about(), "vllm": {"/opt/v/bin/python": "not there"}}, "/opt/v/bin/python cannot be used: not there"),
     ],
 )  # fmt: skip
 def test_nodes_that_are_unlike_are_named(seen: dict[str, Any], says: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import json
 import os
 import signal
 import sys
@@ -24,7 +23,7 @@ from etude.inference.client import OUTLIVING, RemotePolicy
 from etude.inference.local import LocalPolicy
 from etude.inference.policy import Completion, Sampling, Token
 from etude.inference.weight_sync import Receiver, WeightStore
-from etude.rl.engine import Follower, VllmWeights, own_socket, serve
+from etude.rl.engine import Follower, own_socket, serve
 from etude.rl.processes import Child, RlJob
 from etude.rl.settings import RlSettings
 from tests import tiny
@@ -298,15 +297,3 @@ def test_an_engine_that_cannot_begin_says_why(tmp_path: Path, socket: Path) -> N
     job = RlJob(tmp_path / "nothing", tmp_path, socket, RlSettings(tasks="none", device="cpu"), seed=0)
     with pytest.raises(UserError, match="nothing"):
         asyncio.run(serve(job, print, own_socket(job.socket)))
-
-
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [({}, "ties its embeddings"), ({"tie_word_embeddings": False, "num_local_experts": 4}, "has experts")],
-)
-def test_what_vllm_would_update_wrongly_is_refused(tmp_path: Path, more: dict[str, Any], says: str) -> None:
-    tmp_path.joinpath("config.json").write_text(json.dumps({"tie_word_embeddings": True} | more))
-    settings = RlSettings(tasks="none", engine="http://127.0.0.1:1")
-    job, store = RlJob(tmp_path, tmp_path, tmp_path / "s", settings, seed=0), WeightStore(tmp_path / "weights", 2)
-    with pytest.raises(UserError, match=says):
-        VllmWeights(RemotePolicy(settings.engine, 10), job, store)

@@ -16,6 +16,7 @@ from etude.errors import UserError
 from etude.inference.kv_cache import plan
 from etude.inference.local import LocalPolicy, build
 from etude.inference.policy import Sampling
+from etude.inference.vllm_plugin import merged
 from etude.models.load import load_model, saved_dtype
 from etude.rl.exchange import Batch, TrainedEpisode, TrainedGroup
 from etude.rl.trainer import Trainer
@@ -156,25 +157,24 @@ def test_every_family_learns_publishes_and_exports(tmp_path: Path, family: str) 
     assert not (tmp_path / "model.part").exists()
 
 
-def test_lora_publishes_and_exports_the_sum_and_trains_small_matrices_only(tiny_base: Path, tmp_path: Path) -> None:
+def test_lora_publishes_adapters_exports_the_sum_and_trains_small_matrices_only(tiny_base: Path, tmp_path: Path) -> None:
     trainer = Trainer(tiny_base, made.settings(lora={"rank": 2}, kl={"coefficient": 0.1}), tmp_path / "trainer")
     before = weights(trainer)
     for number in range(2):
         metrics = made.step(trainer, made.batch(tmp_path, number, made.usual(random.Random(number))), tmp_path)
         assert metrics["skipped"] == 0
-    published = trainer.session.computed_state()
+    adapters = trainer.session.computed_state()
     changed = {name for name, weight in weights(trainer).items() if not torch.equal(weight, before[name])}
     assert changed
     assert all(".lora_" in name for name in changed)
     held = load_model(tiny_base, torch.device("cpu"), torch.float32)
     ids = torch.arange(1, 60)[None]
-    held.load_state_dict(published)
+    held.load_state_dict(merged(adapters, held.state_dict(), torch.float32))  # as the plug-in of vLLM does
     trainer.session.model.set_attn_implementation("sdpa")
     with torch.no_grad():
         expected = trainer.session.model(ids).logits
         torch.testing.assert_close(held(ids).logits, expected, rtol=1e-4, atol=1e-4)
-        adapters = trainer.session.computed_state(merged=False)
-        assert sum(each.numel() for each in adapters.values()) < sum(each.numel() for each in published.values()) / 10
+        assert sum(each.numel() for each in adapters.values()) < sum(each.numel() for each in held.parameters()) / 10
         runner = build(load_model(tiny_base, torch.device("cpu"), torch.float32), None, str, context=64, rows=1).runner
         runner.replace(adapters)  # an engine that has the base needs no more
         where = plan([([1], 0, ids.shape[1])], runner.cache.size, runner.device)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from etude.cluster.host import ANSWER, About, Supervisor, about, reason
+from etude.cluster.host import ANSWER, LOOKING, About, Supervisor, about, reason
 from etude.cluster.placement import Node, nodes
 from etude.errors import UserError
 
@@ -101,7 +101,7 @@ class Seen:
     about: About | None  # None: it did not answer
     apart: float = 0.0  # seconds between its clock and ours, beyond what asking took
     folder: bool = True  # whether it sees the run's folder
-    vllm: dict[str, str] | None = None  # version by the Python of an environment
+    vllm: dict[str, str] | None = None  # why it cannot be used, by the Python of its environment; empty: it can
 
 
 async def survey(folder: Path | None, settings: ClusterSettings | None) -> list[Seen]:
@@ -123,18 +123,18 @@ async def _look(node: Node, mark: Path | None, word: str, pythons: Sequence[str]
     there = NodeAffinitySchedulingStrategy(node.id, soft=False)
     actor = ray.remote(Supervisor).options(num_cpus=0, scheduling_strategy=there).remote()
     try:
-        async with asyncio.timeout(ANSWER):
+        async with asyncio.timeout(ANSWER + LOOKING * len(pythons)):
             await actor.process.remote()  # a process may take its time to start
             began = time.time()
             told = await actor.about.remote()
             took, between = time.time() - began, (began + time.time()) / 2
             folder = mark is None or await actor.sees.remote(str(mark), word)
-            versions = {python: await actor.version_of.remote(python, "vllm") for python in pythons}
+            vllm = {python: await actor.refuses_vllm.remote(python) for python in pythons}
     except (TimeoutError, ray.exceptions.RayError):
         return Seen(node, None)
     finally:
         ray.kill(actor)
-    return Seen(node, told, max(0.0, abs(told.time - between) - took), folder, versions)
+    return Seen(node, told, max(0.0, abs(told.time - between) - took), folder, vllm)
 
 
 def problems(seen: Sequence[Seen], here: About, folder: Path | None) -> list[str]:
@@ -155,8 +155,9 @@ def problems(seen: Sequence[Seen], here: About, folder: Path | None) -> list[str
             found.append(f"{where}: its clock is {each.apart:.0f} s off this machine's; set both by NTP")
         if not each.folder:
             found.append(f"{where} does not see {folder}; choose with --out a folder that all nodes share")
-        found += [f"{where}: vLLM's Python {python}: {version}; install vLLM there, or correct `python`"
-                  for python, version in (each.vllm or {}).items() if not version[:1].isdigit()]  # fmt: skip
+        found += [
+            f"{where}: vLLM's Python {python} cannot be used: {why}" for python, why in (each.vllm or {}).items() if why
+        ]
     return found
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     Say = Callable[[str], None]
 
+FETCHING = "etude.inference.vllm_plugin.Fetching"
 REST = 10.0  # seconds before an engine that dies again and again is started once more, while others work
 
 
@@ -101,8 +102,9 @@ class Engine:
             str(port),
         ]
         serve += ["--enable-scale-out", "--tensor-parallel-size", str(max(1, own.gpus)), "--seed", str(job.seed)]
+        serve += ["--weight-transfer-config", '{"backend": "etude"}', "--worker-extension-cls", FETCHING]
         serve += ["--max-model-len", str(job.settings.length)] if job.settings.length else []
-        return [own.python, "-I", *serve], {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": self.fleet.token}
+        return [own.python, "-P", *serve], {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": self.fleet.token}
 
     async def _use(self, address: str) -> None:
         """Bring it the newest weights, then let it be asked and follow the store, until it hangs or fails."""
@@ -111,7 +113,7 @@ class Engine:
         hung = asyncio.Event()
         try:
             if self.settings.kind == "vllm":
-                weights = VllmWeights(control, self.fleet.job, self.fleet.store)
+                weights = VllmWeights(control, self.fleet.job.model, self.fleet.store)
                 self._weights = weights.update
                 await weights.ready()
             else:

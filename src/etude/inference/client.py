@@ -317,6 +317,7 @@ class RemotePolicy:
     async def _find_meaning(self) -> Meaning:
         """Ask for the same tokens twice; the prompt is the largest id the caller may send, so a smaller vocabulary shows."""
         probe = [max(0, self.info.vocabulary - 1)]
+        self._meaning = "raw"  # numbers as they come, whatever was found of a server before
         greedy = await self._sample(probe, Sampling(PROBE_TOKENS, temperature=0.0))
         hot = await self._sample(probe, Sampling(PROBE_TOKENS, temperature=2.0, top_k=1))
         return meaning_of(greedy.raw_logprobs, hot.raw_logprobs)

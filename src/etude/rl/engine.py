@@ -6,25 +6,23 @@ The process begins with the model's folder, which is version 0, goes straight to
 token API (inference/server.py) at a Unix socket, or for other machines at a port that asks for a token. The orchestrator's
 `Follower` brings every version that the trainer publishes to whoever samples, by the weight life cycle of that API.
 
-A vLLM server (`[rl] engine = "http://…"`) takes whole checkpoints from disk: a version is written beside the store, the server pauses
-and keeps its requests, loads it, drops all keys and values, and goes on. What was seen to go wrong there without an error is refused:
-tied embeddings, of which the output layer stays old, and experts.
+A vLLM server (`[rl] engine = "http://…"`) follows the same store by our plug-in (inference/vllm_plugin.py): it fetches a version while
+it samples, pauses and keeps its requests, copies it, drops all keys and values, and goes on. A failed update is a lost engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import socket
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError
-from etude.files import read_json
-from etude.inference.weight_sync import BrokenStore, Held, Receiver, Swap, WeightStore
+from etude.inference.client import ServerFailed
+from etude.inference.weight_sync import BrokenStore, Receiver, Swap, WeightStore
 from etude.rl.processes import RlJob, as_child, load_job
 
 if TYPE_CHECKING:
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
     Say = Callable[[str], None]
 
 POLL = 0.05  # seconds between two looks for new weights
+PATIENCE = 600.0  # seconds that one call of vLLM's weight life cycle may take
 BEAT = 1.0  # seconds between two questions whether the engine's thread is well
 EVENTS = (
     100  # a second, of all rollouts together: rollouts need no token at once, only what came before an engine is lost
@@ -81,59 +80,65 @@ class Follower:
 
 
 class VllmWeights:
-    """Brings versions to a vLLM server, which must see the run's folder and have been started with VLLM_SERVER_DEV_MODE=1."""
+    """Brings versions to a vLLM server with our plug-in (inference/vllm_plugin.py), which must see the model and the store."""
 
-    def __init__(self, policy: RemotePolicy, job: RlJob, store: WeightStore) -> None:
-        self.policy, self.model, self.folder, self.store = policy, job.model, job.folder / "vllm", store
-        self._held: Held | None = None
-        config = read_json(job.model / "config.json")
-        if config.get("tie_word_embeddings"):
-            why = "ties its embeddings, and vLLM leaves the output layer old after an update"
-            raise UserError(
-                f"{job.model} {why}: save the model with tie_word_embeddings = false, or leave `engine` out"
-            )
-        if any("expert" in name for name in config):
-            raise UserError(f"{job.model} has experts, whose weights vLLM does not update right; leave `engine` out")
+    def __init__(self, policy: RemotePolicy, model: Path, store: WeightStore) -> None:
+        self.policy, self.model, self.store = policy, model, store
+        self.last = Swap(-1, 0, 0.0, 0.0)
 
     async def ready(self) -> PolicyInfo:
-        """Connect to the server; at the beginning of a run have it load version 0, as another run may have left others there."""
+        """Connect, and have the server take the newest version: what it holds now may be another run's, or nobody's."""
         info = await self.policy.connect()
-        if self.store.newest() is None:
-            await self._load(self.model, 0)
+        where = {"folder": str(self.store.folder.absolute()), "model": str(self.model.absolute())}
+        await self._tell("/init_weight_transfer_engine", {"init_info": where})
+        try:
+            await self.update(self.store.newest() or 0)
+        except BrokenStore:  # a later one comes
+            await self.update(0)
         return info
 
     async def update(self, version: int) -> Swap:
-        """Have the server load a version of the store."""
-        began, target = time.perf_counter(), self.folder / f"{version:08d}"
-        self._held = await asyncio.to_thread(self.store.pull, version, self._held)
-        await asyncio.to_thread(_write, target, self._held)
-        paused = await self._load(target, version)
-        shutil.rmtree(self.folder)
-        return Swap(version, self._held.bytes, time.perf_counter() - began, paused)
-
-    async def _load(self, folder: Path, version: int) -> float:
-        """Return the seconds that requests had to wait. A failed update is a lost engine: the server must be started again."""
-        began, tell = time.perf_counter(), self.policy.tell
+        """Have the server fetch a version while it samples, then sample from it. BrokenStore: it cannot be had, nothing changed."""
+        if version == self.last.version:
+            return self.last
+        began = time.perf_counter()
+        size = await self._fetch(version)
+        stopped = time.perf_counter()
         try:
-            await tell("/pause?mode=keep")
-            await tell("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-            await tell("/reset_prefix_cache?reset_running_requests=true")
-            await tell("/update_weight_version", {"new_version": str(version)})
-            await tell("/resume")
-        except UserError as error:
-            why = f"the server failed to load version {version} of the weights and must be started again"
-            raise UserError(f"{why}, with VLLM_SERVER_DEV_MODE=1: {error}") from None
+            await self._tell("/pause?mode=keep")
+            await self._tell("/start_weight_update")
+            await self._tell("/update_weights", {"update_info": {"version": version}})
+            await self._tell("/finish_weight_update", {"weight_version": str(version)})
+            await self._tell("/reset_prefix_cache?reset_running_requests=true")
+            await self._tell("/resume")
+        except UserError as error:  # part of it may be new and part old
+            lost = f"the server failed to take version {version} of the weights and must be started again"
+            raise ServerFailed(f"{lost}; see its log: {error}") from None
         self.policy.version = version
-        return time.perf_counter() - began
+        ended = time.perf_counter()
+        self.last = Swap(version, size, ended - began, ended - stopped)
+        return self.last
 
+    async def _fetch(self, version: int) -> int:
+        """Wait until a version is in the server's main memory; return the bytes that were read for it."""
+        while True:
+            reply = await self._tell("/collective_rpc", {"method": "etude_fetch", "args": [str(version)]})
+            said = reply["results"]  # of every worker
+            if all(each["ready"] for each in said):
+                return sum(int(each["bytes"]) for each in said)
+            for each in said:
+                if why := each.get("why"):
+                    raise (BrokenStore if each["wait"] else UserError)(why)
+            await asyncio.sleep(POLL)
 
-def _write(folder: Path, held: Held) -> None:
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: tensor.contiguous().clone() for name, tensor in held.tensors.items()}, folder / "model.safetensors"
-    )
+    async def _tell(self, path: str, body: Any = None) -> Any:
+        try:
+            async with asyncio.timeout(PATIENCE):
+                return await self.policy.tell(path, body)
+        except TimeoutError:
+            raise ServerFailed(f"the server did not answer {path} in {PATIENCE:g} s; start it again") from None
+        except UserError as error:
+            raise type(error)(f"{error}; how to start vLLM for this: docs/inference.md, weight sync to vLLM") from None
 
 
 async def serve(job: RlJob, say: Say, address: socket.socket, token: str = "") -> None:

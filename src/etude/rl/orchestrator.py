@@ -123,7 +123,7 @@ def _apart(job: RlJob, say: Say) -> Parts:
     trainer = child("trainer")
     if job.settings.engine:
         policy = RemotePolicy(job.settings.engine, len(load_tokeniser(job.model)), settings=STRICT)
-        weights = VllmWeights(policy, job, store)
+        weights = VllmWeights(policy, job.model, store)
         follower = Follower(store, weights.update, say)
         return Parts(policy, follower, follower.run, trainer.run, weights.ready, trained=trainer.progressed)
     engine = child("engine")

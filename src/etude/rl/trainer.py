@@ -499,7 +499,7 @@ def _publish(
     """Publish and report the last step, unless that was done before; what was trained again is reported again, as it was spent."""
     step, leads = trainer.done, trainer.world.leads
     if trainer.world.tell(step > (store.newest() or 0)):
-        state = trainer.session.computed_state(merged=bool(trainer.settings.engine))  # vLLM loads whole checkpoints
+        state = trainer.session.computed_state()
         if leads:
             done = store.publish(state, step, step)
             store.prune(KEPT)

@@ -271,13 +271,13 @@ class Session:
         """Whether nothing is trained but MTP heads."""
         return all(name.startswith(HEADS) for name in self.weights.masters)
 
-    def computed_state(self, *, merged: bool = True) -> Tensors:
+    def computed_state(self) -> Tensors:
         """Return the state as the model computes with it: what an engine should hold. Every rank must take part.
 
-        With LoRA it is the sum, or if not `merged` the adapters alone, for an engine that has the base (`Runner.replace`).
+        With LoRA it is the adapters alone: engines have the base (`Runner.replace`, inference/vllm_plugin.py).
         """
         if self._adapters is not None:
-            return merged_state(self._adapters, self.model) if merged else adapter_state(self.model)
+            return adapter_state(self.model)
         weights, state = dict(self.model.named_parameters(remove_duplicate=False)), self.model.state_dict()
         once: Tensors = {}  # by a weight's first name: those that share one share it in what is returned too
         first = {id(weight): name for name, weight in reversed(weights.items())}
@@ -393,17 +393,3 @@ def adapter_state(model: Any) -> dict[str, torch.Tensor]:
         down, up = (getattr(part, each)["default"].weight.detach() for each in ("lora_A", "lora_B"))
         state |= {f"{name}.weight.lora_A": down, f"{name}.weight.lora_B": up * part.scaling["default"]}
     return state
-
-
-def merged_state(adapters: Any, model: Any) -> dict[str, torch.Tensor]:
-    """Return the state that a model would have with its small matrices added in, by the names it had without them.
-
-    peft's way back subtracts, and rounds: so the large matrices are put back as they were.
-    """
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    adapters.merge_adapter()
-    large = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
-    merged = {name.replace(".base_layer.", "."): value.clone() for name, value in large.items()}
-    adapters.unmerge_adapter()
-    model.load_state_dict(before)
-    return merged
