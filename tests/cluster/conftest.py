@@ -34,11 +34,12 @@ def started(nodes: int, cores: int) -> Any:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
-    """A cluster of three nodes with three cores each, as Ray believes."""
+    """A cluster of three nodes with three cores each, one of them with two GPUs, as Ray believes."""
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [before])])  # actors import what tests define
     os.environ["OMP_NUM_THREADS"] = "1"
-    made = started(nodes=3, cores=3)
+    made = started(nodes=2, cores=3)
+    made.add_node(num_cpus=3, num_gpus=2, object_store_memory=80_000_000, include_dashboard=False)
     yield made
     made.shutdown()
     os.environ["PYTHONPATH"] = before

@@ -18,7 +18,7 @@ from etude.cluster.stages import ClusterRun
 from etude.jsonl import MetricsLog
 from etude.models.load import load_tokeniser
 from etude.progress import Reporter
-from etude.recipe.cluster import ClusterSettings
+from etude.recipe.cluster import ClusterSettings, EnginePlaces
 from etude.rl.settings import RlSettings
 from etude.work import Work
 from tests.rl.toy import Toy, settings_of
@@ -43,12 +43,25 @@ def play(model: Path, folder: Path, settings: RlSettings, places: ClusterSetting
     with MetricsLog(folder / "metrics.jsonl") as metrics:
         work = Work(folder, metrics, Reporter(), folder / "cache")
         make = partial(toy_of, model, settings)
-        asyncio.run(ClusterRun(places, PATIENCE).play(make(), make, model, settings, work, seed=0))
+        vllm = [number for number, each in enumerate(places.engines) if each.kind == "vllm"]
+
+        async def before() -> None:
+            """Wait until every vLLM has the first weights: it takes minutes to start, and the game would be over."""
+            for log in (folder / "cluster" / f"engine-{number}.log" for number in vllm):
+                while not log.exists() or "POST /resume" not in log.read_text():
+                    await asyncio.sleep(0.1)
+
+        # A vLLM on few cores computes for seconds without an answer.
+        run = ClusterRun(places, 120.0 if vllm else PATIENCE)
+        asyncio.run(run.play(make(), make, model, settings, work, 0, before))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     where, out, address = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    wished = {name: json.loads(value) for name, _, value in (word.partition("=") for word in sys.argv[4:])}
+    given = dict(word.split("=", 1) for word in sys.argv[4:])
+    vllm = {"cpus": 1, "kind": "vllm", "python": given.pop("vllm")} if "vllm" in given else None
+    places = PLACES.model_copy(update={"engines": [EnginePlaces(cpus=1), EnginePlaces(**vllm)]}) if vllm else PLACES
+    wished = {name: json.loads(value) for name, value in given.items()}
     with joined(address, print):
-        play(where, out, settings_of(processes=True, **wished))
+        play(where, out, settings_of(processes=True, **wished), places)

@@ -54,10 +54,12 @@ def run(
 
     require_ray()
     from etude.cluster.connect import joined
-    from etude.cluster.stages import cluster_stages
+    from etude.cluster.stages import ClusterRun, cluster_stages
 
     with joined(cluster, lambda line: options.echo(line, err=True)):
-        stages = cluster_stages(recipe.cluster)
+        on = ClusterRun(recipe.cluster)
+        on.check(out or Path("runs") / recipe.name)
+        stages = cluster_stages(on)
         _run_recipe(recipe, out, cache, until=until, dry_run=False, as_json=as_json, stages=stages)
 
 

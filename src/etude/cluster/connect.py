@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import socket
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from etude.cluster.host import ANSWER, About, Supervisor, about, reason
+from etude.cluster.host import ANSWER, LOOKING, About, Supervisor, about, reason
 from etude.cluster.placement import Node, nodes
 from etude.errors import UserError
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     Say = Callable[[str], None]
 
 LOCAL = "local"
+REACH = 10.0  # seconds until an address that does not answer is given up
 STARTS = 3  # of Ray on a busy machine, whose own patience is short
 CLOCKS = 10.0  # seconds that clocks may be apart
 QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
@@ -50,13 +52,20 @@ def joined(address: str, say: Say) -> Iterator[None]:
 
 
 def _join(address: str) -> None:
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        raise UserError(f"--cluster {address!r} is no address; write local, HOST:PORT, or ray://HOST:PORT")
+    advice = "is it running, and can this machine reach it? `ray status` on its head tells"
+    try:
+        socket.create_connection((host, int(port)), REACH).close()  # Ray itself would try for minutes
+    except OSError as error:
+        raise UserError(f"--cluster {address}: no cluster answers ({error}); {advice}") from None
     try:
         ray.init(address=address, **QUIET)
     except Exception as error:  # noqa: BLE001 - Ray raises many kinds, and each is for the user
         told = reason(error)
         if "ersion mismatch" in told:
             raise UserError(f"--cluster {address}: {told}; use the same Ray and Python here and there") from None
-        advice = "is it running, and can this machine reach it? `ray status` on its head tells"
         raise UserError(
             f"--cluster {address}: no cluster answers ({type(error).__name__}: {told[:300]}); {advice}"
         ) from None
@@ -92,7 +101,7 @@ class Seen:
     about: About | None  # None: it did not answer
     apart: float = 0.0  # seconds between its clock and ours, beyond what asking took
     folder: bool = True  # whether it sees the run's folder
-    vllm: dict[str, str] | None = None  # version by the Python of an environment
+    vllm: dict[str, str] | None = None  # why it cannot be used, by the Python of its environment; empty: it can
 
 
 async def survey(folder: Path | None, settings: ClusterSettings | None) -> list[Seen]:
@@ -114,18 +123,18 @@ async def _look(node: Node, mark: Path | None, word: str, pythons: Sequence[str]
     there = NodeAffinitySchedulingStrategy(node.id, soft=False)
     actor = ray.remote(Supervisor).options(num_cpus=0, scheduling_strategy=there).remote()
     try:
-        async with asyncio.timeout(ANSWER):
+        async with asyncio.timeout(ANSWER + LOOKING * len(pythons)):
             await actor.process.remote()  # a process may take its time to start
             began = time.time()
             told = await actor.about.remote()
             took, between = time.time() - began, (began + time.time()) / 2
             folder = mark is None or await actor.sees.remote(str(mark), word)
-            versions = {python: await actor.version_of.remote(python, "vllm") for python in pythons}
+            vllm = {python: await actor.refuses_vllm.remote(python) for python in pythons}
     except (TimeoutError, ray.exceptions.RayError):
         return Seen(node, None)
     finally:
         ray.kill(actor)
-    return Seen(node, told, max(0.0, abs(told.time - between) - took), folder, versions)
+    return Seen(node, told, max(0.0, abs(told.time - between) - took), folder, vllm)
 
 
 def problems(seen: Sequence[Seen], here: About, folder: Path | None) -> list[str]:
@@ -146,8 +155,9 @@ def problems(seen: Sequence[Seen], here: About, folder: Path | None) -> list[str
             found.append(f"{where}: its clock is {each.apart:.0f} s off this machine's; set both by NTP")
         if not each.folder:
             found.append(f"{where} does not see {folder}; choose with --out a folder that all nodes share")
-        found += [f"{where}: vLLM's Python {python}: {version}; install vLLM there, or correct `python`"
-                  for python, version in (each.vllm or {}).items() if not version[:1].isdigit()]  # fmt: skip
+        found += [
+            f"{where}: vLLM's Python {python} cannot be used: {why}" for python, why in (each.vllm or {}).items() if why
+        ]
     return found
 
 

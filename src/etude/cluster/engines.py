@@ -16,6 +16,7 @@ from etude.cluster.host import OWN, Host, Lost
 from etude.cluster.router import Endpoint, Router
 from etude.errors import UserError
 from etude.inference.client import OUTLIVING, RemotePolicy, ServerFailed
+from etude.models.load import saved_dtype
 from etude.rl.engine import Follower, VllmWeights
 from etude.rl.processes import DEATHS, NOT_OURS
 
@@ -95,7 +96,9 @@ class Engine:
                  "--enable-scale-out", "--weight-transfer-config", '{"backend": "etude"}', "--worker-extension-cls", FETCHING,
                  "--tensor-parallel-size", str(max(1, own.gpus)), "--seed", str(job.seed)]  # fmt: skip
         serve += ["--max-model-len", str(job.settings.length)] if job.settings.length else []
-        return [own.python, "-I", *serve], {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": self.fleet.token}
+        # By itself it makes float32 half of that.
+        serve += ["--dtype", str(saved_dtype(job.model)).removeprefix("torch.")]
+        return [own.python, "-P", *serve], {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": self.fleet.token}
 
     async def _use(self, address: str) -> None:
         """Bring it the newest weights, then let it be asked and follow the store, until it hangs or fails."""

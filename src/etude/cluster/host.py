@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 import etude
+from etude.errors import one_line
 from etude.rl.processes import Child, ending, last_lines
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 OWN = "python"  # first word of a command: the Python of the node, with Etude in it
 ANSWER = 60.0  # seconds within which a small question is answered
+LOOKING = 300.0  # seconds to import vLLM on a cold disk
 NEWS = 10.0  # seconds between two lines that say what is waited for
 GRACE = 30.0  # seconds that a process is given to end by itself
 
@@ -101,16 +104,15 @@ class Supervisor:
             return Path(path).read_text(encoding="utf-8") == word
         return False
 
-    async def version_of(self, python: str, module: str) -> str:
-        """Return the version of a module in another environment of this node, or why there is none."""
-        ask = f"import importlib.metadata as m; print(m.version({module!r}))"
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            words = [python, "-I", "-c", ask]
-            done = await asyncio.to_thread(
-                subprocess.run, words, capture_output=True, text=True, timeout=ANSWER / 2, check=False
-            )
-            return done.stdout.strip() if done.returncode == 0 else f"no {module} in it"
-        return "not there"
+    async def refuses_vllm(self, python: str) -> str:
+        """Return why the vLLM of another environment on this node cannot be used; empty: it can."""
+        words = [python, "-P", "-m", "etude.inference.vllm_plugin"]
+        run = partial(subprocess.run, words, capture_output=True, text=True, timeout=LOOKING, check=False)
+        try:
+            done = await asyncio.to_thread(run)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return one_line(error)
+        return "" if done.returncode == 0 else done.stderr.strip().splitlines()[-1][:300]
 
     async def free_port(self) -> int:
         """Return a port that nobody listens at; who takes it in the meantime makes the process fail, and another is tried."""

@@ -10,6 +10,7 @@ folder: nothing of it is counted twice, and never is it scored as 0. Lost time a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from etude.errors import UserError
 from etude.inference.client import ServerFailed
 from etude.models.load import load_tokeniser
 from etude.rl.environment import Environment, Episode, InfrastructureError
+from etude.rl.orchestrator import TimedPolicy
 from etude.rl.processes import DEATHS
 
 if TYPE_CHECKING:
@@ -118,7 +120,8 @@ class Pools:
             host = await self._least_busy()
             self._busy[host] += 1
             try:
-                played: Episode = await host.ask("run_episode", item, name, seed, str(journal), seconds=None)
+                with _sampling(policy):
+                    played: Episode = await host.ask("run_episode", item, name, seed, str(journal), seconds=None)
             except Lost as lost:
                 why = lost
                 self._busy.pop(host, None)
@@ -135,3 +138,8 @@ class Pools:
             await self._ready.wait()
         cores = {host: host.placement.wanted[host.bundle].takes["CPU"] for host in self._busy}
         return min(self._busy, key=lambda host: self._busy[host] / cores[host])
+
+
+def _sampling(policy: Policy) -> contextlib.AbstractContextManager[None]:
+    """Count an episode as sampling as long as it is played: which part of it waits for tokens only its pool knows."""
+    return policy.step_metrics.busy("sampling") if isinstance(policy, TimedPolicy) else contextlib.nullcontext()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from etude.cluster.connect import refuse_unlike
 from etude.cluster.engines import Engine, Fleet
 from etude.cluster.host import Host
-from etude.cluster.placement import Placement, bundles
+from etude.cluster.placement import Placement, bundles, nodes, refuse_impossible
 from etude.cluster.rank import FILE, save_training
 from etude.cluster.sandboxes import Pool, Pools
 from etude.cluster.trainer import Ranks
@@ -63,8 +63,7 @@ class ClusterRun:
         before: Before | None = None,
     ) -> None:  # fmt: skip
         """Orchestrate with all other parts on the cluster. `make`: makes the environment, on any node."""
-        say, folder = work.reporter.say, work.folder.absolute()
-        await refuse_unlike(folder, self.settings)
+        say = work.reporter.say
         wanted = bundles(self.settings)
         placement = Placement(wanted)
         try:
@@ -76,10 +75,14 @@ class ClusterRun:
         finally:
             placement.remove()
 
+    def check(self, folder: Path) -> None:
+        """Refuse, before time is spent, what the cluster can never have, and nodes that would fail a run in this folder."""
+        refuse_impossible(bundles(self.settings), nodes())
+        asyncio.run(refuse_unlike(folder.absolute(), self.settings))
+
     async def train(self, training: Training, work: Work) -> None:
         """Train a stage on the ranks of the table; the first of them writes its metrics."""
         say, logs = work.reporter.say, training.folder / "cluster"
-        await refuse_unlike(training.folder, self.settings)
         placement = Placement([each for each in bundles(self.settings) if each.part == "trainer"])
         try:
             await placement.ready(say)
@@ -187,8 +190,7 @@ def _on_ranks(stage: TrainingStage, on: ClusterRun) -> TrainingStage:
     return made
 
 
-def cluster_stages(settings: ClusterSettings) -> Mapping[str, Stage]:
+def cluster_stages(on: ClusterRun) -> Mapping[str, Stage]:
     """Return the stages with their parts on the cluster."""
-    on = ClusterRun(settings)
     trained = {kind: _on_ranks(stage, on) for kind, stage in STAGES.items() if isinstance(stage, TrainingStage)}
     return {**STAGES, **trained, "rl": ClusterRlStage(on)}
