@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import functools
 import itertools
 import json
 import math
@@ -439,6 +440,10 @@ def test_adapters_alone_are_added_to_the_base(server: str, folder: Path, tmp_pat
     with_policy(server, work)
 
 
+def mark(began: asyncio.Event, _: object) -> None:
+    began.set()
+
+
 def test_updates_back_to_back_while_requests_run(server: str, folder: Path, tmp_path: Path) -> None:
     """Every token's log-prob is that of the version its span names, and nothing of another one is left in the cache."""
     trained = Trained(folder, tmp_path / "weights")
@@ -450,7 +455,7 @@ def test_updates_back_to_back_while_requests_run(server: str, folder: Path, tmp_
             trained.publish(version)
         begun = [asyncio.Event() for _ in PROMPTS]
         asking = [
-            asyncio.create_task(policy.generate(prompt, Sampling(1800, seed=7), on_tokens=lambda _, own=own: own.set()))
+            asyncio.create_task(policy.generate(prompt, Sampling(1800, seed=7), on_tokens=functools.partial(mark, own)))
             for prompt, own in zip(PROMPTS, begun, strict=True)
         ]
         for own in begun:
