@@ -564,13 +564,17 @@ def planned(row: Row, work: Work, known: dict[str, Any]) -> Cluster:
 
 
 def simulated(row: Row, known: dict[str, Any], least: int, seed: int) -> dict[str, Any]:
-    """Return the figures of a scenario: a third of its steps to warm up, then `least` groups or 5 steps (3 of the largest size)."""
+    """Return the figures of a scenario: `least` groups, or so many steps that slow groups come and go; half as many to warm up.
+
+    The largest size is simulated for three steps: enough for what it uses, too short for what becomes of slow tasks.
+    """
     work = workloads(known)[row.work]
     own = planned(row, work, known)
     began = time.process_time()
     sim = Simulation(own, work, tasks=max(200, own.sandboxes // SIZE * 2), seed=seed)
-    steps = max(3 if row.gpus == LARGEST else 5, least // own.groups)
-    seen = sim.run(steps // 3 + 1, steps // 3 + 1 + steps)
+    steady = row.gpus < LARGEST
+    steps = max(3 if not steady else 30 if row.work == "long" else 5, least // own.groups)
+    seen = sim.run(steps // 2 + 1, steps // 2 + 1 + steps)
     spent, seconds = time.process_time() - began, seen["seconds"]
     episodes, tokens = seen["episodes"] / seconds, seen["tokens"] / seconds
     trained = max(seen["groups_batched"], 1)
@@ -587,8 +591,8 @@ def simulated(row: Row, known: dict[str, Any], least: int, seed: int) -> dict[st
         "behind": round(sum(each * seen[f"behind_{each}"] for each in range(own.staleness + 1)) / trained, 2),
         "dropped %": round(100 * seen["groups_stale"] / max(seen["groups_opened"], 1), 1),
         "held %": round(100 * seen["held"] / seconds, 1),
-        "hard %": round(100 * seen["hard_batched"] / trained / work.hard),
-        "hard tries": round(seen["hard_opened"] / max(seen["hard_batched"], 1), 2),
+        "hard %": round(100 * seen["hard_batched"] / trained / work.hard) if steady else "",
+        "hard tries": round(seen["hard_opened"] / max(seen["hard_batched"], 1), 2) if steady else "",
         "retried": int(seen["failed"] + seen["again"]), "lost": int(seen["lost"]),
         "orchestrator cores": round(own_cpu * episodes + 1e-6 * known["client us/token"] * tokens, 2),
         "router requests/s": round(seen["requests"] / seconds), "ledger kB/s": round(seen["ledger"] / seconds / 1e3, 1),
@@ -600,15 +604,21 @@ def simulated(row: Row, known: dict[str, Any], least: int, seed: int) -> dict[st
 
 def scenarios(sizes: list[int]) -> list[Row]:
     """Return what is simulated; the largest size, which takes longest, only where it says something new."""
+    ways = [
+        (publish, work, late)
+        for publish in ("one", "sharded")
+        for work in ("short", "long")
+        for late in ("drop", "wait")
+    ]
     rows = [
         Row(gpus, work, late, publish)
-        for publish in ("one", "sharded") for work in ("short", "long") for gpus in sizes for late in ("drop", "wait")
-        if gpus < LARGEST or late == "drop" or (work, publish) == ("long", "sharded")
+        for gpus in sizes if gpus < LARGEST for publish, work, late in ways if gpus > NODE or publish == "one"
     ]  # fmt: skip
     if 512 in sizes:
         rows += [Row(512, "long", late, "sharded", staleness=bound) for bound in (8, 16) for late in ("drop", "wait")]
-        rows += [Row(512, "long", late, "sharded", faults=True) for late in ("drop", "wait")]
+        rows.append(Row(512, "long", "drop", "sharded", faults=True))
     if LARGEST in sizes:
+        rows += [Row(LARGEST, "long", "drop", publish) for publish in ("one", "sharded")]
         rows += [Row(LARGEST, "long", late, "sharded", groups=512) for late in ("drop", "wait")]
     return sorted(rows, key=lambda row: row.gpus)
 
