@@ -60,8 +60,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     where, out, address = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     given = dict(word.split("=", 1) for word in sys.argv[4:])
-    vllm = {"cpus": 1, "kind": "vllm", "python": given.pop("vllm")} if "vllm" in given else None
-    places = PLACES.model_copy(update={"engines": [EnginePlaces(cpus=1), EnginePlaces(**vllm)]}) if vllm else PLACES
+    python = given.pop("vllm", "")
+    mixed = [EnginePlaces(cpus=1), EnginePlaces(cpus=1, kind="vllm", python=python)] if python else PLACES.engines
+    places = PLACES.model_copy(update={"engines": mixed})
     wished = {name: json.loads(value) for name, value in given.items()}
     with joined(address, print):
         play(where, out, settings_of(processes=True, **wished), places)

@@ -157,7 +157,9 @@ def test_every_family_learns_publishes_and_exports(tmp_path: Path, family: str) 
     assert not (tmp_path / "model.part").exists()
 
 
-def test_lora_publishes_adapters_exports_the_sum_and_trains_small_matrices_only(tiny_base: Path, tmp_path: Path) -> None:
+def test_lora_publishes_adapters_exports_the_sum_and_trains_small_matrices_only(
+    tiny_base: Path, tmp_path: Path
+) -> None:
     trainer = Trainer(tiny_base, made.settings(lora={"rank": 2}, kl={"coefficient": 0.1}), tmp_path / "trainer")
     before = weights(trainer)
     for number in range(2):

@@ -151,7 +151,9 @@ def train_and_measure(heads: bool, recompute: bool, rows: int) -> tuple[int, int
 
 
 @pytest.mark.parametrize(("heads", "recompute", "rows"), [(False, False, 6), (False, True, 6), (True, False, 4)])
-def test_the_estimate_covers_what_a_step_holds_on_a_cpu_and_not_twice_that(heads: bool, recompute: bool, rows: int) -> None:
+def test_the_estimate_covers_what_a_step_holds_on_a_cpu_and_not_twice_that(
+    heads: bool, recompute: bool, rows: int
+) -> None:
     held, estimated = train_and_measure(heads, recompute, rows)
     assert held <= estimated <= 2 * held
 
