@@ -25,9 +25,9 @@ FOUNDATION = {"errors", "files", "git", "jsonl", "progress", "rooted", "syntax",
 # The one place where the size of the package is bounded. A decision, not a formality: to raise it, say in the commit what was cut first.
 # Issue 23 asked for 26,000 lines; it came down from 32,999 to about 28,900 without losing a feature. What attack and first use asked
 # for (issue 24) added about 1,850. Larger models (issue 25) so far: experts in training and RL 360, loading, states and the plan 550, the
-# engine's families and adapters 400, sizes of families by arithmetic and stages that need no torch to be read 300. All that is planned
-# may bring it to 34,000, no further.
-MOST_LINES, MOST_FILES = 32_900, 230  # counted lines of code, and files, of src/etude
+# engine's families and adapters 400, sizes of families by arithmetic and stages that need no torch to be read 300. A cluster (issue 26):
+# 1,400, of which the layer that imports Ray 1,050 and vLLM's plug-in 220.
+MOST_LINES, MOST_FILES = 34_400, 240  # counted lines of code, and files, of src/etude
 LONGEST_FILE, LONGEST_FUNCTION = 700, 50  # lines as they stand
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MODULES = sorted(ROOT.rglob("*.py"))

@@ -32,6 +32,7 @@ NOT_RUN = {
     "agent": "needs a model that answers; tests/cli/test_agent.py runs it with a scripted one",
     "audit": "reads weights for minutes; tests/cli/test_audit.py",
     "bench": "plays tasks in sandboxes; tests/cli/test_bench.py runs oracle and noop",
+    "cluster": "needs a cluster; tests/cluster/test_commands.py",
     "compare": "runs two models; tests/cli/test_commands.py",
     "data report": "needs a built corpus; tests/cli/test_data.py",
     "library": "needs a base to read; tests/lineage",
