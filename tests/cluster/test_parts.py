@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import ray
 from ray.exceptions import ActorDiedError
 
 from etude.cluster import engines, host, placement
@@ -49,7 +50,7 @@ class Place:
         self.killed = asyncio.Event()
         return self.where
 
-    async def ask(self, method: str, *given: Any, seconds: float | None = 0.0) -> Any:  # noqa: ARG002 - as a Host is asked
+    async def ask(self, method: str, *given: Any, seconds: float | None = 0.0) -> Any:
         self.asked.append(method)
         if method in {"kill", "stop"}:
             self.killed.set()
@@ -84,7 +85,9 @@ def test_ranks_are_numbered_by_node_and_gpu_and_meet_at_the_first() -> None:
     limited(ranks_of(places, []).run())
     told = [place.environments[0] for place in places]
     assert [each["RANK"] for each in told] == ["3", "1", "2", "0"]
-    assert {(each["MASTER_ADDR"], each["MASTER_PORT"], each["WORLD_SIZE"]) for each in told} == {("10.0.0.1", "4321", "4")}
+    assert {(each["MASTER_ADDR"], each["MASTER_PORT"], each["WORLD_SIZE"]) for each in told} == {
+        ("10.0.0.1", "4321", "4")
+    }
     assert {each["GLOO_SOCKET_IFNAME"] for each in told} == {"eth0"}
 
 
@@ -158,19 +161,21 @@ class Seats(Place):
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
     monkeypatch.setattr(engines, "RemotePolicy", Control)
     Control.fails, Control.hangs, Control.took = set(), set(), []
+    said: list[str] = []
     job = RlJob(tmp_path, tmp_path, tmp_path / "s", RlSettings(tasks="none"), 0)
     store: Any = SimpleNamespace(number=3)
     store.newest = lambda: store.number
-    made = Fleet(job, store, 10, lambda line: said.append(line), patience=7.0)
-    said: list[str] = []
+    made = Fleet(job, store, 10, said.append, patience=7.0)
     made.told = said  # type: ignore[attr-defined]
-    yield made
+    return made
 
 
-def served(fleet: Fleet, place: Place, until: Callable[[], bool], then: Callable[[], Any] = lambda: None) -> list[list[str]]:
+def served(
+    fleet: Fleet, place: Place, until: Callable[[], bool], then: Callable[[], Any] = lambda: None
+) -> list[list[str]]:
     """Run one engine until something holds, `then` until it holds again; return which engines could be asked, whenever that changed."""
     lists: list[list[str]] = []
 
@@ -234,8 +239,8 @@ class Actor:
 
 def hosted(monkeypatch: pytest.MonkeyPatch, answer: Callable[[], Awaitable[Any]], said: list[str]) -> Host:
     made = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: Actor(answer)))
-    monkeypatch.setattr(host.ray, "remote", lambda _: made)
-    monkeypatch.setattr(host.ray, "kill", lambda _: None)
+    monkeypatch.setattr(ray, "remote", lambda _: made)
+    monkeypatch.setattr(ray, "kill", lambda _: None)
     group: Any = SimpleNamespace(options=lambda _: {}, state=lambda _: "no node has 2 GPUs free (the cluster: 1 GPU)")
     return Host("engine 3", group, 0, said.append)
 
@@ -281,4 +286,7 @@ def test_a_placement_that_waits_says_for_what_and_what_is_free(monkeypatch: pyte
     made.wanted = [Bundle("trainer", {"CPU": 1})] * 3
     made.group = SimpleNamespace(wait=lambda seconds: answers.pop(0) if seconds == placement.NEWS else None)
     limited(made.ready(said.append))
-    assert said == [f"cluster: waiting since {seconds} s for 3 places; free now: 1 CPU (others use the rest)" for seconds in (10, 20)]
+    assert said == [
+        f"cluster: waiting since {seconds} s for 3 places; free now: 1 CPU (others use the rest)"
+        for seconds in (10, 20)
+    ]

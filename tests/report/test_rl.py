@@ -85,7 +85,10 @@ def test_what_the_bound_on_age_cost_is_said_and_whether_slow_tasks_paid() -> Non
     said = '20% of the ready groups came too late for a step; their episodes took 2.5 times as long; late = "wait" holds sampling back instead'
     assert verdict(late)[-1] == said
     assert "wait" not in verdict([step(1, groups_stale=1, seconds_stale=12.0)])[-1]
-    assert [panel.title for panel in pictures(late)["staleness.png"]] == ["Groups that closed", "How long episodes took"]
+    assert [panel.title for panel in pictures(late)["staleness.png"]] == [
+        "Groups that closed",
+        "How long episodes took",
+    ]
     held = [step(1, held_back=0.5), step(2, held_back=0.1)]
     assert verdict(held)[-1] == "sampling was held back for 30% of the time, so that no group came too late"
     assert [panel.title for panel in pictures(held)["speed.png"]] == ["Idle"]

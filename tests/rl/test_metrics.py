@@ -81,7 +81,7 @@ def test_the_time_in_which_sampling_was_held_back_is_counted() -> None:
     step_metrics = StepMetrics(clock)
     assert "held_back" not in step_metrics.row(1, {})  # late = "drop": nothing ever is
     for held, seconds in ((False, 1.0), (True, 2.0), (True, 1.0), (False, 4.0)):
-        step_metrics.pace(held)
+        step_metrics.pace(held_back=held)
         clock.now += seconds
     row = step_metrics.row(1, {})
     assert row["held_back"] == 3.0 / 8.0

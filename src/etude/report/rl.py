@@ -37,7 +37,8 @@ ABOUT_PICTURES = {
     "behaviour.png": "Behaviours that monitors watch; a red line where one raised a flag",
 }
 SHARES = ("solved", "best_of_group", "masked", "idle_", "held_back")  # shown as percentages
-SPEEDS = ("device_seconds", "episode_seconds", "sampled_per_second", "trained_per_second", "idle_", "held_back", "seconds_", "at_once_", "swap_")
+SPEEDS = ("device_seconds", "episode_seconds", "sampled_per_second", "trained_per_second", "idle_", "held_back", "seconds_",
+          "at_once_", "swap_")  # fmt: skip
 LISTED = 30  # lines of samples
 NOT_MEASURED = f"as that takes {ENOUGH} episodes at the beginning and as many in other steps at the end"
 ACROSS = 3  # panels
@@ -143,10 +144,14 @@ def _age(rows: Sequence[Row], groups: Mapping[str, int]) -> list[str]:
     """Return what the bound on a group's age cost, and whether it was the slow tasks that paid."""
     lines = []
     if groups["stale"] and (trained := [row["seconds_trained"] for row in rows if "seconds_trained" in row]):
-        late = sum(row["seconds_stale"] * row["groups_stale"] for row in rows if "seconds_stale" in row) / groups["stale"]
-        share, times = percent(groups["stale"] / (groups["ready"] or 1)), late / max(fmean(trained), 1e-9)
+        late = sum(row["seconds_stale"] * row["groups_stale"] for row in rows if "seconds_stale" in row)
+        share, times = (
+            percent(groups["stale"] / (groups["ready"] or 1)),
+            late / groups["stale"] / max(fmean(trained), 1e-9),
+        )
         advice = '; late = "wait" holds sampling back instead' if times > SLOW else ""
-        lines.append(f"{share} of the ready groups came too late for a step; their episodes took {times:.1f} times as long{advice}")
+        said = f"{share} of the ready groups came too late for a step; their episodes took {times:.1f} times as long"
+        lines.append(f"{said}{advice}")
     if held := fmean(row.get("held_back", 0.0) for row in rows):
         lines.append(f"sampling was held back for {percent(held)} of the time, so that no group came too late")
     return lines

@@ -45,7 +45,7 @@ class StepMetrics:
         self._clock = clock
         self._weights: dict[str, float] = {}
         self._passes: defaultdict[int, list[bool]] = defaultdict(list)  # of groups that are not closed
-        self._slow: defaultdict[int, list[float]] = defaultdict(list)  # seconds of the episodes of groups whose fate is open
+        self._slow: defaultdict[int, list[float]] = defaultdict(list)  # seconds of episodes, by group
         self._depth: Counter[str] = Counter()  # how many are at work now, by part
         self._clear()
 
@@ -53,7 +53,7 @@ class StepMetrics:
         self._episodes: list[tuple[Finished, dict[str, float]]] = []  # with the weighted parts
         self._best: list[bool] = []  # of closed groups: whether one episode passed
         self._counts: Counter[str] = Counter()
-        self._fates: defaultdict[str, list[float]] = defaultdict(list)  # seconds of episodes, by what became of their groups
+        self._fates: defaultdict[str, list[float]] = defaultdict(list)  # the same, by what became of it
         self._last: dict[str, float] = {}  # what the trainer reported of its last step
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._swaps: list[Mapping[str, float]] = []
@@ -126,7 +126,7 @@ class StepMetrics:
             self._settle()
             self._depth.subtract(change)
 
-    def pace(self, held_back: bool) -> None:
+    def pace(self, *, held_back: bool) -> None:
         """Count the time in which sampling waits only so that no group grows too old (`late = "wait"`)."""
         self._settle()
         self._depth["pace"] = int(held_back)

@@ -319,7 +319,7 @@ class Orchestrator:
             if may := self._may_begin():
                 self._begin(group)
             if self.settings.mode == "async" and self.settings.late == "wait":
-                self.step_metrics.pace(not may or self.state.held_back)
+                self.step_metrics.pace(held_back=not may or self.state.held_back)
             self.view.pulse(self._queues(), self._share())
             await self._wait()
         for task in self.playing.values():

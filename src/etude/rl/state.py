@@ -262,8 +262,8 @@ class State:
 
     def _has_use(self) -> bool:
         """Whether one more group could be played and trained on, whatever the ages."""
-        begun = len(self._of["open"]) + len(self._of["ready"])
-        return self.unplayed < self.settings.at_once and begun < (self.settings.steps - self.batched) * self.settings.groups
+        begun, left = len(self._of["open"]) + len(self._of["ready"]), self.settings.steps - self.batched
+        return self.unplayed < self.settings.at_once and begun < left * self.settings.groups
 
     def _behind(self, oldest: int, step: int) -> int:
         """Return the staleness of a group with that oldest version if it is trained in `step`."""
