@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,22 +17,45 @@ os.environ["RAY_AUTH_MODE"] = "disabled"  # a token would be written into the ho
 ROOT = Path(__file__).parents[2]
 
 
-def started(nodes: int, cores: int) -> Any:
-    """Start a cluster; on a busy machine Ray's own patience may be too short."""
-    from ray.cluster_utils import Cluster
+ATTEMPTS = 6  # a node gives up after 15 s if its own helpers have not begun by then, which no setting changes
 
-    for attempt in range(3):
-        made = Cluster()
+USUAL = {"num_gpus": 0, "object_store_memory": 80_000_000, "include_dashboard": False}
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Start nodes one after the other, in whatever process of whatever session of tests on this machine."""
+    with (Path(tempfile.gettempdir()) / f"etude-tests-ray-{os.getuid()}").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def add_node(to: Any, **resources: Any) -> None:
+    """Start one more node, and the head as the first; on a busy machine Ray's own patience may be too short."""
+    for attempt in range(ATTEMPTS):
         try:
-            for _ in range(nodes):
-                made.add_node(num_cpus=cores, num_gpus=0, object_store_memory=80_000_000, include_dashboard=False)
+            with alone():
+                to.add_node(wait=False, **{**USUAL, **resources})
         except Exception:
-            made.shutdown()
-            if attempt == 2:
+            if attempt == ATTEMPTS - 1:
                 raise
         else:
-            return made
-    raise AssertionError
+            to.wait_for_nodes(timeout=300)
+            return
+
+
+def started(nodes: int, cores: int) -> Any:
+    """Start a cluster."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster()
+    try:
+        for _ in range(nodes):
+            add_node(made, num_cpus=cores)
+    except Exception:
+        made.shutdown()
+        raise
+    return made
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +65,7 @@ def cluster() -> Iterator[Any]:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [before])])  # actors import what tests define
     os.environ["OMP_NUM_THREADS"] = "1"
     made = started(nodes=2, cores=3)
-    made.add_node(num_cpus=3, num_gpus=2, object_store_memory=80_000_000, include_dashboard=False)
+    add_node(made, num_cpus=3, num_gpus=2)
     yield made
     made.shutdown()
     os.environ["PYTHONPATH"] = before

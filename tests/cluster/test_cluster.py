@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from etude.models.load import load_tokeniser
 from etude.rl.exchange import Exchange, episode_file
 from etude.rl.ledger import Batched, Finished, Opened, Trained
-from tests.cluster.conftest import ROOT, started
+from tests.cluster.conftest import ROOT, add_node, started
 from tests.rl import test_killed, toy
 from tests.rl.test_killed import GROUPS, STEPS
 
@@ -153,7 +153,7 @@ def test_killed_or_hung_parts_are_replaced_and_the_run_does_not_stop(tmp_path: P
         run.look()
         run.wait_for(Trained, 2)
         own.remove_node(next(iter(own.worker_nodes)), allow_graceful=False)
-        own.add_node(num_cpus=3, num_gpus=0, object_store_memory=80_000_000)
+        add_node(own, num_cpus=3)
         run.look()
         run.finish()
         said = run.said.read_text()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from etude.cluster.connect import joined
 from etude.cluster.placement import Placement, bundles, nodes
@@ -42,6 +43,18 @@ evaluation_rows = 4
 compile = "off"
 [cluster]
 trainer = {{ cpus = {ranks} }}
+"""
+
+LEARNS = """
+name = "learns"
+base = "{base}"
+stages = ["rl"]
+[rl]
+tasks = "tasks.jsonl"
+concurrency = 20000
+[cluster]
+trainer = {{ cpus = 1 }}
+engines = {{ count = 3, cpus = 1 }}
 """
 
 
@@ -81,6 +94,19 @@ def test_status_plan_and_doctor(cluster: Any, tmp_path: Path, etude: Etude) -> N
     assert sorted((each["gpus"], each["cpus"]) for each in told["nodes"]) == [(0, 3), (0, 3), (2, 3)]
     fits = etude("cluster", "plan", recipe(tmp_path), "--cluster", cluster.address)
     assert (fits.code, "the cluster has room for all of it" in fits.out) == (0, True)
+    assert "rl:" not in fits.out
+    eight = tmp_path / "eight"  # the shape of Llama 3 8B: 8,030,261,248 parameters
+    LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+    ).save_pretrained(eight)  # fmt: skip
+    learns = tmp_path / "rl.toml"
+    learns.write_text(LEARNS.format(base=eight))
+    planned = json.loads(etude("cluster", "plan", learns, "--cluster", cluster.address, "--json").out)
+    assert [(each["part"], each["places"]) for each in planned["places"]] == [("trainer", 1), ("engines", 3)]
+    weights, many = planned["grows"]
+    assert "the model is 16.06 GB; one rank writes it after each step, while none is trained: about 13.2 s" in weights
+    assert "3 engines read about 0.18 GB a step" in weights
+    assert "20,000 episodes at once; 10,000 were tried" in many
     never = etude("cluster", "plan", recipe(tmp_path / "b", ranks=10), "--cluster", cluster.address)
     assert (never.code, "asks for 10 CPUs in 10 places, and there is no room for 1 of trainer" in never.err) == (
         2,

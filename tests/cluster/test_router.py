@@ -19,6 +19,7 @@ class Engine:
     """Writes the position of each token, so that whoever goes on after another is seen to go on."""
 
     fails: ClassVar[dict[str, int]] = {}  # by address: after how many tokens; −1: hangs until it is closed
+    held: ClassVar[dict[str, asyncio.Event]] = {}  # by address: it writes nothing until then
     asked: ClassVar[Counter[str]] = Counter()
     prompts: ClassVar[dict[str, int]] = {}  # tokens of the last prompt
     server = "etude"
@@ -36,6 +37,8 @@ class Engine:
     ) -> Completion:
         Engine.asked[self.address] += 1
         Engine.prompts[self.address] = len(prompt)
+        if self.address in Engine.held:
+            await Engine.held[self.address].wait()
         tokens = [Token(len(prompt) + place, 0.0, 0.0, 0) for place in range(sampling.max_tokens)]
         if (after := Engine.fails.get(self.address)) is None:
             return Completion(tokens, "length")
@@ -52,7 +55,7 @@ class Engine:
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router, "RemotePolicy", Engine)
     monkeypatch.setattr(router, "ASIDE", 0.01)
-    Engine.fails, Engine.asked, Engine.prompts, Engine.server = {}, Counter(), {}, "etude"
+    Engine.fails, Engine.asked, Engine.prompts, Engine.server, Engine.held = {}, Counter(), {}, "etude", {}
 
 
 ENGINES = [Endpoint(number, f"e{number}") for number in range(4)]
@@ -122,6 +125,55 @@ def test_an_engine_that_is_taken_off_the_list_loses_its_requests_at_once() -> No
 
     assert asyncio.run(ask()).token_ids == list(range(1, 9))
     assert Engine.asked == {"e0": 1, "replacement": 1}
+
+
+def test_a_slow_engine_holds_its_share_of_the_sessions_and_the_others_go_on() -> None:
+    """Eight sessions at once on two engines, one of which answers nobody: four wait for it at most, a hundred others are served."""
+    ended: list[str] = []
+
+    async def play(made: Router, names: list[str]) -> None:
+        while names:
+            name = names.pop()
+            for _ in range(3):  # turns
+                await made.generate([1], SAMPLING, session=name)
+                await asyncio.sleep(0)  # a command
+            ended.append(name)
+
+    async def run() -> None:
+        Engine.held = {"e0": asyncio.Event()}
+        made = Router("t")
+        await made.set_engines(ENGINES[:2])
+        names = [f"s{number}" for number in range(100)]
+        players = [asyncio.create_task(play(made, names)) for _ in range(8)]
+        while names:
+            await asyncio.sleep(0)
+        assert 1 <= Engine.asked["e0"] <= 4
+        assert len(ended) >= 100 - 8
+        Engine.held["e0"].set()  # slow, not lost
+        await asyncio.gather(*players)
+        assert sorted(ended) == sorted(f"s{number}" for number in range(100))
+        assert sum(Engine.asked.values()) == 300
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_session_stays_with_its_engine_whoever_is_less_busy_later() -> None:
+    async def run() -> None:
+        Engine.held = {"e0": asyncio.Event()}
+        made = Router("t")
+        await made.set_engines(ENGINES[:2])
+        mine = next(name for name in map(str, range(100)) if made._engine(name, ENGINES[:2]) == ENGINES[0])
+        waiting = asyncio.create_task(made.generate([1], SAMPLING, session=mine))
+        while not Engine.asked["e0"]:
+            await asyncio.sleep(0)
+        again = asyncio.create_task(made.generate([1, 2], SAMPLING, session=mine))
+        while Engine.asked["e0"] < 2:
+            await asyncio.sleep(0)
+        Engine.held["e0"].set()
+        await asyncio.gather(waiting, again)
+        assert not Engine.asked["e1"]
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_a_request_that_fails_everywhere_is_given_up_with_the_reason() -> None:

@@ -77,6 +77,23 @@ def test_counts_and_the_verdict_on_thirty_steps() -> None:
     ]
 
 
+def test_what_the_bound_on_age_cost_is_said_and_whether_slow_tasks_paid() -> None:
+    def step(number: int, **more: float) -> dict[str, Any]:
+        return {"step": number, "reward": 0.5, "episodes": 10, "groups_ready": 5, "seconds_trained": 10.0, **more}
+
+    late = [step(1, groups_stale=1, seconds_stale=40.0), step(2, groups_stale=3, seconds_stale=20.0), step(3), step(4)]
+    said = '20% of the ready groups came too late for a step; their episodes took 2.5 times as long; late = "wait" holds sampling back instead'
+    assert verdict(late)[-1] == said
+    assert "wait" not in verdict([step(1, groups_stale=1, seconds_stale=12.0)])[-1]
+    assert [panel.title for panel in pictures(late)["staleness.png"]] == [
+        "Groups that closed",
+        "How long episodes took",
+    ]
+    held = [step(1, held_back=0.5), step(2, held_back=0.1)]
+    assert verdict(held)[-1] == "sampling was held back for 30% of the time, so that no group came too late"
+    assert [panel.title for panel in pictures(held)["speed.png"]] == ["Idle"]
+
+
 def test_a_count_that_a_step_does_not_have_is_0_and_a_number_is_unknown() -> None:
     made: list[dict[str, Any]] = [
         {"step": 1, "invalid_a": 2, "kl": 0.1},

@@ -52,12 +52,40 @@ def test_a_row_holds_what_happened_since_the_step_before() -> None:
         "part_outcome": pytest.approx(1 / 3, rel=1e-5), "part_length": pytest.approx(-1.25 / 3, rel=1e-5),
         "behaviour_calls": 3.0, "behaviour_lint": 1.0,
         "lr": 1.5e-7, "kl": 0.0123457, "staleness_0": 1.0,
-        "invalid_sandbox": 2, "lost": 1, "groups_ready": 1, "groups_void": 1, "groups_stale": 1,
+        "invalid_sandbox": 2, "lost": 1, "groups_ready": 1, "groups_void": 1, "groups_stale": 1, "seconds_stale": 3.0,
         "sampled_per_second": 7.5, "trained_per_second": 15.0, "idle_sampling": 1.0, "idle_scoring": 1.0, "idle_training": 0.25,
         "queue_open": 2, "queue_ready": 1, "weight_outcome": 1.0, "weight_length": 0.5,
         "swaps": 2, "swap_bytes": 200.0, "swap_seconds": 1.0, "swap_paused": 0.02,
     }  # fmt: skip
     assert starting(row, "behaviour_") == {"calls": 3.0, "lint": 1.0}
+
+
+def test_how_long_episodes_took_is_told_by_what_became_of_their_groups() -> None:
+    """A flat group says nothing; of two that were ready the slow one came too late."""
+    step_metrics = StepMetrics(Clock())
+    step_metrics.apply(Weighted(WEIGHTS, 1))
+    for group, seconds in ((0, 2.0), (1, 12.0), (2, 50.0)):
+        step_metrics.apply(replace(finished(group, 0, passed=True), seconds=seconds))
+        step_metrics.apply(replace(finished(group, 1, passed=False), seconds=seconds + 2))
+        step_metrics.apply(Closed(group, "flat" if group == 2 else "ready"))
+    for event in (Stale(1), Batched(1, (0,))):
+        step_metrics.apply(event)
+    row = step_metrics.row(1, {})
+    assert starting(row, "seconds_") == {"stale": 13.0, "trained": 3.0}
+    step_metrics.apply(Trained(1, 1))
+    assert starting(step_metrics.row(2, {}), "seconds_") == {}
+
+
+def test_the_time_in_which_sampling_was_held_back_is_counted() -> None:
+    clock = Clock()
+    step_metrics = StepMetrics(clock)
+    assert "held_back" not in step_metrics.row(1, {})  # late = "drop": nothing ever is
+    for held, seconds in ((False, 1.0), (True, 2.0), (True, 1.0), (False, 4.0)):
+        step_metrics.pace(held_back=held)
+        clock.now += seconds
+    row = step_metrics.row(1, {})
+    assert row["held_back"] == 3.0 / 8.0
+    assert starting(row, "at_once_") == {}
 
 
 def test_trained_begins_a_new_row_and_keeps_what_outlives_steps() -> None:

@@ -95,9 +95,13 @@ class Plain:
         held = self.settings.late == "wait" and self.open and not self.in_time([*ready[size:], *self.open], step + 1)
         return None if len(ready) < size or held else Batched(step, tuple(each.number for each in ready[:size]))
 
+    def has_use(self) -> bool:
+        own, begun = self.settings, len(self.open) + len(self.ready)
+        return len(self.wanted()) < own.at_once and begun < (own.steps - self.state.batched) * own.groups
+
     def has_room(self) -> bool:
         state, own, begun = self.state, self.settings, len(self.open) + len(self.ready)
-        if len(self.wanted()) >= own.at_once or begun >= (own.steps - state.batched) * own.groups:
+        if not self.has_use():
             return False
         if own.mode == "sync":
             return state.batched == state.trained and begun < own.groups
@@ -120,6 +124,8 @@ def test_what_is_kept_for_the_questions_answers_as_a_look_at_every_group_does(
         assert (state.stale(), state.batch()) == (plain.stale(), plain.batch())
         assert [state.queues[each] for each in ("open", "ready")] == [len(plain.open), len(plain.ready)]
         assert (state.next_group() is not None) == (state.queues["undrawn"] > 0 and plain.has_room())
+        if (settings.late, settings.mode) == ("wait", "async"):
+            assert state.held_back == (state.queues["undrawn"] > 0 and plain.has_use() and not plain.has_room())
         assert all(each.oldest == plain.oldest(each) for each in (*plain.open, *plain.ready))
         if not world.act():
             break

@@ -15,6 +15,11 @@ from etude.report.page import Table, terminal
 
 if TYPE_CHECKING:
     from etude.recipe.cluster import ClusterSettings
+    from etude.recipe.recipe import Recipe
+
+PUBLISH = 0.82  # seconds a gigabyte, and the share of it that a delta is: benchmarks/results/rl-h200.json
+DELTA = 0.0037
+TRIED = 10_000  # episodes at once, of which 188 ended a second: benchmarks/results/orchestrator_load-cpu.json
 
 app = typer.Typer(help="A Ray cluster: its nodes, what a recipe takes of it, checks.", no_args_is_help=True)
 Address = Annotated[str, typer.Option("--cluster", metavar="ADDRESS", help="Ray's address, or local: this machine's.")]
@@ -48,10 +53,12 @@ def plan(
     recipes: options.RecipeFiles,
     change: options.Changes = None,
     cluster: Address = "local",
+    cache: options.CacheFolder = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Say what a recipe takes of a cluster, and whether it has that; refused as the run would be."""
-    settings = _table(recipes, change)
+    """Say what a recipe takes of a cluster, whether it has that, and what grows with its size; refused as the run would be."""
+    recipe = _recipe(recipes, change)
+    settings, grows = _table(recipe, recipes), _grows(recipe, options.cache_folder(cache))
     from etude.cluster import require_ray
 
     require_ray()
@@ -66,9 +73,12 @@ def plan(
     with joined(cluster, _say):
         refuse_impossible(wanted, nodes())
     if as_json:
-        options.print_json([{"part": part, "places": count, "each": each} for part, count, each in rows])
-    else:
-        options.echo("the cluster has room for all of it")
+        places = [{"part": part, "places": count, "each": each} for part, count, each in rows]
+        options.print_json({"places": places, "grows": grows})
+        return
+    options.echo("the cluster has room for all of it")
+    for line in grows:
+        options.echo(line)
 
 
 @app.command(epilog="Example: etude cluster doctor recipe.toml --cluster ray://head:10001 --out /shared/runs/mine")
@@ -77,7 +87,7 @@ def doctor(
     cluster: Address = "local", out: options.OutFolder = None,
 ) -> None:  # fmt: skip
     """Check the nodes: versions of Ray, Python and Etude, clocks, the run's folder, vLLM. Exit code 1: something is wrong."""
-    settings = _table(recipes, None) if recipes else None
+    settings = _table(_recipe(recipes, None), recipes) if recipes else None
     from etude.cluster import require_ray
 
     require_ray()
@@ -104,12 +114,36 @@ def _say(line: str) -> None:
     options.echo(line, err=True)
 
 
-def _table(recipes: list[Path], change: list[str] | None) -> ClusterSettings:
+def _recipe(recipes: list[Path], change: list[str] | None) -> Recipe:
     from etude.cli.run import load
 
-    recipe = load(recipes, change)
+    return load(recipes, change)
+
+
+def _table(recipe: Recipe, paths: list[Path]) -> ClusterSettings:
     if recipe.cluster is None:
         raise UserError(
-            f"{recipes[-1]} has no [cluster]; say in it what trainer, engines and sandboxes take (docs/cluster.md)"
+            f"{paths[-1]} has no [cluster]; say in it what trainer, engines and sandboxes take (docs/cluster.md)"
         )
     return recipe.cluster
+
+
+def _grows(recipe: Recipe, cache: Path) -> list[str]:
+    """Return what of `rl` grows with model and cluster, by what was measured (docs/cluster.md, where it breaks)."""
+    entry = next((each for each in recipe.stages if each.kind == "rl"), None)
+    if entry is None or recipe.base is None or recipe.cluster is None:
+        return []
+    from etude.models.shape import shape_of
+    from etude.run.plan import base_config
+
+    own: Any = entry.settings
+    engines = sum(each.count for each in recipe.cluster.engines)
+    lines = []
+    if not own.lora:
+        gigabytes = 2e-9 * shape_of(base_config(recipe.base, cache)).parameters
+        step = f"one rank writes it after each step, while none is trained: about {PUBLISH * gigabytes:,.1f} s, as on an H200"
+        read = f"{engines} engines read about {DELTA * gigabytes * engines:,.2f} GB a step, a new one all of it"
+        lines.append(f"rl: the model is {gigabytes:,.2f} GB; {step}; {read}")
+    if own.at_once > TRIED:
+        lines.append(f"rl: {own.at_once:,} episodes at once; {TRIED:,} were tried, on half a core of the driver")
+    return lines

@@ -79,7 +79,9 @@ def _start_or_join(say: Say) -> None:
         pass
     except RuntimeError as error:
         raise UserError(f"--cluster local: {reason(error)}; use the same Ray and Python here and there") from None
-    else:
+    else:  # it may be another user's, or one of several
+        where = ray.get_runtime_context().gcs_address
+        say(f"cluster: joined the Ray that runs here, at {where}; it has {'; '.join(map(str, nodes()))}")
         return
     for attempt in range(1, STARTS + 1):
         try:
@@ -90,6 +92,7 @@ def _start_or_join(say: Say) -> None:
                 raise UserError(f"--cluster local: Ray did not start {STARTS} times: {reason(error)[:300]}") from None
             say(f"cluster: Ray did not start in time ({type(error).__name__}); trying again")
         else:
+            say("cluster: started Ray on this machine; it ends with this command")
             return
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError
@@ -35,15 +36,18 @@ ABOUT_PICTURES = {
     "speed.png": "Tokens a second, idle time, queues, weight sync",
     "behaviour.png": "Behaviours that monitors watch; a red line where one raised a flag",
 }
-SHARES = ("solved", "best_of_group", "masked", "idle_")  # shown as percentages
-SPEEDS = ("device_seconds", "episode_seconds", "sampled_per_second", "trained_per_second", "idle_", "at_once_", "swap_")
+SHARES = ("solved", "best_of_group", "masked", "idle_", "held_back")  # shown as percentages
+SPEEDS = ("device_seconds", "episode_seconds", "sampled_per_second", "trained_per_second", "idle_", "held_back", "seconds_",
+          "at_once_", "swap_")  # fmt: skip
 LISTED = 30  # lines of samples
 NOT_MEASURED = f"as that takes {ENOUGH} episodes at the beginning and as many in other steps at the end"
 ACROSS = 3  # panels
+SLOW = 1.3  # times as long: slow tasks, which are mostly hard ones, are trained on less than they are tried
 LABELS = {
     "solved": "any episode", "best_of_group": "one of its group", "sampled_per_second": "sampled", "trained_per_second": "trained",
     "mismatch_mean": "mean", "mismatch_p99": "99th percentile", "ratio_min": "smallest", "ratio_mean": "mean",
     "ratio_max": "largest", "swap_seconds": "in all", "swap_paused": "engine paused",
+    "seconds_trained": "of groups trained on", "seconds_stale": "of groups that came too late", "held_back": "sampling held back",
     "queue_episodes": "episodes", "queue_open": "groups open", "queue_ready": "ready", "queue_training": "in training",
 }  # fmt: skip
 
@@ -76,10 +80,11 @@ PICTURES = {
         Panel("Staleness: versions behind when trained on", ("staleness_",), "stacked", "of tokens"),
         Panel("Groups that closed", ("groups_",), "stacked"),
         Panel("Invalid episodes, by cause", ("invalid_",), "counts"),
+        Panel("How long episodes took", ("seconds_trained", "seconds_stale"), unit="seconds"),
     ),
     "speed.png": (
         Panel("Tokens a second", ("sampled_per_second", "trained_per_second")),
-        Panel("Idle", ("idle_",), "percent", "of the time"),
+        Panel("Idle", ("idle_", "held_back"), "percent", "of the time"),
         Panel("Under way", ("queue_episodes", "queue_open", "queue_ready", "queue_training")),
         Panel("Weight sync", ("swap_seconds", "swap_paused"), "log", "seconds"),
         Panel("Seconds a step", ("device_seconds",)),
@@ -128,10 +133,28 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     if flat := groups["flat"]:
         share = percent(flat / groups.total())
         lines.append(f"{share} of the groups were flat: all rewards alike, nothing to learn from")
+    lines += _age(rows, groups)
     if total := invalid.total():
         most = _words(invalid.most_common(1)[0][0])
         lines.append(f"{total:,} invalid episode{'s'[: total != 1]}, most often {most}: excluded, not scored")
     return lines + flags(rows)
+
+
+def _age(rows: Sequence[Row], groups: Mapping[str, int]) -> list[str]:
+    """Return what the bound on a group's age cost, and whether it was the slow tasks that paid."""
+    lines = []
+    if groups["stale"] and (trained := [row["seconds_trained"] for row in rows if "seconds_trained" in row]):
+        late = sum(row["seconds_stale"] * row["groups_stale"] for row in rows if "seconds_stale" in row)
+        share, times = (
+            percent(groups["stale"] / (groups["ready"] or 1)),
+            late / groups["stale"] / max(fmean(trained), 1e-9),
+        )
+        advice = '; late = "wait" holds sampling back instead' if times > SLOW else ""
+        said = f"{share} of the ready groups came too late for a step; their episodes took {times:.1f} times as long"
+        lines.append(f"{said}{advice}")
+    if held := fmean(row.get("held_back", 0.0) for row in rows):
+        lines.append(f"sampling was held back for {percent(held)} of the time, so that no group came too late")
+    return lines
 
 
 def _page(rows: Sequence[Row], lines: Sequence[str], drawn: Sequence[str], samples: Table) -> Page:

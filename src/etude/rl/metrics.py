@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.lineage.compute import ComputeShape, forward_flops
 from etude.rewards.reward import total
-from etude.rl.ledger import Closed, Event, Failed, Finished, Stale, Trained, Weighted
+from etude.rl.ledger import Batched, Closed, Event, Failed, Finished, Stale, Trained, Weighted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +45,7 @@ class StepMetrics:
         self._clock = clock
         self._weights: dict[str, float] = {}
         self._passes: defaultdict[int, list[bool]] = defaultdict(list)  # of groups that are not closed
+        self._slow: defaultdict[int, list[float]] = defaultdict(list)  # seconds of episodes, by group
         self._depth: Counter[str] = Counter()  # how many are at work now, by part
         self._clear()
 
@@ -52,6 +53,7 @@ class StepMetrics:
         self._episodes: list[tuple[Finished, dict[str, float]]] = []  # with the weighted parts
         self._best: list[bool] = []  # of closed groups: whether one episode passed
         self._counts: Counter[str] = Counter()
+        self._fates: defaultdict[str, list[float]] = defaultdict(list)  # the same, by what became of it
         self._last: dict[str, float] = {}  # what the trainer reported of its last step
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._swaps: list[Mapping[str, float]] = []
@@ -73,6 +75,7 @@ class StepMetrics:
                 weighted = {name: total({name: value}, self._weights) for name, value in event.parts.items()}
                 self._episodes.append((event, weighted))
                 self._passes[event.group].append(event.outcome == "pass")
+                self._slow[event.group].append(event.seconds)
                 self._sampled += event.sampled
             case Failed():
                 self._counts["lost"] += event.final
@@ -80,8 +83,14 @@ class StepMetrics:
             case Closed(group, fate):
                 self._counts[f"groups_{fate}"] += 1
                 self._best.append(any(self._passes.pop(group, ())))
-            case Stale():
+                if fate != "ready":
+                    self._slow.pop(group, None)
+            case Batched(groups=groups):
+                for group in groups:
+                    self._fates["trained"] += self._slow.pop(group, ())
+            case Stale(group):
                 self._counts["groups_stale"] += 1
+                self._fates["stale"] += self._slow.pop(group, ())
             case Trained():
                 self._clear()
 
@@ -117,6 +126,11 @@ class StepMetrics:
             self._settle()
             self._depth.subtract(change)
 
+    def pace(self, *, held_back: bool) -> None:
+        """Count the time in which sampling waits only so that no group grows too old (`late = "wait"`)."""
+        self._settle()
+        self._depth["pace"] = int(held_back)
+
     def _settle(self) -> None:
         """Add the time since the last change to every part that was at work in it."""
         now = self._clock()
@@ -135,7 +149,9 @@ class StepMetrics:
             **self._of_episodes(), **self._last, **self._counts,
             "sampled_per_second": self._sampled / seconds, "trained_per_second": self._spent["tokens"] / seconds,
             **{f"idle_{part}": self._idle(part, seconds) for part in PARTS},
-            **{f"at_once_{part}": busy / seconds for part, busy in self._many.items()},
+            **{f"at_once_{part}": busy / seconds for part, busy in self._many.items() if part in PARTS},
+            **({"held_back": self._busy["pace"] / seconds} if "pace" in self._depth else {}),
+            **{f"seconds_{fate}": fmean(seconds) for fate, seconds in self._fates.items() if seconds},
             **{f"queue_{name}": length for name, length in queues.items()},
             **{f"weight_{part}": weight for part, weight in self._weights.items()},
             **self._of_swaps(),

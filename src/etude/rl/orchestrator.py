@@ -316,8 +316,10 @@ class Orchestrator:
             self._read_wish()
             self._read_reports()
             self._sort_groups()
-            if self._may_begin():
+            if may := self._may_begin():
                 self._begin(group)
+            if self.settings.mode == "async" and self.settings.late == "wait":
+                self.step_metrics.pace(held_back=not may or self.state.held_back)
             self.view.pulse(self._queues(), self._share())
             await self._wait()
         for task in self.playing.values():

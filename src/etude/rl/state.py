@@ -246,15 +246,24 @@ class State:
     def _has_room(self) -> bool:
         """Whether one more group may begin. Nothing is sampled that no step could use."""
         settings, ready = self.settings, len(self._of["ready"])
-        begun = len(self._of["open"]) + ready
-        if self.unplayed >= settings.at_once or begun >= (settings.steps - self.batched) * settings.groups:
+        if not self._has_use():
             return False
         if settings.mode == "sync":
-            return self.batched == self.trained and begun < settings.groups
+            return self.batched == self.trained and len(self._of["open"]) + ready < settings.groups
         if settings.late == "drop":  # those under way may turn out flat, so only those that are ready count
             return ready < (settings.staleness + 1 - (self.batched - self.trained)) * settings.groups
         every = self._ages["open"] + self._ages["ready"] + Counter({self.version: 1})
         return not self._is_late(self.version) and self._are_in_time(every, self.batched + 1)
+
+    @property
+    def held_back(self) -> bool:
+        """Whether one more group would begin, but for the bound on its age (`late = "wait"`)."""
+        return any(self._undrawn) and self._has_use() and not self._has_room()
+
+    def _has_use(self) -> bool:
+        """Whether one more group could be played and trained on, whatever the ages."""
+        begun, left = len(self._of["open"]) + len(self._of["ready"]), self.settings.steps - self.batched
+        return self.unplayed < self.settings.at_once and begun < left * self.settings.groups
 
     def _behind(self, oldest: int, step: int) -> int:
         """Return the staleness of a group with that oldest version if it is trained in `step`."""
