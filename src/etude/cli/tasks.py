@@ -77,11 +77,19 @@ def build(
     manifest: ManifestFile, only: Only = "", cache: CacheFolder = None,
     harbor: Annotated[Path | None, typer.Option(help="Folder to export every task to, in Harbor's layout.")] = None,
     swebench: Annotated[Path | None, typer.Option(help="File to export the set to, as SWE-bench rows (JSONL).")] = None,
+    acknowledge: Annotated[str, typer.Option(help="proprietary: export tasks of proprietary code, which hold that code.")] = "",
 ) -> None:  # fmt: skip
     """Build a task set from its manifest: pinned archives and Python versions, all digests checked."""
+    from etude.lineage.licences import is_proprietary
     from etude.tasks.formats import write_harbor, write_swebench
 
+    if acknowledge not in {"", "proprietary"}:
+        raise UserError(f"--acknowledge {acknowledge}: only proprietary can be acknowledged")
     tasks = _loaded(manifest, cache, only)
+    kept = sorted(key for key, codebase in tasks.codebases.items() if is_proprietary(codebase.licence))
+    if kept and (harbor or swebench) and not acknowledge:
+        what = f"{', '.join(kept)} is proprietary, and an export holds its code"
+        raise UserError(f"{what}; if its owner agrees, add --acknowledge proprietary")
     for task in tasks.tasks if harbor else ():
         write_harbor(task, tasks.codebase(task), Path(str(harbor), task.id))
     if swebench:

@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from etude.data.document import Raw
-from etude.data.filters.licence import PERMISSIVE, evaluate, stated_in
+from etude.data.document import UNKNOWN, Document, Raw
+from etude.data.filters.licence import PERMISSIVE, Licences, canonical, evaluate, spdx_of, stated_in
 from etude.data.settings import SourceSettings
 from etude.data.sources import open_source
 from etude.errors import UserError
@@ -45,7 +45,7 @@ from etude.tasks.seal import clean
 from etude.tasks.task import Codebase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from etude.data.document import Drop
     from etude.progress import Reporter
@@ -80,7 +80,7 @@ class PackageSettings(BaseModel):
     drop: list[str] = Field([], description="packages its metadata name that are not installed")
     pytest: list[str] = Field([], description="options for pytest, such as -p asyncio or -o python_files=*.py")
     older: list[str] = Field([], description="pypi: earlier versions, newest first, for `version` tasks")
-    licence: str = Field("", description="its licence (SPDX), where its metadata do not say")
+    licence: str = Field("", description="its licence (SPDX), where its files do not say; proprietary: code of your own")
     share: float = Field(1.0, gt=0, le=1, description="share of mutations and deletions; lower where tests are slow")
 
     @model_validator(mode="after")
@@ -90,6 +90,13 @@ class PackageSettings(BaseModel):
         if self.older and not self.pypi:
             raise ValueError("`older` is for packages of the index")
         return self
+
+    @field_validator("licence")
+    @classmethod
+    def _is_licence(cls, licence: str) -> str:
+        if licence and canonical(licence) is None:
+            raise ValueError(f"{licence!r} is no SPDX licence expression, such as MIT, or proprietary for code of your own")
+        return canonical(licence) or ""
 
     @property
     def name(self) -> str:
@@ -116,9 +123,24 @@ def unpack(settings: PackageSettings, cache: Path, reporter: Reporter) -> Codeba
     metadata = read_json(folder / "about.json")["metadata"]
     version = settings.pypi.partition("==")[2] if settings.pypi else (source.revision or digest)[:12]
     sources, tests, paths = find_layout(folder / "tree", settings.sources, settings.tests, settings.name)
-    licence = settings.licence or stated_in(metadata.get("PKG-INFO", "").encode()) or ""
+    licence = settings.licence or _stated(metadata) or _written(source.parts[0].licences())
     return Codebase(settings.name, version, digest, folder / "tree", sources, tests, paths=paths, licence=licence,
                     metadata=metadata, options=tuple(settings.pytest))  # fmt: skip
+
+
+def _stated(metadata: Mapping[str, str]) -> str | None:
+    """Return the licence that metadata state."""
+    with suppress(tomllib.TOMLDecodeError):
+        project = tomllib.loads(metadata.get("pyproject.toml", "")).get("project", {})
+        if isinstance(stated := project.get("license"), str):
+            return spdx_of(stated)
+    return stated_in(metadata.get("PKG-INFO", "").encode())
+
+
+def _written(texts: Mapping[str, bytes]) -> str:
+    """Return the licence of a repository's licence files, or nothing where they do not say one for sure."""
+    licence, _ = Licences(texts, None).of(Document("", "code.py", ""))
+    return "" if licence == UNKNOWN else licence
 
 
 def _write(folder: Path, documents: Iterable[Raw | Drop]) -> None:

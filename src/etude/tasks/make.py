@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from etude.tasks.suite import Run
     from etude.tasks.task import Candidate, Edit
 
-OWN_LICENCE = "LicenseRef-"  # how SPDX names a licence that is on no list
 TRIES = 4  # candidates for every task wanted
 CATEGORIES = {"deletion": "new feature", "version": "iterate on feature"}  # the others are "debugging"
 GENERATORS = {"mutation": mutation, "deletion": deletion}
@@ -266,10 +265,9 @@ class Maker:
     async def _examined(self, package: PackageSettings) -> tuple[Codebase, Coverage]:
         """Return a codebase with its stable tests, examined now or earlier."""
         unpacked = await asyncio.to_thread(unpack, package, self.cache, self.reporter)
-        if not permissive(unpacked.licence) and not package.licence.startswith(OWN_LICENCE):
-            licence = unpacked.licence or "not known"
-            advice = f"state it as `licence` if it is permissive, or {OWN_LICENCE}Mine for code of your own"
-            raise UserError(f"{package.name}: its licence is {licence}; {advice}")
+        if not permissive(unpacked.licence) and not package.licence:
+            advice = "state it as `licence` if you may use it, or `licence = \"proprietary\"` for code of your own"
+            raise UserError(f"{package.name}: its licence is {unpacked.licence or 'not known'}; {advice}")
         settings = digest_of(package.model_dump(exclude={"older", "share"}))
         note = self.state / "codebases" / f"{unpacked.key}-{settings[:8]}.json"
         if not note.exists():
