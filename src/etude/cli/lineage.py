@@ -253,7 +253,7 @@ def release(  # noqa: PLR0913, PLR0917 - an argument for every option
     licence: Annotated[Path | None, typer.Option(help="Your own licence file for what you added; released as LICENSE.")] = None,
     evaluation: Annotated[Path | None, typer.Option(help="Results folder of `etude bench` with this model.")] = None,
     base: Annotated[list[Path] | None, typer.Option(help="Folder of a claimed base that is not in the run.")] = None,
-    acknowledge: Annotated[list[str] | None, typer.Option(help="Data to release weights of: unknown-data (no licence known), proprietary.")] = None,
+    acknowledge: Annotated[list[str] | None, typer.Option(help="Kinds of data to release: unknown-data, proprietary.")] = None,
     key: Annotated[Path | None, typer.Option(help="Private key (PEM, P-256); default: your own, created if needed.")] = None,
     cache: CacheFolder = None,
 ) -> None:  # fmt: skip

@@ -16,7 +16,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from etude.errors import UserError, nearest
 from etude.lineage.facts import in_order, is_notice
-from etude.lineage.licences import OWN, clause_text, duty_facts, duty_text, folder_name, held, is_proprietary, obligations
+from etude.lineage.licences import (
+    OWN,
+    clause_text,
+    duty_facts,
+    duty_text,
+    folder_name,
+    held,
+    is_proprietary,
+    obligations,
+)
 from etude.lineage.record import LINEAGE_FILE, load_lineage
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ The weights are copied, not linked: what happens to a release must never happen 
 
 There are five reasons to refuse one, which `etude release` looks for before it writes anything, and `etude verify` in a finished
 folder: the weights do not come from the base that is claimed, or come from another known one; a licence file is missing or altered; a
-duty of a licence is not met; data of unknown or proprietary licence went in and nobody said so; a record or a digest does not match. Each says how to
-put it right. A claimed base is compared by its own weights where they are at hand (given, or beside the model in its run), and by its
-sketch in the library.
+duty of a licence is not met; data of unknown or proprietary licence went in and nobody said so; a record or a digest does not
+match. Each says how to put it right. A claimed base is compared by its own weights where they are at hand (given, or beside the
+model in its run), and by its sketch in the library.
 """
 
 from __future__ import annotations

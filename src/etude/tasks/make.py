@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from etude.data.settings import SourceSettings
+from etude.data.sources.repository import history_of
 from etude.errors import UserError, one_line
 from etude.files import digest_of, read_json, write_json
 from etude.progress import counted
@@ -73,7 +75,10 @@ class SetSettings(BaseModel):
     mutation: int = Field(20, ge=0, description="mutations wanted of every package")
     deletion: int = Field(10, ge=0, description="deletions wanted of every package")
     version: int = Field(0, ge=0, description="differences between releases wanted of every package with `older` ones")
-    history: int = Field(0, ge=0, description="fixes wanted from the history of every package that is a git repository")
+    history: int = Field(
+        0, ge=0, description="changes wanted from the history of every package that is a git repository"
+    )
+    history_lines: int = Field(1, ge=1, description="fewest changed lines of a task from history")
     package: list[PackageSettings] = Field(min_length=1, description="codebases to make tasks from")
 
     def wanted(self, package: PackageSettings) -> dict[str, int]:
@@ -149,6 +154,22 @@ async def examine(codebase: Codebase) -> tuple[Codebase, Coverage, dict[str, int
     counts = {"stable": len(ids), "flaky": flaky, "never passed": len(first.outcomes) - len(ids) - flaky,
               "files not collected": len(first.broken), "unspoilable": len(unspoilable)}  # fmt: skip
     return replace(codebase, unspoilable=unspoilable), Coverage(files), counts
+
+
+async def screen(codebase: Codebase, candidate: Candidate) -> str:
+    """Say why no test that a commit changed fails without it, by one run each of the whole files on both trees."""
+    changed = [path for path in candidate.about["tests"] if path.endswith(".py") and (codebase.tree / path).is_file()]
+    few = replace(codebase, tests=tuple(path for path in changed if not path.endswith("conftest.py")))
+    if not few.tests:
+        return "commit changes test data only" if not changed else ""
+    fixed = await run_tests(few)
+    passed = fixed.passed(fixed.outcomes)
+    if fixed.state != "complete" or not passed:
+        why = next(iter(fixed.broken.values()), fixed.printed) if fixed.state == "complete" else fixed.state
+        return f"tests of the commit do not pass: {' '.join(why[-300:].split())}"
+    async with layers_of(codebase.tree, entries_of(candidate.edits, "broken")) as layers:
+        broken = await run_tests(few, layers)
+    return "" if len(broken.passed(passed)) < len(passed) else "tests of the commit pass without it"
 
 
 async def try_candidate(codebase: Codebase, coverage: Coverage, candidate: Candidate) -> Verdict:
@@ -251,22 +272,42 @@ class Maker:
 
     async def _commits(self, package: PackageSettings, codebase: Codebase) -> None:
         """Try the commits of a repository, each on the tree as it was then."""
-        repository = Path(str(package.git)).expanduser()
-        if not repository.is_dir():
-            place = "its history is read from a local clone; clone it and give the folder as `git`"
-            raise UserError(f"{package.name}: {place}")
+        where = SourceSettings(name=package.name, git=package.git, revision=package.revision)
+        repository, head = await asyncio.to_thread(history_of, where, self.cache, self.reporter)
         kept = 0
-        for candidate in history.candidates(repository, codebase.sources, self.passed_over):
-            then, coverage = await self._examined(package.model_copy(update={"revision": candidate.about["commit"]}))
-            kept += await self._generated(then, coverage, iter([candidate]), 1)
+        for candidate in history.candidates(
+            repository, codebase.sources, self.passed_over, self.settings.history_lines, head
+        ):
+            then = package.model_copy(update={"revision": candidate.about["commit"]})
+            reason = await self._screened(then, candidate)
+            if reason:
+                self.passed_over[reason.partition(":")[0]] += 1
+            else:
+                kept += await self._generated(*await self._examined(then), iter([candidate]), 1)
+            self.reporter.check_stop()
             if kept == self.settings.history:
                 break
+
+    async def _screened(self, package: PackageSettings, candidate: Candidate) -> str:
+        """Say why a commit cannot be a task, by two runs of the tests that it changed; most are told by these."""
+        key = f"screen/{package.name}/{digest_of([candidate.about['commit'], package.model_dump()])[:16]}"
+        row = self.log.get(key)
+        if row is None:
+            began, reason = time.monotonic(), ""
+            try:
+                unpacked = await asyncio.to_thread(unpack, package, self.cache, self.reporter)
+                codebase = await asyncio.to_thread(with_environment, unpacked, package, self.cache)
+                reason = await screen(codebase, candidate)
+            except UserError as error:
+                reason = f"commit cannot be used: {one_line(error)}"
+            row = self.log.put(key, reason=reason, seconds=round(time.monotonic() - began, 2))
+        return str(row["reason"])
 
     async def _examined(self, package: PackageSettings) -> tuple[Codebase, Coverage]:
         """Return a codebase with its stable tests, examined now or earlier."""
         unpacked = await asyncio.to_thread(unpack, package, self.cache, self.reporter)
         if not permissive(unpacked.licence) and not package.licence:
-            advice = "state it as `licence` if you may use it, or `licence = \"proprietary\"` for code of your own"
+            advice = 'state it as `licence` if you may use it, or `licence = "proprietary"` for code of your own'
             raise UserError(f"{package.name}: its licence is {unpacked.licence or 'not known'}; {advice}")
         settings = digest_of(package.model_dump(exclude={"older", "share"}))
         note = self.state / "codebases" / f"{unpacked.key}-{settings[:8]}.json"

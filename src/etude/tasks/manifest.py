@@ -96,6 +96,7 @@ def codebase_row(codebase: Codebase, settings: PackageSettings) -> Row:
         files[path].append(name)
     return {"codebase": codebase.key, "digest": codebase.digest, "licence": codebase.licence,
             "settings": settings.model_dump(exclude_defaults=True), "installed": list(codebase.installed), "tests": files,
+            **({"lock": codebase.lock} if codebase.lock else {}),
             "unspoilable": _ranges_of(codebase.unspoilable, codebase),
             "seconds": [round(codebase.seconds[test], 2) for test in codebase.ids]}  # fmt: skip
 
