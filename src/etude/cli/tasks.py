@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from etude.cli import options
 from etude.cli.options import AsJson, CacheFolder  # noqa: TC001 - typer reads annotations at run time
-from etude.errors import UserError
+from etude.errors import UserError, visible
 from etude.jsonl import MetricsLog
 from etude.progress import Console, Reporter, counted
 
@@ -27,6 +28,7 @@ _recipe = typer.Argument(metavar="RECIPE", help="Recipe of a task set, such as r
 RecipeFile = Annotated[Path, _recipe]
 _manifest = typer.Argument(metavar="MANIFEST", help="Task manifest, such as recipes/tasks/quick.jsonl.")
 ManifestFile = Annotated[Path, _manifest]
+MOST_REASONS = 24  # of what could not be used, on the terminal
 Only = Annotated[str, typer.Option(help="Prefixes of the ids of tasks to use, separated by spaces; default: all.")]
 
 
@@ -47,6 +49,9 @@ def make(
     with options.interruptible(reporter, advice), MetricsLog(folder / "log.jsonl") as log:
         maker = Maker(settings, folder, log, options.cache_folder(cache), reporter)
         asyncio.run(maker.make(workers))
+        unused = maker.unused()
+        if not as_json:
+            _show_unused(unused, folder)
         header = maker.finish(out or recipe.with_suffix(".jsonl"))
     if as_json:
         options.print_json(header)
@@ -64,6 +69,19 @@ def _show_header(header: dict[str, Any]) -> None:
     options.echo(f"{header['name']}: {header['tasks']} tasks; tries: {tries}; {header['seconds']} s of trying")
     for package, why in header["left_out"].items():
         options.echo(f"left out: {package}: {why}")
+
+
+def _show_unused(rows: list[dict[str, Any]], folder: Path) -> None:
+    """Show what could not be used, the most frequent first; the file beside the log has all of it, with examples."""
+    if not rows:
+        return
+    table = Table("not used", "package", "reason", "what to do", box=None, title="What could not be used")
+    for row in rows[:MOST_REASONS]:
+        words = (f"{row['count']} × {row['of']}", row.get("package", ""), row["reason"], row["fix"])
+        table.add_row(*(Text(visible(word)) for word in words))
+    Console().print(table)
+    more = f"{len(rows) - MOST_REASONS} more reasons, " if len(rows) > MOST_REASONS else ""
+    options.echo(f"{more}with examples: {folder / 'unused.jsonl'}")
 
 
 def _loaded(manifest: Path, cache: Path | None, only: str) -> TaskSet:

@@ -41,6 +41,7 @@ HASH = re.compile(r"--hash[= ]sha256:([0-9a-f]{64})")
 INCLUDED = re.compile(r"(?:-r|--requirement|-c|--constraint)[= ]?\s*(\S+)")
 DEEPEST = 5  # requirements files that name others
 APT_NAME = re.compile(r"[a-z0-9][a-z0-9+.-]+")
+INSTALLED = re.compile(r"^Inst (\S+) (?:\[[^\]]*\] )?\((\S+) ", re.MULTILINE)  # what a simulated installation says
 APT = "apt"  # the folder in an environment
 
 
@@ -165,10 +166,11 @@ def unpack_system_packages(names: Iterable[str], environment: Path) -> list[str]
         raise UserError(
             f"apt = {names}: this machine has no apt-get and dpkg-deb; install {', '.join(names)} and leave `apt` out"
         )
+    # Simulated, for a list of what would be fetched leaves out what apt has in its cache.
     listed = _said(
-        "apt-get", "install", "--print-uris", "-qq", "--no-install-recommends", "-o", "Debug::NoLocking=1", "--", *names
+        "apt-get", "install", "-s", "-qq", "--no-install-recommends", "-o", "Debug::NoLocking=1", "--", *names
     )
-    pins = sorted(_pin(match[1]) for match in re.finditer(r"^'[^']*' (\S+_\S+_\S+\.deb) ", listed, re.MULTILINE))
+    pins = sorted(f"{name}={version}" for name, version in INSTALLED.findall(listed))
     work, target = environment / "debs", environment / APT
     work.mkdir()
     target.mkdir()
@@ -178,11 +180,6 @@ def unpack_system_packages(names: Iterable[str], environment: Path) -> list[str]
         _said("dpkg-deb", "-x", str(path), str(target))
     shutil.rmtree(work)
     return pins
-
-
-def _pin(file: str) -> str:
-    name, version, _ = file.removesuffix(".deb").split("_")
-    return f"{name}={version.replace('%3a', ':')}"
 
 
 def _said(*words: str, folder: Path | None = None) -> str:

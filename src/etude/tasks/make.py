@@ -13,6 +13,7 @@ for nothing.
 from __future__ import annotations
 
 import asyncio
+import json
 import platform
 import random
 import shutil
@@ -29,13 +30,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from etude.data.settings import SourceSettings
 from etude.data.sources.repository import history_of
 from etude.errors import UserError, one_line
-from etude.files import digest_of, read_json, write_json
+from etude.files import digest_of, read_json, write_json, write_text
 from etude.progress import counted
 from etude.sandbox.box import SandboxError
 from etude.tasks import prompts
 from etude.tasks.codebase import PackageSettings, permissive, unpack, with_environment
 from etude.tasks.generators import deletion, history, mutation
 from etude.tasks.generators.parsed import Parsed, changed_line_numbers
+from etude.tasks.losses import lost_candidates, lost_packages, lost_tests
 from etude.tasks.manifest import built_codebase, codebase_row, task_of, task_row, write_set
 from etude.tasks.score import check, visible
 from etude.tasks.seal import gate
@@ -133,9 +135,9 @@ class Verdict:
     seconds: float = 0.0
 
 
-async def examine(codebase: Codebase) -> tuple[Codebase, Coverage, dict[str, int]]:
-    """Find the tests that always pass on the pristine tree, and what they cover; count those that do not, by reason."""
-    first = await run_tests(codebase, cover=True)
+async def examine(codebase: Codebase) -> tuple[Codebase, Coverage, dict[str, int], list[Row]]:
+    """Find the tests that always pass on the pristine tree, and what they cover; count those that do not, and say why."""
+    first = await run_tests(codebase, cover=True, traces=True)
     runs = [first, await run_tests(codebase, cold=True), await run_tests(codebase)]
     for run in runs:
         if run.state != "complete":
@@ -153,7 +155,7 @@ async def examine(codebase: Codebase) -> tuple[Codebase, Coverage, dict[str, int
     flaky = sum(1 for test in first.outcomes if len({run.outcomes.get(test) for run in runs}) > 1)
     counts = {"stable": len(ids), "flaky": flaky, "never passed": len(first.outcomes) - len(ids) - flaky,
               "files not collected": len(first.broken), "unspoilable": len(unspoilable)}  # fmt: skip
-    return replace(codebase, unspoilable=unspoilable), Coverage(files), counts
+    return replace(codebase, unspoilable=unspoilable), Coverage(files), counts, lost_tests(first, ids, runs)
 
 
 async def screen(codebase: Codebase, candidate: Candidate) -> str:
@@ -225,6 +227,7 @@ class Maker:
         self.codebases: dict[str, tuple[Codebase, Row]] = {}
         self.kept: Counter[str] = Counter()  # tasks by package
         self.passed_over: Counter[str] = Counter()  # by generators, before any try
+        self.lost: list[Row] = []  # tests that cannot be used
 
     async def make(self, workers: int = 0) -> None:
         """Try candidates of all packages until there are enough tasks of each."""
@@ -314,13 +317,19 @@ class Maker:
         if not note.exists():
             began = time.monotonic()
             plain = await asyncio.to_thread(with_environment, unpacked, package, self.cache)
-            codebase, coverage, counts = await examine(plain)
-            facts = {"coverage": coverage.files, "counts": counts, "took": round(time.monotonic() - began, 1)}
+            codebase, coverage, counts, lost = await examine(plain)
+            facts = {
+                "coverage": coverage.files,
+                "counts": counts,
+                "lost": lost,
+                "took": round(time.monotonic() - began, 1),
+            }
             write_json(note, {"row": codebase_row(codebase, package), **facts})
             self.reporter.say(f"{unpacked.key}: tests: {counted(counts)}")
         facts = read_json(note)
         codebase = await asyncio.to_thread(built_codebase, facts["row"], self.cache, self.reporter)
         self.codebases[codebase.key] = codebase, facts["row"]
+        self.lost += [{"package": codebase.key, **row} for row in facts.get("lost", [])]
         return codebase, Coverage(facts["coverage"])
 
     async def _generated(self, codebase: Codebase, coverage: Coverage, some: Iterator[Candidate], wanted: int) -> int:
@@ -366,15 +375,30 @@ class Maker:
             row |= {"task": task_row(task, codebase), "about": candidate.about, "traces": traces}
         return row
 
+    def unused(self) -> list[Row]:
+        """Return what could not be used, why, and what to do: packages, tests, candidates; also written beside the log."""
+        tries = Counter(
+            (row["key"].split("/")[3], row["reason"].partition(":")[0]) for row in self._tries() if row["reason"]
+        )
+        early = Counter({("", reason): count for reason, count in self.passed_over.items()})
+        rows = [*lost_packages(self.failed), *self.lost, *lost_candidates(tries), *lost_candidates(early)]
+        write_text(self.state / "unused.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        return rows
+
+    def _tries(self) -> Iterator[Row]:
+        """Yield the lines of the tries that this recipe makes; others are of another, or from before it was changed."""
+        for row in sorted(self.log.rows("try/"), key=lambda each: str(each["key"])):
+            _, name, examination, _, _ = row["key"].split("/")
+            if name in self.codebases and _examination(self.codebases[name][0]) == examination:
+                yield row
+
     def finish(self, path: Path) -> Row:
         """Draw the prompts and write the manifest; return its header, which says what the making gave."""
         tasks: dict[str, Row] = {}
         reasons: Counter[str] = Counter()
         kept: dict[str, Counter[str]] = {generator: Counter() for generator in get_args(Generator)}
-        for row in sorted(self.log.rows("try/"), key=lambda each: str(each["key"])):
-            _, name, examination, generator, _ = row["key"].split("/")
-            if name not in self.codebases or _examination(self.codebases[name][0]) != examination:
-                continue  # of another recipe, or from before the recipe was changed
+        for row in self._tries():
+            _, name, _, generator, _ = row["key"].split("/")
             reason = row["reason"]
             if not reason:
                 task = self._prompted(row, self.codebases[name][0])
