@@ -139,18 +139,21 @@ def check(
     manifest: ManifestFile, only: Only = "", cache: CacheFolder = None,
     sample: Annotated[int, typer.Option(min=0, help="Number of tasks to check, spread over the set (0 = all).")] = 0,
     log: Annotated[Path | None, typer.Option(help="File of results, from which the same command resumes.")] = None,
+    results: Annotated[list[Path] | None, typer.Option(help="Results of `etude bench`, to set unsolved tasks aside.")] = None,
     drop: Annotated[Path | None, typer.Option(metavar="OUT", help="Manifest to write without the invalid tasks.")] = None,
 ) -> None:  # fmt: skip
     """Validate tasks: the reference solution passes, doing nothing fails. Exit code 1 if a task is invalid."""
+    from etude.bench.trials import unsolved
     from etude.tasks.manifest import write_without
 
     if drop and (only or sample):
         raise UserError("--drop writes a whole set, so all of it must be checked; leave out --only and --sample")
     loaded = _loaded(manifest, cache, only)
     tasks = loaded.tasks[:: max(1, len(loaded.tasks) // sample)][:sample] if sample else loaded.tasks
-    with tempfile.TemporaryDirectory() as scratch, MetricsLog(log or Path(scratch) / "checked.jsonl") as results:
-        reasons = asyncio.run(_checked(loaded, tasks, results))
-    wrong = {task: why for task, why in sorted(reasons.items()) if why}
+    with tempfile.TemporaryDirectory() as scratch, MetricsLog(log or Path(scratch) / "checked.jsonl") as checked:
+        reasons = asyncio.run(_checked(loaded, tasks, checked))
+    reasons = unsolved(results or []) | {task: why for task, why in reasons.items() if why}
+    wrong = {task: why for task, why in sorted(reasons.items()) if task in {each.id for each in tasks}}
     for task, why in wrong.items():
         options.echo(f"{task}: {why}")
     options.echo(f"{len(tasks) - len(wrong)} of {len(tasks)} tasks are right")
@@ -184,7 +187,7 @@ def demos(  # noqa: PLR0913, PLR0917 - an argument for every option
     template: Annotated[str, typer.Option(help="Chat template, as in [sft]: auto, base, chatml, or a .jinja file.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Output folder; default runs/demos/NAME.")] = None,
     each: Annotated[int, typer.Option(min=1, max=6, help="Demonstrations of each task, in different styles.")] = 1,
-    styles: Annotated[str, typer.Option(help="Request styles; easier: shown (code), told (change).")] = "terse,trace,premise,full",
+    styles: Annotated[str, typer.Option(help="Request styles; easier: shown, told (the change).")] = "terse,trace,premise,full,vague",
     most: Annotated[int, typer.Option(min=0, help="Limit of demonstrations, spread over the set (0 = none).")] = 0,
     tools: options.ToolNames = "",
     only: Only = "",

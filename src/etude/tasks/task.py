@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from etude.tasks.services import ServiceSettings
 
 Generator = Literal["mutation", "deletion", "version", "history"]
-# How a task is asked. Stored in a manifest: a short report; a stack trace and "fix"; a wrong premise; everything.
-StoredStyle = Literal["terse", "trace", "premise", "full"]
+# How a task is asked. Stored in a manifest: a short report; a stack trace and "fix"; a wrong premise; everything; hardly anything.
+StoredStyle = Literal["terse", "trace", "premise", "full", "vague"]
 # Made when asked for, easier: the request shows the code that is wrong (`shown`) or dictates the change (`told`).
 PointedStyle = Literal["shown", "told"]
 Style = Literal[StoredStyle, PointedStyle]
