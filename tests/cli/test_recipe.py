@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from etude.cli.recipe import recipe_for
+from etude.lineage.licences import PROPRIETARY
 from etude.tasks.make import read_settings
 from tests import tiny
 
@@ -40,7 +41,7 @@ def test_what_init_writes_can_be_planned_as_it_is_and_with_all_its_stages(etude:
     assert later, "the first comment of what is commented out is one comment"
     assert all(line.startswith("# ") and "# #" not in line for line in later.splitlines()[1:] if line)
     assert read_settings(Path("mine-tasks.toml")).package[0].git == str(repository)
-    assert read_settings(Path("mine-tasks.toml")).package[0].licence == "LicenseRef-Mine"
+    assert read_settings(Path("mine-tasks.toml")).package[0].licence == PROPRIETARY
 
     Path("mine-tasks.jsonl").write_bytes((ROOT / "recipes/tasks/quick.jsonl").read_bytes())
     first, later = Path("mine.toml").read_text().split("# What follows needs tasks")
@@ -76,7 +77,7 @@ def test_init_writes_through_no_link_and_waits_for_no_file(etude: Etude, reposit
         (repository / "pyproject.toml").unlink()
         (repository / "pyproject.toml").write_text(text)
         assert etude("init", repository, "--out", f"{number}.toml").code == 0
-        assert read_settings(Path(f"{number}-tasks.toml")).package[0].licence == "LicenseRef-Mine"
+        assert read_settings(Path(f"{number}-tasks.toml")).package[0].licence == PROPRIETARY
     odd = repository.rename(repository.with_name('x"\nname = "y'))
     said = etude("init", odd, "--out", "odd.toml")
     assert (said.code, "rename it" in said.err) == (2, True)

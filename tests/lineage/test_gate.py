@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.lineage import release
+from etude.lineage.duties import LicenceUse, Product, evaluate
 from etude.lineage.facts import Claim, claims
 from etude.lineage.record import CarriedLicence, Lineage, Parent
 from etude.lineage.release import Match, compare_claims
@@ -142,9 +143,16 @@ def test_a_licence_may_lie_elsewhere_if_it_is_whole() -> None:
     assert not release.licence_refusals(LINEAGE, {"LICENSES/tiny/LICENSE": carried.sha256})
 
 
-def test_unknown_data_must_be_acknowledged() -> None:
-    (refusal,) = release.data_refusals(["chats of sft", "pages of cpt"], [])
-    assert "chats of sft; pages of cpt" in str(refusal)
-    assert "--acknowledge unknown-data" in str(refusal)
-    assert not release.data_refusals(["chats of sft"], ["unknown-data"])
-    assert not release.data_refusals([], [])
+def test_unknown_and_proprietary_data_must_be_acknowledged() -> None:
+    licences = {"chats of sft": None, "pages of cpt": None, "tasks": "LicenseRef-proprietary", "both": "LicenseRef-proprietary AND MIT",
+                "either": "LicenseRef-proprietary OR MIT", "open": "MIT"}  # fmt: skip
+    duties = evaluate([LicenceUse(name, "data", licence) for name, licence in licences.items()], None)
+    unknown, own = release.data_refusals(duties, [])
+    assert "chats of sft; pages of cpt;" in str(unknown)
+    assert "--acknowledge unknown-data" in str(unknown)
+    assert "proprietary data went in: tasks; both;" in str(own)
+    assert "--acknowledge proprietary" in str(own)
+    assert release.data_refusals(duties, ["unknown-data"]) == [own]
+    assert not release.data_refusals(duties, ["unknown-data", "proprietary"])
+    agreed = Product(data_acknowledged=["tasks", "both", "chats of sft", "pages of cpt"])
+    assert not release.data_refusals(evaluate([LicenceUse("tasks", "data", licences["tasks"])], agreed), [])

@@ -63,6 +63,28 @@ def test_a_fix_is_undone_and_its_message_told_without_references(repository: Rep
     assert [(s.name, s.first, s.last) for s in candidate.spans] == [("f", 2, 2)]
 
 
+def test_a_merged_branch_is_one_change_under_the_title_its_author_gave_it(repository: Repository) -> None:
+    repository.git("checkout", "-q", "-b", "side")
+    repository.commit("wip", pkg__a="def f():\n    return 2\n")
+    last = repository.commit("tests", tests__test_a="b", pkg__b="y = 2\n")
+    repository.git("checkout", "-q", "main")
+    repository.git(
+        "merge", "-q", "--no-ff", "-m", "Merge pull request #7 from me/side\n\nMake f return 2\n\nIt was wrong.", "side"
+    )
+    left_out: Counter[str] = Counter()
+    (candidate,) = history.candidates(repository.root, ["pkg"], left_out)
+    assert candidate.edits == (
+        Edit("pkg/a.py", "def f():\n    return 1\n", "def f():\n    return 2\n"),
+        Edit("pkg/b.py", None, "y = 2\n"),
+    )
+    assert (candidate.about["subject"], candidate.about["body"]) == ("Make f return 2", "It was wrong.")
+    assert candidate.about["tests"] == ["tests/test_a.py"]
+    assert not list(history.candidates(repository.root, ["pkg"], left_out, least=4))
+    assert left_out["commit is too small"] == 1
+    (other,) = history.candidates(repository.root, ["pkg"], left_out, head=last)
+    assert (other.about["commit"], other.about["subject"]) == (last, "tests")
+
+
 def test_a_rename_is_a_removal_and_an_addition(repository: Repository) -> None:
     repository.commit("Rename", pkg__old=None, pkg__new="x = 1\n", tests__test_a="b")
     (candidate,) = history.candidates(repository.root, ["pkg"], Counter())
@@ -85,7 +107,7 @@ def test_what_makes_no_task_is_counted_by_reason(repository: Repository) -> None
     assert list(history.candidates(repository.root, ["pkg"], left_out)) == []
     assert left_out == {
         "commit changes no tests": 2, "commit changes no source": 1, "commit changes no meaning": 1, "commit has a long or binary file": 1,
-        "commit is not Python of this version": 1, "commit is too large": 1, "commit changes too many files": 1, "commit is a merge": 1,
+        "commit is not Python of this version": 1, "commit is too large": 1, "commit changes too many files": 1,
         "commit is the first": 1,
     }  # fmt: skip
 

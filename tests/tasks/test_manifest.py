@@ -107,3 +107,30 @@ def test_a_line_that_lacks_something_is_one_clear_line(calc: Codebase, tmp_path:
     write_set(tmp_path / "set.jsonl", {"name": "calc"}, [rows["codebase"]], [rows["task"]])
     with pytest.raises(UserError, match=f"{kind} .* has no 'seconds'"):
         load_set(tmp_path / "set.jsonl", tmp_path / "cache", Reporter(quiet=True))
+
+
+def test_tests_that_codebases_share_are_written_once(tmp_path: Path) -> None:
+    tests = [
+        {"a.py": ["x", "y"], "b.py": ["z"]},
+        {"a.py": ["x", "y"], "b.py": ["z", "w"]},
+        {"a.py": ["x", "y"], "b.py": ["z", "w"]},
+    ]
+    rows = [{"codebase": f"p=={number}", "tests": each} for number, each in enumerate(tests)]
+    write_set(tmp_path / "set.jsonl", {"name": "set"}, rows, [])
+    written = [json.loads(line) for line in (tmp_path / "set.jsonl").read_text().splitlines()]
+    assert written[0]["format"] == 2
+    assert [row["tests"] for row in written[1:]] == [
+        tests[0],
+        {"a.py": "p==0", "b.py": ["z", "w"]},
+        {"a.py": "p==0", "b.py": "p==1"},
+    ]
+    header, read, _ = read_rows(tmp_path / "set.jsonl")
+    assert read == rows
+    write_set(tmp_path / "again.jsonl", header, read, [])
+    assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "set.jsonl").read_bytes()
+    write_set(tmp_path / "one.jsonl", header, read[:1], [])
+    assert read_rows(tmp_path / "one.jsonl")[0]["format"] == 1
+    lines = (tmp_path / "set.jsonl").read_text().splitlines()
+    (tmp_path / "cut.jsonl").write_text("\n".join([lines[0], *lines[2:]]))
+    with pytest.raises(UserError, match=r"p==1 has no tests of a\.py"):
+        read_rows(tmp_path / "cut.jsonl")

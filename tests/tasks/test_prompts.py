@@ -60,7 +60,20 @@ def test_there_are_25_templates_a_style_and_none_in_both_splits() -> None:
     texts = [[text for kind in kinds.values() for text in kind] for kinds in (train, bench)]
     assert len({*texts[0], *texts[1]}) == len(texts[0]) + len(texts[1])
     fields = {field for text in texts[0] + texts[1] for _, field, _, _ in string.Formatter().parse(text) if field}
-    assert fields == {"name", "seen", "trace", "other", "doc", "entry", "package", "path", "code", "old", "new"}
+    assert fields == {
+        "name",
+        "seen",
+        "trace",
+        "other",
+        "doc",
+        "entry",
+        "package",
+        "path",
+        "code",
+        "old",
+        "new",
+        "module",
+    }
 
 
 @pytest.mark.parametrize(
@@ -127,7 +140,7 @@ def test_splits_differ_and_styles_without_facts_are_left_out() -> None:
             for split in get_args(Split)}  # fmt: skip
     assert not seen["train"] & seen["bench"]
     assert min(map(len, seen.values())) == 25
-    assert set(prompts.prompts(candidate(), "p", [], random.Random(0), "train")) == {"terse", "full"}
+    assert set(prompts.prompts(candidate(), "p", [], random.Random(0), "train")) == {"terse", "full", "vague"}
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,16 @@ import pytest
 
 from etude.errors import UserError
 from etude.files import read_json, sha256_file, write_json
+from etude.lineage.licences import identify, obligations
 from etude.progress import Reporter
 from etude.tasks.codebase import PackageSettings, find_layout, permissive, unpack
 from tests import tiny
 from tests.tasks import small
+
+
+def stated_by(text: str) -> str:
+    """Return the licence of a text by the other reader of licence texts."""
+    return str(next(entry["spdx"] for entry in obligations() if entry["id"] == identify(text)))
 
 
 def write(tree: Path, *paths: str) -> Path:
@@ -92,3 +98,29 @@ def test_settings_that_contradict_are_refused() -> None:
 )
 def test_only_permissive_packages_are_taken(licence: str, is_so: bool) -> None:
     assert permissive(licence) is is_so
+
+
+MIT_TEXT = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("files", "given", "found"), [
+    ({}, "", ""),
+    ({}, "ours", "LicenseRef-proprietary"),
+    ({"LICENSE": MIT_TEXT}, "", stated_by(MIT_TEXT)),
+    ({"LICENSE": MIT_TEXT}, "proprietary", "LicenseRef-proprietary"),
+    ({"pyproject.toml": '[project]\nlicense = "ISC"\n'}, "", "ISC"),
+    ({"pyproject.toml": '[project]\nlicense = {text = "ISC"}\n'}, "", ""),
+    ({"PKG-INFO": "Classifier: License :: Other/Proprietary License\n"}, "", "LicenseRef-proprietary"),
+])  # fmt: skip
+def test_the_licence_is_what_the_recipe_says_else_what_the_files_say(
+    tmp_path: Path, quiet: Reporter, files: dict[str, str], given: str, found: str
+) -> None:
+    folder = small.write(tmp_path / "calc")
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    assert unpack(PackageSettings(folder=str(folder), licence=given), tmp_path / "cache", quiet).licence == found
+
+
+def test_a_licence_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="no SPDX licence expression, such as MIT, or proprietary"):
+        PackageSettings(folder="x", licence="all mine")

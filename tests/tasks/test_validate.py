@@ -16,13 +16,17 @@ UNSPOILABLE = "\n\ndef test_early():\n    if total([1]) == 1:\n        return\n 
 @pytest.fixture(scope="module")
 def examined(tmp_path_factory: pytest.TempPathFactory) -> tuple[Codebase, Coverage]:
     tests = small.TESTS + UNSPOILABLE + "\n\ndef test_wrong():\n    assert False\n"
-    ready, coverage, counts = small.run(examine(small.codebase(tmp_path_factory.mktemp("calc"), tests)))
+    ready, coverage, counts, lost = small.run(examine(small.codebase(tmp_path_factory.mktemp("calc"), tests)))
     assert counts == {
         "stable": 7,
         "flaky": 0,
         "never passed": 2,
         "files not collected": 0,
         "unspoilable": 1,
+    }
+    assert {(row["of"], row["reason"], row["count"]) for row in lost} == {
+        ("test", "fails before anything is changed", 1),
+        ("test", "skipped here", 1),
     }
     return ready, coverage
 

@@ -150,6 +150,14 @@ def read_together(folders: Sequence[Path]) -> Results:
     return Results(header, tuple(trials), tuple(dict.fromkeys(differing)))
 
 
+def unsolved(folders: Sequence[Path]) -> dict[str, str]:
+    """Return the tasks that nobody passed in any trial, full request included: it is not known that they can be solved."""
+    trials = [trial for folder in folders for trial in read_results(folder).trials if trial.outcome != "invalid"]
+    solved = {trial.task for trial in trials if trial.outcome == "pass"}
+    counts = Counter(trial.task for trial in trials if trial.style == "full")
+    return {task: f"never solved, {n} times with its full request" for task, n in counts.items() if task not in solved}
+
+
 def _read(kind: type[Stored], row: bytes | dict[str, Any], where: object) -> Stored:
     try:
         values = row if isinstance(row, dict) else json.loads(row)

@@ -45,7 +45,7 @@ def run(  # noqa: PLR0913, PLR0917 - an argument for every option
     tasks: Annotated[Path, typer.Option(metavar="SET", help="Task manifest, task folder, or folder of task folders.")],
     k: Annotated[int, typer.Option(help="Attempts of every model at every task.")] = 5,
     out: Annotated[Path | None, typer.Option(help="Results folder; default runs/bench/NAME. Run again to resume.")] = None,
-    style: Annotated[str, typer.Option(help="Style of the requests: terse, trace, premise, full, shown or told.")] = "terse",
+    style: Annotated[str, typer.Option(help="Style of the requests: terse, trace, premise, full, vague, shown or told.")] = "terse",
     limit: Annotated[int, typer.Option(help="Number of tasks (0 = all); a larger number includes a smaller one's tasks.")] = 0,
     concurrency: Annotated[int, typer.Option(help="Concurrent attempts (0 = two a core).")] = 0,
     tools: options.ToolNames = "", turns: options.Turns = 50, minutes: options.Minutes = 30.0, temperature: options.Temperature = 1.0,

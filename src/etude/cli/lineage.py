@@ -253,16 +253,16 @@ def release(  # noqa: PLR0913, PLR0917 - an argument for every option
     licence: Annotated[Path | None, typer.Option(help="Your own licence file for what you added; released as LICENSE.")] = None,
     evaluation: Annotated[Path | None, typer.Option(help="Results folder of `etude bench` with this model.")] = None,
     base: Annotated[list[Path] | None, typer.Option(help="Folder of a claimed base that is not in the run.")] = None,
-    acknowledge: Annotated[list[str] | None, typer.Option(help="unknown-data: you know of data of unknown licence.")] = None,
+    acknowledge: Annotated[list[str] | None, typer.Option(help="Kinds of data to release: unknown-data, proprietary.")] = None,
     key: Annotated[Path | None, typer.Option(help="Private key (PEM, P-256); default: your own, created if needed.")] = None,
     cache: CacheFolder = None,
 ) -> None:  # fmt: skip
     """Make a signed release folder, or list the reasons against it. Exit code 1 if it is refused."""
-    from etude.lineage.release import UNKNOWN_DATA, Order, RefusedError, make_release
+    from etude.lineage.release import PROPRIETARY_DATA, UNKNOWN_DATA, Order, RefusedError, make_release
     from etude.lineage.signing import default_key, fingerprint, public_pem
 
-    if unknown := set(acknowledge or ()) - {UNKNOWN_DATA}:
-        raise UserError(f"--acknowledge {min(unknown)}: only {UNKNOWN_DATA} can be acknowledged")
+    if unknown := set(acknowledge or ()) - {UNKNOWN_DATA, PROPRIETARY_DATA}:
+        raise UserError(f"--acknowledge {min(unknown)}: only {UNKNOWN_DATA} and {PROPRIETARY_DATA} can be acknowledged")
     measured = _measured(evaluation, find_model(model)) if evaluation else ()
     called = name or (load_product(product).model_name if product else None) or out.absolute().name
     order = Order(called, key or default_key(), product, licence, measured, base or (), acknowledge or ())

@@ -41,7 +41,7 @@ def schema(
 def init(
     repository: Annotated[Path, typer.Argument(help="Your repository: a git checkout of a Python package with tests.")],
     out: Annotated[Path, typer.Option(help="Recipe to write; that of its tasks is written beside it.")] = Path("mine.toml"),
-    licence: Annotated[str, typer.Option(help="Its licence (SPDX); default: as pyproject.toml says, else LicenseRef-Mine.")] = "",
+    licence: Annotated[str, typer.Option(help="Its licence (SPDX); default: as pyproject.toml says, else proprietary.")] = "",
 ) -> None:  # fmt: skip
     """Write a commented recipe for a repository, to run as it is and to change."""
     folder, tasks = repository.expanduser().resolve(), out.with_name(f"{out.stem}-tasks.toml")
@@ -90,5 +90,5 @@ def _stated(folder: Path) -> str:
         with Rooted(folder) as rooted:
             stated = tomllib.loads(rooted.read("pyproject.toml", 1 << 20).decode())["project"]["license"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return "LicenseRef-Mine"
-    return (canonical(stated) if isinstance(stated, str) else None) or "LicenseRef-Mine"
+        return "proprietary"
+    return (canonical(stated) if isinstance(stated, str) else None) or "proprietary"

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from etude.cli import options
 from etude.cli.options import AsJson, CacheFolder  # noqa: TC001 - typer reads annotations at run time
-from etude.errors import UserError
+from etude.errors import UserError, visible
 from etude.jsonl import MetricsLog
 from etude.progress import Console, Reporter, counted
 
@@ -27,6 +28,7 @@ _recipe = typer.Argument(metavar="RECIPE", help="Recipe of a task set, such as r
 RecipeFile = Annotated[Path, _recipe]
 _manifest = typer.Argument(metavar="MANIFEST", help="Task manifest, such as recipes/tasks/quick.jsonl.")
 ManifestFile = Annotated[Path, _manifest]
+MOST_REASONS = 24  # of what could not be used, on the terminal
 Only = Annotated[str, typer.Option(help="Prefixes of the ids of tasks to use, separated by spaces; default: all.")]
 
 
@@ -47,6 +49,9 @@ def make(
     with options.interruptible(reporter, advice), MetricsLog(folder / "log.jsonl") as log:
         maker = Maker(settings, folder, log, options.cache_folder(cache), reporter)
         asyncio.run(maker.make(workers))
+        unused = maker.unused()
+        if not as_json:
+            _show_unused(unused, folder)
         header = maker.finish(out or recipe.with_suffix(".jsonl"))
     if as_json:
         options.print_json(header)
@@ -66,6 +71,19 @@ def _show_header(header: dict[str, Any]) -> None:
         options.echo(f"left out: {package}: {why}")
 
 
+def _show_unused(rows: list[dict[str, Any]], folder: Path) -> None:
+    """Show what could not be used, the most frequent first; the file beside the log has all of it, with examples."""
+    if not rows:
+        return
+    table = Table("not used", "package", "reason", "what to do", box=None, title="What could not be used")
+    for row in rows[:MOST_REASONS]:
+        words = (f"{row['count']} × {row['of']}", row.get("package", ""), row["reason"], row["fix"])
+        table.add_row(*(Text(visible(word)) for word in words))
+    Console().print(table)
+    more = f"{len(rows) - MOST_REASONS} more reasons, " if len(rows) > MOST_REASONS else ""
+    options.echo(f"{more}with examples: {folder / 'unused.jsonl'}")
+
+
 def _loaded(manifest: Path, cache: Path | None, only: str) -> TaskSet:
     from etude.tasks.manifest import load_set
 
@@ -77,11 +95,19 @@ def build(
     manifest: ManifestFile, only: Only = "", cache: CacheFolder = None,
     harbor: Annotated[Path | None, typer.Option(help="Folder to export every task to, in Harbor's layout.")] = None,
     swebench: Annotated[Path | None, typer.Option(help="File to export the set to, as SWE-bench rows (JSONL).")] = None,
+    acknowledge: Annotated[str, typer.Option(help="proprietary: export tasks of proprietary code, which hold that code.")] = "",
 ) -> None:  # fmt: skip
     """Build a task set from its manifest: pinned archives and Python versions, all digests checked."""
+    from etude.lineage.licences import is_proprietary
     from etude.tasks.formats import write_harbor, write_swebench
 
+    if acknowledge not in {"", "proprietary"}:
+        raise UserError(f"--acknowledge {acknowledge}: only proprietary can be acknowledged")
     tasks = _loaded(manifest, cache, only)
+    kept = sorted(key for key, codebase in tasks.codebases.items() if is_proprietary(codebase.licence))
+    if kept and (harbor or swebench) and not acknowledge:
+        what = f"{', '.join(kept)} is proprietary, and an export holds its code"
+        raise UserError(f"{what}; if its owner agrees, add --acknowledge proprietary")
     for task in tasks.tasks if harbor else ():
         write_harbor(task, tasks.codebase(task), Path(str(harbor), task.id))
     if swebench:
@@ -113,18 +139,21 @@ def check(
     manifest: ManifestFile, only: Only = "", cache: CacheFolder = None,
     sample: Annotated[int, typer.Option(min=0, help="Number of tasks to check, spread over the set (0 = all).")] = 0,
     log: Annotated[Path | None, typer.Option(help="File of results, from which the same command resumes.")] = None,
+    results: Annotated[list[Path] | None, typer.Option(help="Results of `etude bench`, to set unsolved tasks aside.")] = None,
     drop: Annotated[Path | None, typer.Option(metavar="OUT", help="Manifest to write without the invalid tasks.")] = None,
 ) -> None:  # fmt: skip
     """Validate tasks: the reference solution passes, doing nothing fails. Exit code 1 if a task is invalid."""
+    from etude.bench.trials import unsolved
     from etude.tasks.manifest import write_without
 
     if drop and (only or sample):
         raise UserError("--drop writes a whole set, so all of it must be checked; leave out --only and --sample")
     loaded = _loaded(manifest, cache, only)
     tasks = loaded.tasks[:: max(1, len(loaded.tasks) // sample)][:sample] if sample else loaded.tasks
-    with tempfile.TemporaryDirectory() as scratch, MetricsLog(log or Path(scratch) / "checked.jsonl") as results:
-        reasons = asyncio.run(_checked(loaded, tasks, results))
-    wrong = {task: why for task, why in sorted(reasons.items()) if why}
+    with tempfile.TemporaryDirectory() as scratch, MetricsLog(log or Path(scratch) / "checked.jsonl") as checked:
+        reasons = asyncio.run(_checked(loaded, tasks, checked))
+    reasons = unsolved(results or []) | {task: why for task, why in reasons.items() if why}
+    wrong = {task: why for task, why in sorted(reasons.items()) if task in {each.id for each in tasks}}
     for task, why in wrong.items():
         options.echo(f"{task}: {why}")
     options.echo(f"{len(tasks) - len(wrong)} of {len(tasks)} tasks are right")
@@ -158,7 +187,7 @@ def demos(  # noqa: PLR0913, PLR0917 - an argument for every option
     template: Annotated[str, typer.Option(help="Chat template, as in [sft]: auto, base, chatml, or a .jinja file.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Output folder; default runs/demos/NAME.")] = None,
     each: Annotated[int, typer.Option(min=1, max=6, help="Demonstrations of each task, in different styles.")] = 1,
-    styles: Annotated[str, typer.Option(help="Request styles; easier: shown (code), told (change).")] = "terse,trace,premise,full",
+    styles: Annotated[str, typer.Option(help="Request styles; easier: shown, told (the change).")] = "terse,trace,premise,full,vague",
     most: Annotated[int, typer.Option(min=0, help="Limit of demonstrations, spread over the set (0 = none).")] = 0,
     tools: options.ToolNames = "",
     only: Only = "",

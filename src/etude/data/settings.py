@@ -72,7 +72,7 @@ class SourceSettings(Settings):
             raise ValueError(f"a source cannot be called {SELF!r}: that is text sampled from the base")
         for licence in [*(self.licences if isinstance(self.licences, list) else []), self.licence]:
             if licence is not None and canonical(licence) is None:
-                examples = "such as MIT, or LicenseRef-Mine for one of your own"
+                examples = "such as MIT, or proprietary for code of your own"
                 raise ValueError(f"{licence!r} is no SPDX licence expression, {examples}")
         if self.git and CREDENTIALS.search(self.git):
             why = "`git` holds a password or a token, which would go into every record"

@@ -16,7 +16,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from etude.errors import UserError, nearest
 from etude.lineage.facts import in_order, is_notice
-from etude.lineage.licences import OWN, clause_text, duty_facts, duty_text, folder_name, held, obligations
+from etude.lineage.licences import (
+    OWN,
+    clause_text,
+    duty_facts,
+    duty_text,
+    folder_name,
+    held,
+    is_proprietary,
+    obligations,
+)
 from etude.lineage.record import LINEAGE_FILE, load_lineage
 
 if TYPE_CHECKING:
@@ -287,6 +296,8 @@ def _data_duty(use: LicenceUse, product: Product) -> Duty:
         return replace(duty, text="data the base wrote itself", reason="the base's own licence holds")
     if licence == UNKNOWN:
         asked = f"May {use.ancestor} be trained on? Its licence is not known. List it once you have looked into it."
+    elif is_proprietary(licence):
+        asked = f"May weights trained on {use.ancestor}, which is proprietary, leave its owner? List it once the owner agrees."
     elif all(UNSETTLED.search(choice) for choice in licence.split(" OR ")):
         asked = f"Is a model trained on {use.ancestor} bound by {licence}? That is not settled. List it once you have decided."
     else:

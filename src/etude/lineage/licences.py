@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from etude.lineage.record import Lineage
 
 LICENSES = "LICENSES"  # the folder in a model's folder with a folder for each ancestor, its files as they were received
+PROPRIETARY = "LicenseRef-proprietary"  # the terms of code that its owner keeps; no list has them
 OWN = "this recipe"  # where a licence comes from that came with no ancestor
 
 LICENCE_NAME = re.compile(r"(LICEN[CS]E|NOTICE|COPYING|COPYRIGHT|USE_POLICY|USAGE_POLICY)([-_. ].*)?", re.IGNORECASE)
@@ -58,6 +59,11 @@ def plain(text: str) -> str:
     kinds = [(letter, unicodedata.category(letter)) for letter in shown]
     kept = (unicodedata.normalize("NFKC", one) if kind[0] in "LN" else one for one, kind in kinds if kind != "Cf")
     return "".join(kept).lower()
+
+
+def is_proprietary(expression: str) -> bool:
+    """Whether whatever one chooses of an SPDX expression is proprietary."""
+    return all(PROPRIETARY.lower() in choice.lower() for choice in expression.split(" OR "))
 
 
 def letters_hash(text: str) -> str:

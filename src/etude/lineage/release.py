@@ -7,9 +7,9 @@ The weights are copied, not linked: what happens to a release must never happen 
 
 There are five reasons to refuse one, which `etude release` looks for before it writes anything, and `etude verify` in a finished
 folder: the weights do not come from the base that is claimed, or come from another known one; a licence file is missing or altered; a
-duty of a licence is not met; data of unknown licence went in and nobody said so; a record or a digest does not match. Each says how to
-put it right. A claimed base is compared by its own weights where they are at hand (given, or beside the model in its run), and by its
-sketch in the library.
+duty of a licence is not met; data of unknown or proprietary licence went in and nobody said so; a record or a digest does not
+match. Each says how to put it right. A claimed base is compared by its own weights where they are at hand (given, or beside the
+model in its run), and by its sketch in the library.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from etude.lineage.card import model_card
 from etude.lineage.compute import compute_shares
 from etude.lineage.duties import UNKNOWN, evaluate, licence_uses, load_product, notice, released, unmet
 from etude.lineage.facts import Release, carried, claims, in_order, read_architecture
-from etude.lineage.licences import LICENCE_NAME, LICENSES, carry, folder_name, held, identify
+from etude.lineage.licences import LICENCE_NAME, LICENSES, carry, folder_name, held, identify, is_proprietary
 from etude.lineage.record import LINEAGE_FILE, FileDigest, load_lineage
 from etude.lineage.signing import folder_digests, public_pem, seal, sign_folder, statement
 from etude.lineage.tree import changed_corpora, draw_png, draw_svg, find_model, wrong_files
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 CARD, NOTICE, LICENSE, PRODUCT, AUDIT = "README.md", "NOTICE", "LICENSE", "product.toml", "audit.json"
 BOM, SPDX, ATTESTATIONS = "bom.cdx.json", "spdx.json", "attestations"
-UNKNOWN_DATA = "unknown-data"
+UNKNOWN_DATA, PROPRIETARY_DATA = "unknown-data", "proprietary"  # what may be acknowledged
 MARGIN = 1e-5  # of closeness, above what the rounding of two sketches differs by
 # Far from both, a model is nearer to its base or to the base's sibling by chance: by up to 0.07 of its distance from the base
 # (models 64 wide, drifted to a cosine of 0.45, siblings 0.001 to 0.1 apart).
@@ -120,7 +120,7 @@ def make_release(
                 *unchecked_refusals(lineage, matches),
                 *unlicensed_refusals(lineage, matches, {each.licence for each in held(folder)}),
                 *(Refusal("duty", duty, "`etude licences` lists all duties") for duty in missing),
-                *data_refusals(unknown_data(facts.duties), order.acknowledged),
+                *data_refusals(facts.duties, order.acknowledged),
             ]
         )
         _write(facts, documents, folder, work, order, reporter)
@@ -169,12 +169,6 @@ def released_files(record: Record) -> dict[str, FileDigest]:
 def is_licence(name: str) -> bool:
     """Say whether a file of a model's folder, given by its path there, is a licence, a notice or a policy."""
     return name.startswith(f"{LICENSES}/") or LICENCE_NAME.fullmatch(name) is not None
-
-
-def unknown_data(duties: Sequence[Duty]) -> list[str]:
-    """Return the data whose licence nobody recorded."""
-    asked = [duty for duty in duties if duty.kind == "data" and duty.outcome == "asks"]
-    return [duty.ancestor for duty in asked if duty.licence == UNKNOWN]
 
 
 def _copy_small_files(folder: Path, work: Path, lineage: Lineage, order: Order) -> None:
@@ -345,12 +339,18 @@ def unlicensed_refusals(lineage: Lineage, matches: Iterable[Match], held: Collec
     ]
 
 
-def data_refusals(unknown: Sequence[str], acknowledged: Iterable[str]) -> list[Refusal]:
-    """Refuse data of unknown licence, unless whoever releases says that they know."""
-    if not unknown or UNKNOWN_DATA in acknowledged:
-        return []
-    fix = f"find out and record its licence, or release with --acknowledge {UNKNOWN_DATA}"
-    return [Refusal("data", f"data of unknown licence went in: {'; '.join(unknown)}", fix)]
+def data_refusals(duties: Iterable[Duty], acknowledged: Iterable[str]) -> list[Refusal]:
+    """Refuse data of unknown licence, and what its owner keeps, unless whoever releases says that they know."""
+    asked = [duty for duty in duties if duty.kind == "data" and duty.outcome == "asks"]
+    unknown = [duty.ancestor for duty in asked if duty.licence == UNKNOWN]
+    kept = [duty.ancestor for duty in asked if is_proprietary(duty.licence)]
+    fixes = {UNKNOWN_DATA: ("data of unknown licence went in", "find out and record its licence, or release", unknown),
+             PROPRIETARY_DATA: ("proprietary data went in", "if its owner agrees, release", kept)}  # fmt: skip
+    return [
+        Refusal("data", f"{what}: {'; '.join(names)}", f"{fix} with --acknowledge {word}")
+        for word, (what, fix, names) in fixes.items()
+        if names and word not in set(acknowledged)
+    ]
 
 
 def compare_claims(

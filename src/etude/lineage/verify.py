@@ -196,7 +196,7 @@ def _check_documents(result: Verification, lineage: Lineage) -> None:
             return [f"{AUDIT} calls the model {name!r}, the card another name: duties about names are not checked"]
         product = released(load_product(folder / PRODUCT) if (folder / PRODUCT).exists() else None, name)
         duties = evaluate(licence_uses(folder), product)
-        data = release.data_refusals(release.unknown_data(duties), audit["acknowledged"])
+        data = release.data_refusals(duties, audit["acknowledged"])
         return [*unmet(duties, product, text(CARD), text(NOTICE)), *map(str, data)]
 
     def card() -> list[str]:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 TITLE = "what do these agents do with these tasks?"
 MARKERS = "osD^vPX*"
 BARS = 30
+MOST_NAMED = 12  # tasks in a line
 HEAD = 20  # characters of a model's name over a column
 CHANCE = 20  # comparisons among which one is expected to look sure and not be
 TOKENS = Picture("score_tokens.png", "Score against the median of tokens written; a line joins those no other beats")
@@ -151,6 +152,7 @@ def _page(scored: Scored, prices: Prices | None, lines: Sequence[str]) -> Page:
         "Interaction": ["Read from traces by fixed rules with limits: compare models by them.", _table(scored, INTERACTION)],
         "By category": [CATEGORIES, _grouped(scored, "category")],
         "By generator and style of prompt": [_grouped(scored, "generator"), _grouped(scored, "style")],
+        **_asked_twice(scored),
         "By package": [PACKAGES, _grouped(scored, "package")],
         "How trials ended": [_endings(scored), REUSED, _scored_by(scored)],
         "The tasks": [
@@ -185,6 +187,23 @@ def _pairs(scored: Scored) -> Page:
         about += f" Of {len(rows)} comparisons, about one in {CHANCE} looks sure by chance."
     heads = ("pair", ">avg@k, points", ">tokens written", ">common tasks", "the sign of the score is")
     return {"Two by two": [about, Table(heads, rows)]} if rows else {}
+
+
+def _asked_twice(scored: Scored) -> Page:
+    """Tell hard tasks from underspecified ones, where trials had both a full request and a shorter one."""
+    tries: dict[str, dict[bool, list[bool]]] = {}
+    for trial in (each for trials in scored.valid.values() for each in trials):
+        if trial.style in {"full", "terse", "trace", "vague"}:
+            tries.setdefault(trial.task, {True: [], False: []})[trial.style == "full"].append(trial.outcome == "pass")
+    both = {task: (any(asked[False]), any(asked[True])) for task, asked in tries.items() if all(asked.values())}
+    if not both:
+        return {}
+    names = {(True, True): "solved by both", (True, False): "solved by the short one only",
+             (False, True): "underspecified: by the full one only", (False, False): "hard: by neither"}  # fmt: skip
+    rows = [(name, len(some), ", ".join(some[:MOST_NAMED]) + (" …" if len(some) > MOST_NAMED else ""))
+            for key, name in names.items() for some in [sorted(task for task, how in both.items() if how == key)]]  # fmt: skip
+    about = f"{len(both)} tasks were asked twice, by a short request and by their full one; passed at least once, by any model:"
+    return {"Hard, or underspecified?": [about, Table(("request", ">tasks", "which"), rows)]}
 
 
 def _table(scored: Scored, metrics: Sequence[Metric]) -> Table:

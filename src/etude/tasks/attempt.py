@@ -29,6 +29,7 @@ from etude.sandbox.local import open_sandbox
 from etude.tasks.prompts import not_at_fault
 from etude.tasks.score import MOST_LEFT, visible
 from etude.tasks.seal import FOLDERS
+from etude.tasks.services import start_lines
 from etude.tasks.suite import layers_of, place_of
 
 if TYPE_CHECKING:
@@ -71,6 +72,10 @@ class PunctualToolset(Toolset):
     """Tools that end with the episode: the harness looks at its clock between turns, and one turn may ask for hours of commands."""
 
     until = math.inf  # of time.monotonic()
+    before = ""  # lines for sh before a command: what starts the services of the codebase
+
+    async def _shell(self, command: str, seconds: int) -> Outcome:
+        return await super()._shell(self.before + command, seconds)
 
     async def _do(self, name: str, given: dict[str, Any]) -> Outcome:
         left = self.until - time.monotonic()
@@ -97,6 +102,7 @@ async def work_on(
         async with _opened(place_of(codebase, layers)) as sandbox:
             trace.made_by["sandbox"] = sandbox.backend
             toolset = PunctualToolset(sandbox, tools, searcher, str(codebase.python))
+            toolset.before = start_lines(codebase.services)
             harness = begin(toolset)
             toolset.until = harness.began + harness.settings.seconds
             try:

@@ -3,13 +3,15 @@
 The readers are those of the corpus (`data/sources`): no code of a package runs here, and members that lead out of an archive, links
 and devices are left out. What could give a solution away goes as well: caches, bytecode, build metadata, history.
 
-The Python has its dependencies and pytest, never the package itself, nor a copy of it. An environment is a folder named by what was
-asked for; what was installed is written down, and a manifest pins exactly that. No pip is left inside (pip carries copies of other
+The Python has its dependencies and pytest, never the package itself, nor a copy of it: those that its metadata and the recipe name, in
+the versions of its lock file (`locks.py`). An environment is a folder named by what was asked for; what was installed is written
+down, and a manifest pins exactly that. No pip is left inside (pip carries copies of other
 packages), and the folders of the system that may hold packages are hidden.
 """
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import importlib.metadata
 import json
@@ -31,24 +33,28 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from etude.data.document import Raw
-from etude.data.filters.licence import PERMISSIVE, evaluate, stated_in
+from etude.data.document import UNKNOWN, Document, Raw
+from etude.data.filters.licence import PERMISSIVE, Licences, canonical, evaluate, spdx_of, stated_in
 from etude.data.settings import SourceSettings
 from etude.data.sources import open_source
 from etude.errors import UserError
-from etude.files import digest_of, read_json, sha256_file, write_json
+from etude.files import digest_of, read_json, sha256_file, write_json, write_text
 from etude.sandbox.layers import prepare
+from etude.syntax import parse_python
 from etude.tasks.generators.parsed import TEST_FOLDERS, is_test_path
+from etude.tasks.locks import APT, find_lock, unpack_system_packages, wrong_hashes
 from etude.tasks.seal import clean
+from etude.tasks.services import ServiceSettings
 from etude.tasks.task import Codebase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from etude.data.document import Drop
     from etude.progress import Reporter
+    from etude.tasks.locks import Lock
 
 LARGEST = 16_000_000  # bytes of a file that is taken
 KEPT_APART = re.compile(r"PKG-INFO|pyproject\.toml|setup\.cfg|(src/)?[^/]+\.egg-info/requires\.txt")
@@ -80,7 +86,15 @@ class PackageSettings(BaseModel):
     drop: list[str] = Field([], description="packages its metadata name that are not installed")
     pytest: list[str] = Field([], description="options for pytest, such as -p asyncio or -o python_files=*.py")
     older: list[str] = Field([], description="pypi: earlier versions, newest first, for `version` tasks")
-    licence: str = Field("", description="its licence (SPDX), where its metadata do not say")
+    licence: str = Field(
+        "", description="its licence (SPDX), where its files do not say; proprietary: code of your own"
+    )
+    lock: str = Field("auto", description="lock file that decides versions; auto: the first found; none: the newest")
+    extras: list[str] = Field(
+        [], description="extras and dependency groups its tests need besides test, tests, testing (else dev)"
+    )
+    apt: list[str] = Field([], description="packages of Debian or Ubuntu its tests need, unpacked without installing")
+    services: list[ServiceSettings] = Field([], description="programs that are started before tests: a database")
     share: float = Field(1.0, gt=0, le=1, description="share of mutations and deletions; lower where tests are slow")
 
     @model_validator(mode="after")
@@ -90,6 +104,15 @@ class PackageSettings(BaseModel):
         if self.older and not self.pypi:
             raise ValueError("`older` is for packages of the index")
         return self
+
+    @field_validator("licence")
+    @classmethod
+    def _is_licence(cls, licence: str) -> str:
+        if licence and canonical(licence) is None:
+            raise ValueError(
+                f"{licence!r} is no SPDX licence expression, such as MIT, or proprietary for code of your own"
+            )
+        return canonical(licence) or ""
 
     @property
     def name(self) -> str:
@@ -116,9 +139,24 @@ def unpack(settings: PackageSettings, cache: Path, reporter: Reporter) -> Codeba
     metadata = read_json(folder / "about.json")["metadata"]
     version = settings.pypi.partition("==")[2] if settings.pypi else (source.revision or digest)[:12]
     sources, tests, paths = find_layout(folder / "tree", settings.sources, settings.tests, settings.name)
-    licence = settings.licence or stated_in(metadata.get("PKG-INFO", "").encode()) or ""
+    licence = settings.licence or _stated(metadata) or _written(source.parts[0].licences())
     return Codebase(settings.name, version, digest, folder / "tree", sources, tests, paths=paths, licence=licence,
-                    metadata=metadata, options=tuple(settings.pytest))  # fmt: skip
+                    metadata=metadata, options=tuple(settings.pytest), services=tuple(settings.services))  # fmt: skip
+
+
+def _stated(metadata: Mapping[str, str]) -> str | None:
+    """Return the licence that metadata state."""
+    with suppress(tomllib.TOMLDecodeError):
+        project = tomllib.loads(metadata.get("pyproject.toml", "")).get("project", {})
+        if isinstance(stated := project.get("license"), str):
+            return spdx_of(stated)
+    return stated_in(metadata.get("PKG-INFO", "").encode())
+
+
+def _written(texts: Mapping[str, bytes]) -> str:
+    """Return the licence of a repository's licence files, or nothing where they do not say one for sure."""
+    licence, _ = Licences(texts, None).of(Document("", "code.py", ""))
+    return "" if licence == UNKNOWN else licence
 
 
 def _write(folder: Path, documents: Iterable[Raw | Drop]) -> None:
@@ -184,9 +222,13 @@ def permissive(licence: str) -> bool:
     return bool(licence) and evaluate(licence, lambda one: one.lower() in PERMISSIVE)
 
 
-def requirements(codebase: Codebase, settings: PackageSettings) -> list[str]:
-    """Return what the tests of a codebase need, as far as its metadata and the recipe say."""
-    stated = [line for name, read in READERS.items() for line in read(codebase.metadata.get(name, ""))]
+def requirements(codebase: Codebase, settings: PackageSettings, more: Iterable[str] = ()) -> list[str]:
+    """Return what the tests of a codebase need, as far as its metadata, the recipe and `more` say."""
+    texts, extras = {name: _text(codebase, name) for name in READERS}, list(TEST_EXTRAS)
+    if not any(True for name, read in READERS.items() for _ in read(texts[name], TEST_EXTRAS[1:])):
+        extras.append("dev")
+    extras += settings.extras
+    stated = [line for name, read in READERS.items() for line in read(texts[name], extras)] + list(more)
     dropped = {canonicalize_name(name) for name in [*settings.drop, codebase.name]}
     wanted: dict[str, str] = {}
     for line in [*settings.needs, *ALWAYS, *stated]:
@@ -200,84 +242,145 @@ def requirements(codebase: Codebase, settings: PackageSettings) -> list[str]:
             each.url and named and line not in settings.needs
         ):  # it may lie in the repository, and pip runs what it builds
             raise UserError(f"{codebase.name} needs {line!r}, from an address; name it in `needs` or `drop`")
-        if named and (each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in TEST_EXTRAS)):
+        if named and (each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in extras)):
             each.marker = None
             wanted.setdefault(name, str(each))
     return sorted(wanted.values())
 
 
-def _in_headers(text: str) -> list[str]:
-    return [str(line) for line in HeaderParser().parsestr(text).get_all("Requires-Dist", [])]
+def _text(codebase: Codebase, name: str) -> str:
+    """Return metadata that were kept apart, or a file at the top of the tree; nothing if there is none."""
+    path = codebase.tree / name
+    if name in codebase.metadata or not path.is_file() or path.is_symlink():
+        return codebase.metadata.get(name, "")
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
-def _in_egg_info(text: str) -> Iterator[str]:
+def _in_headers(text: str, extras: Sequence[str]) -> Iterator[str]:
+    for line in map(str, HeaderParser().parsestr(text).get_all("Requires-Dist", [])):
+        if "" in extras or any(re.search(rf"extra *== *.{re.escape(extra)}['\"]", line) for extra in extras):
+            yield line  # markers are evaluated later
+
+
+def _in_egg_info(text: str, extras: Sequence[str]) -> Iterator[str]:
     """Yield the lines of requires.txt; a section is `[extra]`, `[:marker]` or `[extra:marker]`."""
     extra, marker = "", ""
     for line in filter(None, map(str.strip, text.splitlines())):
         if line.startswith("["):
             extra, _, marker = line.strip("[]").partition(":")
-        elif extra in TEST_EXTRAS:
+        elif extra in extras:
             yield f"{line}; {marker}" if marker and ";" not in line else line
 
 
-def _in_project(text: str) -> Iterator[str]:
-    with suppress(tomllib.TOMLDecodeError):
+def _in_project(text: str, extras: Sequence[str]) -> Iterator[str]:
+    with suppress(tomllib.TOMLDecodeError, AttributeError, TypeError):
         file = tomllib.loads(text)
         project = file.get("project", {})
-        extras = {**project.get("optional-dependencies", {}), **file.get("dependency-groups", {})}
-        tests = [line for name in TEST_EXTRAS for line in extras.get(name, [])]
-        yield from (line for line in [*project.get("dependencies", []), *tests] if isinstance(line, str))
+        groups = {
+            "": project.get("dependencies", []),
+            **project.get("optional-dependencies", {}),
+            **file.get("dependency-groups", {}),
+        }
+        waiting, read = list(extras), set[str]()
+        while waiting:  # a group may include others
+            name = waiting.pop(0)
+            if name in read:
+                continue
+            read.add(name)
+            lines = groups.get(name, [])
+            waiting += [line["include-group"] for line in lines if isinstance(line, dict) and "include-group" in line]
+            yield from (line for line in lines if isinstance(line, str))
 
 
-def _in_setup(text: str) -> Iterator[str]:
+def _in_setup(text: str, extras: Sequence[str]) -> Iterator[str]:
     file = ConfigParser(interpolation=None)
     with suppress(ConfigError):
         file.read_string(text)
-        yield from file.get("options", "install_requires", fallback="").splitlines()
-        for name in filter(None, TEST_EXTRAS):
+        yield from file.get("options", "install_requires", fallback="").splitlines() if "" in extras else []
+        for name in filter(None, extras):
             yield from file.get("options.extras_require", name, fallback="").splitlines()
 
 
-READERS = {"PKG-INFO": _in_headers, "requires.txt": _in_egg_info, "pyproject.toml": _in_project, "setup.cfg": _in_setup}
+def _in_setup_py(text: str, extras: Sequence[str]) -> Iterator[str]:
+    """Yield what the call of setup() says as a plain list, or as a name that is one: no code of a package runs here."""
+    with suppress(SyntaxError):
+        tree = parse_python(text)
+        plain = {each.targets[0].id: each.value for each in tree.body
+                 if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name)}  # fmt: skip
+        words = {
+            word.arg: word.value for node in ast.walk(tree) if isinstance(node, ast.Call) for word in node.keywords
+        }
+        for name in ("install_requires", "tests_require", "extras_require") if "" in extras else ("extras_require",):
+            value = words.get(name)
+            with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                said = ast.literal_eval(
+                    plain.get(value.id, value) if isinstance(value, ast.Name) else value or ast.List([])
+                )
+                lists = [said.get(extra, []) for extra in extras] if isinstance(said, dict) else [said]
+                yield from (
+                    line
+                    for lines in lists
+                    if isinstance(lines, list | tuple)
+                    for line in lines
+                    if isinstance(line, str)
+                )
+
+
+READERS = {"PKG-INFO": _in_headers, "requires.txt": _in_egg_info, "pyproject.toml": _in_project, "setup.cfg": _in_setup,
+           "setup.py": _in_setup_py}  # fmt: skip
 
 
 def with_environment(codebase: Codebase, settings: PackageSettings, cache: Path, pins: Sequence[str] = ()) -> Codebase:
     """Give a codebase its Python, built now or there already. `pins`: exactly these packages, from a manifest."""
-    wanted = list(pins) or requirements(codebase, settings)
-    key = digest_of([f"{sys.version_info.major}.{sys.version_info.minor}", bool(pins), wanted])
+    pins = [
+        pin for pin in pins if not pin.startswith(f"{APT}:")
+    ]  # of the system's packages the newest there is is taken
+    lock = None if pins else find_lock(codebase.tree, settings.lock)
+    wanted = pins or requirements(codebase, settings, lock.wanted if lock else ())
+    key = digest_of([f"{sys.version_info.major}.{sys.version_info.minor}", bool(pins), wanted,
+                     *([lock.constraints] if lock else []), *([settings.apt] if settings.apt else [])])  # fmt: skip
     folder = cache.absolute() / "environments" / key[:16]
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with folder.with_suffix(".lock").open("ab") as alone:
+        fcntl.flock(alone, fcntl.LOCK_EX)
         if not (folder / "etude.json").exists():
-            _build(folder, wanted, exact=bool(pins), what=codebase.name)
+            _build(folder, wanted, lock, settings.apt, exact=bool(pins), what=codebase.name)
         note = read_json(folder / "etude.json")
         runner = Path(note["site"], f"{RUNNER}.py")
         _refuse_copies(codebase.name, runner.parent)
         if not runner.exists() or runner.read_bytes() != PLUGIN.read_bytes():
             shutil.copyfile(PLUGIN, runner)
-    hidden, installed = tuple(note["hidden"]), tuple(note["installed"])
-    return replace(codebase, python=folder / "bin" / "python", installed=installed, hidden=hidden)
+    hidden, installed, locked = tuple(note["hidden"]), tuple(note["installed"]), note.get("lock")
+    return replace(codebase, python=folder / "bin" / "python", installed=installed, hidden=hidden, lock=locked or {})
 
 
-def _build(folder: Path, wanted: Sequence[str], *, exact: bool, what: str) -> None:
+def _build(
+    folder: Path, wanted: Sequence[str], lock: Lock | None, apt: Sequence[str], *, exact: bool, what: str
+) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     _run([sys.executable, "-P", "-m", "venv", "--without-pip", str(folder)], what)
     python = str(folder / "bin" / "python")
     exactly = ["--no-deps"] if exact else []
+    if lock:
+        write_text(folder / "constraints.txt", lock.constraints)
+        exactly = ["--constraint", str(folder / "constraints.txt"), "--report", str(folder / "report.json")]
     # Asked while the environment is empty: once packages are in it, it runs what their .pth files say.
     asked = "import json, site, sys, sysconfig; print(json.dumps([sysconfig.get_path('purelib'), sys.base_prefix]))"
     site, base = json.loads(_run([python, "-I", "-c", asked], what))
     _run([sys.executable, "-P", "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check", "--no-input",
           "--prefer-binary", *exactly, *wanted], what)  # fmt: skip
+    if lock and (wrong := wrong_hashes(lock, read_json(folder / "report.json"))):
+        raise UserError(f"{what}: {wrong[0]} has none of the hashes in {lock.file}; look at where pip has it from")
     packages = importlib.metadata.distributions(path=[site])
     installed = sorted(f"{canonicalize_name(each.name)}=={each.version}" for each in packages)
+    installed += [f"{APT}:{pin}" for pin in unpack_system_packages(apt, folder)] if apt else []
     library = Path(base, "lib", f"python{sys.version_info.major}.{sys.version_info.minor}")
     local = Path("/usr/local/lib", library.name)
     hidden = [library / "site-packages", library / "ensurepip", local / "dist-packages", local / "site-packages",
               Path("/usr/lib/python3/dist-packages"), Path("/usr/share/python-wheels")]  # fmt: skip
     there = [str(each) for each in hidden if each.is_dir()]
-    write_json(folder / "etude.json", {"site": site, "installed": installed, "hidden": there})
+    write_json(folder / "etude.json", {"site": site, "installed": installed, "hidden": there,
+                                        "lock": {"file": lock.file, "sha256": lock.sha256} if lock else None})  # fmt: skip
 
 
 def _run(command: Sequence[str], what: str) -> str:

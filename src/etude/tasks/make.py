@@ -13,6 +13,7 @@ for nothing.
 from __future__ import annotations
 
 import asyncio
+import json
 import platform
 import random
 import shutil
@@ -26,14 +27,17 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from etude.data.settings import SourceSettings
+from etude.data.sources.repository import history_of
 from etude.errors import UserError, one_line
-from etude.files import digest_of, read_json, write_json
+from etude.files import digest_of, read_json, write_json, write_text
 from etude.progress import counted
 from etude.sandbox.box import SandboxError
 from etude.tasks import prompts
 from etude.tasks.codebase import PackageSettings, permissive, unpack, with_environment
 from etude.tasks.generators import deletion, history, mutation
 from etude.tasks.generators.parsed import Parsed, changed_line_numbers
+from etude.tasks.losses import lost_candidates, lost_packages, lost_tests
 from etude.tasks.manifest import built_codebase, codebase_row, task_of, task_row, write_set
 from etude.tasks.score import check, visible
 from etude.tasks.seal import gate
@@ -50,7 +54,6 @@ if TYPE_CHECKING:
     from etude.tasks.suite import Run
     from etude.tasks.task import Candidate, Edit
 
-OWN_LICENCE = "LicenseRef-"  # how SPDX names a licence that is on no list
 TRIES = 4  # candidates for every task wanted
 CATEGORIES = {"deletion": "new feature", "version": "iterate on feature"}  # the others are "debugging"
 GENERATORS = {"mutation": mutation, "deletion": deletion}
@@ -74,7 +77,10 @@ class SetSettings(BaseModel):
     mutation: int = Field(20, ge=0, description="mutations wanted of every package")
     deletion: int = Field(10, ge=0, description="deletions wanted of every package")
     version: int = Field(0, ge=0, description="differences between releases wanted of every package with `older` ones")
-    history: int = Field(0, ge=0, description="fixes wanted from the history of every package that is a git repository")
+    history: int = Field(
+        0, ge=0, description="changes wanted from the history of every package that is a git repository"
+    )
+    history_lines: int = Field(1, ge=1, description="fewest changed lines of a task from history")
     package: list[PackageSettings] = Field(min_length=1, description="codebases to make tasks from")
 
     def wanted(self, package: PackageSettings) -> dict[str, int]:
@@ -129,9 +135,9 @@ class Verdict:
     seconds: float = 0.0
 
 
-async def examine(codebase: Codebase) -> tuple[Codebase, Coverage, dict[str, int]]:
-    """Find the tests that always pass on the pristine tree, and what they cover; count those that do not, by reason."""
-    first = await run_tests(codebase, cover=True)
+async def examine(codebase: Codebase) -> tuple[Codebase, Coverage, dict[str, int], list[Row]]:
+    """Find the tests that always pass on the pristine tree, and what they cover; count those that do not, and say why."""
+    first = await run_tests(codebase, cover=True, traces=True)
     runs = [first, await run_tests(codebase, cold=True), await run_tests(codebase)]
     for run in runs:
         if run.state != "complete":
@@ -149,7 +155,23 @@ async def examine(codebase: Codebase) -> tuple[Codebase, Coverage, dict[str, int
     flaky = sum(1 for test in first.outcomes if len({run.outcomes.get(test) for run in runs}) > 1)
     counts = {"stable": len(ids), "flaky": flaky, "never passed": len(first.outcomes) - len(ids) - flaky,
               "files not collected": len(first.broken), "unspoilable": len(unspoilable)}  # fmt: skip
-    return replace(codebase, unspoilable=unspoilable), Coverage(files), counts
+    return replace(codebase, unspoilable=unspoilable), Coverage(files), counts, lost_tests(first, ids, runs)
+
+
+async def screen(codebase: Codebase, candidate: Candidate) -> str:
+    """Say why no test that a commit changed fails without it, by one run each of the whole files on both trees."""
+    changed = [path for path in candidate.about["tests"] if path.endswith(".py") and (codebase.tree / path).is_file()]
+    few = replace(codebase, tests=tuple(path for path in changed if not path.endswith("conftest.py")))
+    if not few.tests:
+        return "commit changes test data only" if not changed else ""
+    fixed = await run_tests(few)
+    passed = fixed.passed(fixed.outcomes)
+    if fixed.state != "complete" or not passed:
+        why = next(iter(fixed.broken.values()), fixed.printed) if fixed.state == "complete" else fixed.state
+        return f"tests of the commit do not pass: {' '.join(why[-300:].split())}"
+    async with layers_of(codebase.tree, entries_of(candidate.edits, "broken")) as layers:
+        broken = await run_tests(few, layers)
+    return "" if len(broken.passed(passed)) < len(passed) else "tests of the commit pass without it"
 
 
 async def try_candidate(codebase: Codebase, coverage: Coverage, candidate: Candidate) -> Verdict:
@@ -205,6 +227,7 @@ class Maker:
         self.codebases: dict[str, tuple[Codebase, Row]] = {}
         self.kept: Counter[str] = Counter()  # tasks by package
         self.passed_over: Counter[str] = Counter()  # by generators, before any try
+        self.lost: list[Row] = []  # tests that cannot be used
 
     async def make(self, workers: int = 0) -> None:
         """Try candidates of all packages until there are enough tasks of each."""
@@ -252,36 +275,61 @@ class Maker:
 
     async def _commits(self, package: PackageSettings, codebase: Codebase) -> None:
         """Try the commits of a repository, each on the tree as it was then."""
-        repository = Path(str(package.git)).expanduser()
-        if not repository.is_dir():
-            place = "its history is read from a local clone; clone it and give the folder as `git`"
-            raise UserError(f"{package.name}: {place}")
+        where = SourceSettings(name=package.name, git=package.git, revision=package.revision)
+        repository, head = await asyncio.to_thread(history_of, where, self.cache, self.reporter)
         kept = 0
-        for candidate in history.candidates(repository, codebase.sources, self.passed_over):
-            then, coverage = await self._examined(package.model_copy(update={"revision": candidate.about["commit"]}))
-            kept += await self._generated(then, coverage, iter([candidate]), 1)
+        for candidate in history.candidates(
+            repository, codebase.sources, self.passed_over, self.settings.history_lines, head
+        ):
+            then = package.model_copy(update={"revision": candidate.about["commit"]})
+            reason = await self._screened(then, candidate)
+            if reason:
+                self.passed_over[reason.partition(":")[0]] += 1
+            else:
+                kept += await self._generated(*await self._examined(then), iter([candidate]), 1)
+            self.reporter.check_stop()
             if kept == self.settings.history:
                 break
+
+    async def _screened(self, package: PackageSettings, candidate: Candidate) -> str:
+        """Say why a commit cannot be a task, by two runs of the tests that it changed; most are told by these."""
+        key = f"screen/{package.name}/{digest_of([candidate.about['commit'], package.model_dump()])[:16]}"
+        row = self.log.get(key)
+        if row is None:
+            began, reason = time.monotonic(), ""
+            try:
+                unpacked = await asyncio.to_thread(unpack, package, self.cache, self.reporter)
+                codebase = await asyncio.to_thread(with_environment, unpacked, package, self.cache)
+                reason = await screen(codebase, candidate)
+            except UserError as error:
+                reason = f"commit cannot be used: {one_line(error)}"
+            row = self.log.put(key, reason=reason, seconds=round(time.monotonic() - began, 2))
+        return str(row["reason"])
 
     async def _examined(self, package: PackageSettings) -> tuple[Codebase, Coverage]:
         """Return a codebase with its stable tests, examined now or earlier."""
         unpacked = await asyncio.to_thread(unpack, package, self.cache, self.reporter)
-        if not permissive(unpacked.licence) and not package.licence.startswith(OWN_LICENCE):
-            licence = unpacked.licence or "not known"
-            advice = f"state it as `licence` if it is permissive, or {OWN_LICENCE}Mine for code of your own"
-            raise UserError(f"{package.name}: its licence is {licence}; {advice}")
+        if not permissive(unpacked.licence) and not package.licence:
+            advice = 'state it as `licence` if you may use it, or `licence = "proprietary"` for code of your own'
+            raise UserError(f"{package.name}: its licence is {unpacked.licence or 'not known'}; {advice}")
         settings = digest_of(package.model_dump(exclude={"older", "share"}))
         note = self.state / "codebases" / f"{unpacked.key}-{settings[:8]}.json"
         if not note.exists():
             began = time.monotonic()
             plain = await asyncio.to_thread(with_environment, unpacked, package, self.cache)
-            codebase, coverage, counts = await examine(plain)
-            facts = {"coverage": coverage.files, "counts": counts, "took": round(time.monotonic() - began, 1)}
+            codebase, coverage, counts, lost = await examine(plain)
+            facts = {
+                "coverage": coverage.files,
+                "counts": counts,
+                "lost": lost,
+                "took": round(time.monotonic() - began, 1),
+            }
             write_json(note, {"row": codebase_row(codebase, package), **facts})
             self.reporter.say(f"{unpacked.key}: tests: {counted(counts)}")
         facts = read_json(note)
         codebase = await asyncio.to_thread(built_codebase, facts["row"], self.cache, self.reporter)
         self.codebases[codebase.key] = codebase, facts["row"]
+        self.lost += [{"package": codebase.key, **row} for row in facts.get("lost", [])]
         return codebase, Coverage(facts["coverage"])
 
     async def _generated(self, codebase: Codebase, coverage: Coverage, some: Iterator[Candidate], wanted: int) -> int:
@@ -327,15 +375,30 @@ class Maker:
             row |= {"task": task_row(task, codebase), "about": candidate.about, "traces": traces}
         return row
 
+    def unused(self) -> list[Row]:
+        """Return what could not be used, why, and what to do: packages, tests, candidates; also written beside the log."""
+        tries = Counter(
+            (row["key"].split("/")[3], row["reason"].partition(":")[0]) for row in self._tries() if row["reason"]
+        )
+        early = Counter({("", reason): count for reason, count in self.passed_over.items()})
+        rows = [*lost_packages(self.failed), *self.lost, *lost_candidates(tries), *lost_candidates(early)]
+        write_text(self.state / "unused.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        return rows
+
+    def _tries(self) -> Iterator[Row]:
+        """Yield the lines of the tries that this recipe makes; others are of another, or from before it was changed."""
+        for row in sorted(self.log.rows("try/"), key=lambda each: str(each["key"])):
+            _, name, examination, _, _ = row["key"].split("/")
+            if name in self.codebases and _examination(self.codebases[name][0]) == examination:
+                yield row
+
     def finish(self, path: Path) -> Row:
         """Draw the prompts and write the manifest; return its header, which says what the making gave."""
         tasks: dict[str, Row] = {}
         reasons: Counter[str] = Counter()
         kept: dict[str, Counter[str]] = {generator: Counter() for generator in get_args(Generator)}
-        for row in sorted(self.log.rows("try/"), key=lambda each: str(each["key"])):
-            _, name, examination, generator, _ = row["key"].split("/")
-            if name not in self.codebases or _examination(self.codebases[name][0]) != examination:
-                continue  # of another recipe, or from before the recipe was changed
+        for row in self._tries():
+            _, name, _, generator, _ = row["key"].split("/")
             reason = row["reason"]
             if not reason:
                 task = self._prompted(row, self.codebases[name][0])

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from etude.progress import Reporter
     from etude.tasks.task import Codebase
 
-FORMAT = 1
+FORMATS = (1, 2)  # in the second, a file of tests that is as in a codebase above is the name of that codebase
 Row = dict[str, Any]
 CODEBASE_KEYS = frozenset({"codebase", "digest", "licence", "settings", "installed", "tests", "unspoilable", "seconds"})
 TASK_KEYS = frozenset({"task", "codebase", "generator", "kinds", "edits", "spans", "fail_to_pass", "pass_to_pass", "hidden", "prompts",
@@ -96,6 +96,7 @@ def codebase_row(codebase: Codebase, settings: PackageSettings) -> Row:
         files[path].append(name)
     return {"codebase": codebase.key, "digest": codebase.digest, "licence": codebase.licence,
             "settings": settings.model_dump(exclude_defaults=True), "installed": list(codebase.installed), "tests": files,
+            **({"lock": codebase.lock} if codebase.lock else {}),
             "unspoilable": _ranges_of(codebase.unspoilable, codebase),
             "seconds": [round(codebase.seconds[test], 2) for test in codebase.ids]}  # fmt: skip
 
@@ -132,7 +133,17 @@ def task_of(row: Row, codebase: Codebase) -> Task:
 
 def write_set(path: Path, header: Row, codebases: Iterable[Row], tasks: Iterable[Row]) -> None:
     """Write a manifest."""
-    rows = [{"format": FORMAT, **header}, *codebases, *tasks]
+    known: dict[tuple[str, ...], str] = {}
+    short, shared = [], False
+    for row in codebases:  # of a history there are many that differ little
+        files = {
+            path: known.setdefault((path, *names), row["codebase"]) for path, names in row.get("tests", {}).items()
+        }
+        again = {path: key for path, key in files.items() if key != row["codebase"]}
+        short.append({**row, "tests": {**row["tests"], **again}} if again else row)
+        shared = shared or bool(again)
+    first = {"format": FORMATS[shared]} | {key: value for key, value in header.items() if key != "format"}
+    rows = [first, *short, *tasks]
     write_text(path, "".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in rows))
 
 
@@ -155,9 +166,17 @@ def read_rows(path: Path) -> tuple[Row, list[Row], list[Row]]:
         raise UserError(
             f"{path} is no manifest of tasks: it is empty, or its lines are other JSON; make one with `etude tasks make`"
         )
-    if header["format"] != FORMAT:
-        raise UserError(f"{path} has format {header['format']!r}; this version reads {FORMAT}")
-    return header, [row for row in rows if "task" not in row], [row for row in rows if "task" in row]
+    if header["format"] not in FORMATS:
+        raise UserError(f"{path} has format {header['format']!r}; this version reads {' and '.join(map(str, FORMATS))}")
+    codebases = [row for row in rows if "task" not in row]
+    by_key = {row["codebase"]: row for row in codebases if row.keys() >= {"codebase", "tests"}}
+    for row in by_key.values():
+        for name, names in row["tests"].items():
+            if isinstance(names, str):
+                row["tests"][name] = by_key.get(names, {"tests": {}})["tests"].get(name)
+                if not isinstance(row["tests"][name], list):
+                    raise UserError(f"{path}: codebase {row['codebase']} has no tests of {name}; make the set anew")
+    return header, codebases, [row for row in rows if "task" in row]
 
 
 def write_without(path: Path, wrong: Mapping[str, str], out: Path) -> None:

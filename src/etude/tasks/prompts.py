@@ -1,6 +1,7 @@
 """Requests in the words of people: short, incomplete, sometimes wrong about the cause, and silent about the fix.
 
-Templates are in prompts.toml; `full` is an opening, all facts and a closing. What a user saw is read from the output of a failing
+Templates are in prompts.toml; `full` is an opening, all facts and a closing; `vague` names a part of the program and
+hardly more, so that the code must be read to know what is meant. What a user saw is read from the output of a failing
 test: give the output of one that the agent may see, where there is one.
 
 Two more styles are made from a task when they are asked for, not stored, for models that are too small to find the code. `shown`
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from etude.tasks.task import Candidate, Edit, Task
 
+MOST_DETAILS = 800  # characters of a commit message in a full request
 MOST = 400  # characters of a prompt, `full` excepted
 MOST_TRACE, MOST_LINE, MOST_VALUE = 300, 110, 60
 TRIES = 40
@@ -195,12 +197,25 @@ def _facts(candidate: Candidate, package: str, failures: Sequence[Failure]) -> d
     entry = next(iter([*about.get("changelog", []), about.get("subject", "")]), "")
     name = (about.get("name") or next(iter(about.get("names", [])), "")).removesuffix(".__init__")
     doc, path = about.get("docstring", "")[:150], about.get("path", "")
+    place = Path(path)
+    module = (place.parent.name or package) if place.stem in {"__init__", "__main__"} else place.stem
     lines = {"Where": path, "What": about.get("signature") or name, "It should": doc, "Wanted": entry[:280],
-             "Observed": failure.seen, "Output": failure.trace,
+             "Details": _details(candidate), "Observed": failure.seen, "Output": failure.trace,
              "Failing tests": ", ".join(failure.test for failure in failures[:8])}  # fmt: skip
     facts = {"name": name, "path": path, "doc": doc, "entry": entry[:280], "seen": failure.seen, "trace": failure.trace,
-             "package": package, "facts": "\n".join(f"{key}: {value}" for key, value in lines.items() if value)}  # fmt: skip
+             "module": module.strip("_") if path else "", "package": package,
+             "facts": "\n".join(f"{key}: {value}" for key, value in lines.items() if value)}  # fmt: skip
     return {key: value for key, value in facts.items() if value or key == "facts"}
+
+
+def _details(candidate: Candidate) -> str:
+    """Return the paragraphs of a commit's message that give no code away, as far as there is room."""
+    told = ""
+    for paragraph in re.split(r"\n\s*\n", candidate.about.get("body", "")):
+        plain = " ".join(paragraph.split())
+        if plain and not leaks(plain, candidate) and len(told) + len(plain) < MOST_DETAILS:
+            told += f" {plain}"
+    return told.strip()
 
 
 def _drawn(

@@ -30,6 +30,8 @@ from etude.sandbox.layers import write_layer
 from etude.sandbox.local import open_sandbox
 from etude.tasks.codebase import RUNNER
 from etude.tasks.generators.parsed import is_below, is_test_path, paths_below
+from etude.tasks.locks import system_paths
+from etude.tasks.services import start_lines
 from etude.work import cores
 
 if TYPE_CHECKING:
@@ -71,7 +73,9 @@ class Run:
 def place_of(codebase: Codebase, layers: Sequence[Path]) -> Place:
     """Return a sandbox with layers above the pristine tree, as tests and agents get it."""
     prefix = codebase.python.parent.parent
-    paths = {"PYTHONPATH": ":".join(codebase.python_path), "PATH": f"{prefix}/bin:/usr/local/bin:/usr/bin:/bin"}
+    system = system_paths(prefix)
+    path = ":".join(filter(None, [f"{prefix}/bin", system.get("PATH"), "/usr/local/bin:/usr/bin:/bin"]))
+    paths = {**system, "PYTHONPATH": ":".join(codebase.python_path), "PATH": path}
     started = (codebase.python, (RUNNER,))
     return Place((*layers, codebase.tree), (prefix,), codebase.hidden, ENVIRONMENT | paths, started, LIMITS)
 
@@ -97,6 +101,8 @@ async def run_tests(
     sandbox = await open_sandbox(replace(place_of(codebase, layers), fixed=tests_and_data(codebase)))
     try:
         words = [str(codebase.python), "-m", RUNNER]
+        if codebase.services:
+            words = ["/bin/sh", "-c", f'{start_lines(codebase.services)}exec "$0" "$@"', *words]
         env, line = {"PYTHONHASHSEED": "1"} if cold else {}, json.dumps(order).encode() + b"\n"
         result = await sandbox.exec(words, env=env, stdin=line, timeout=min(longest, longest_run(codebase, ids)))
         printed = result.err[-4000:].decode(errors="replace")

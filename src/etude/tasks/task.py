@@ -18,9 +18,11 @@ from etude.sandbox.box import WORKSPACE
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from etude.tasks.services import ServiceSettings
+
 Generator = Literal["mutation", "deletion", "version", "history"]
-# How a task is asked. Stored in a manifest: a short report; a stack trace and "fix"; a wrong premise; everything.
-StoredStyle = Literal["terse", "trace", "premise", "full"]
+# How a task is asked. Stored in a manifest: a short report; a stack trace and "fix"; a wrong premise; everything; hardly anything.
+StoredStyle = Literal["terse", "trace", "premise", "full", "vague"]
 # Made when asked for, easier: the request shows the code that is wrong (`shown`) or dictates the change (`told`).
 PointedStyle = Literal["shown", "told"]
 Style = Literal[StoredStyle, PointedStyle]
@@ -74,6 +76,8 @@ class Codebase:
     installed: tuple[str, ...] = ()  # beside its Python: name==version
     options: tuple[str, ...] = ()  # for pytest
     hidden: tuple[str, ...] = ()  # folders of the system that must not be seen
+    services: tuple[ServiceSettings, ...] = ()  # started before its tests
+    lock: Mapping[str, str] = field(default_factory=dict, compare=False)  # the file that decided versions: file, sha256
     ids: tuple[str, ...] = ()  # tests that pass whenever they run
     # Tests that pass even when spoilt (`spoil.py`).
     unspoilable: frozenset[str] = field(default=frozenset(), compare=False)

@@ -27,7 +27,7 @@ from packaging.licenses import InvalidLicenseExpression, canonicalize_license_ex
 
 from etude.data.document import UNKNOWN, Document
 from etude.data.filters.content import HEAD, heading
-from etude.lineage.licences import identify, obligations
+from etude.lineage.licences import PROPRIETARY, identify, obligations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -56,6 +56,7 @@ NAMES = {
     "2.0 mpl": "MPL-2.0", "2.0 mozilla": "MPL-2.0", "gpl": "GPL-1.0-or-later",
     "gplv2": "GPL-2.0-only", "gplv2+": "GPL-2.0-or-later", "gplv3": "GPL-3.0-only", "gplv3+": "GPL-3.0-or-later",
     "lgpl": "LGPL-2.0-or-later", "lgplv2": "LGPL-2.0-only", "lgplv2+": "LGPL-2.0-or-later",
+    "other proprietary": PROPRIETARY,
     "lgplv3": "LGPL-3.0-only", "lgplv3+": "LGPL-3.0-or-later", "agplv3": "AGPL-3.0-only", "agplv3+": "AGPL-3.0-or-later",
 }
 # fmt: on
@@ -64,7 +65,12 @@ _ID = re.compile(r"(?<![^\s()])(?<!WITH )(?!(?:AND|OR|WITH)\b)[^\s()]+")
 
 @lru_cache(maxsize=1024)
 def canonical(expression: str) -> str | None:
-    """Return a valid SPDX expression as SPDX writes it, `GPL-2.0` and `GPL-2.0+` as what they mean; None for anything else."""
+    """Return a valid SPDX expression as SPDX writes it, `GPL-2.0` and `GPL-2.0+` as what they mean; None for anything else.
+
+    `proprietary` and `ours` are what people write for code that they keep.
+    """
+    if expression.strip().lower() in {"proprietary", "ours"}:
+        return PROPRIETARY
     try:
         written = str(canonicalize_license_expression(expression))
     except InvalidLicenseExpression:
@@ -130,7 +136,6 @@ def refusal(licence: str, licences: str | list[str], unknown: str = "drop") -> s
 
 TAG = re.compile(r"SPDX-License-Identifier:[ \t]*([^\n*]+?)[ \t]*(?:\*+/|-->|\"\"\"|$)", re.MULTILINE)
 CLUES = ("licen", "gpl", " mpl", "confidential", "prohibited", "forbidden")  # else a heading says nothing
-PROPRIETARY = "LicenseRef-proprietary"
 # In lower case, and every branch begins with a letter: otherwise the search is ten times slower.
 FAMILIES = {
     "AGPL": r"affero\s+(?:gnu\s+)?general\s+public|agpl", "GPL": r"general\s+public|gpl",

@@ -142,8 +142,7 @@ def open_git(settings: SourceSettings, most_bytes: int, cache: Path, reporter: R
     """List the files at a revision, or the commits that led to it, and share them out in parts."""
     if settings.reports and "{number}" not in settings.reports:
         raise UserError(f"source {settings.name!r}: reports = {settings.reports!r} must say where the {{number}} goes")
-    commit = commit_of(settings)
-    folder = _local(settings) or _clone(settings, commit, cache, reporter)
+    folder, commit = history_of(settings, cache, reporter)
     name = re.split("[/:]", str(_local(settings) or settings.git).rstrip("/"))[-1].removesuffix(".git")
     files, blobs = _files(folder, commit, most_bytes), partial(_blobs, folder)
     licences = licences_among(files, blobs)
@@ -153,6 +152,12 @@ def open_git(settings: SourceSettings, most_bytes: int, cache: Path, reporter: R
     else:
         parts = share_out(name, files, blobs, licences)
     return OpenSource(f"git {shown(str(settings.git))}", commit, parts)
+
+
+def history_of(settings: SourceSettings, cache: Path, reporter: Reporter) -> tuple[Path, str]:
+    """Return a repository here, with all of its history, and the commit that the revision stands for."""
+    commit = commit_of(settings)
+    return _local(settings) or _clone(settings, commit, cache, reporter), commit
 
 
 def _local(settings: SourceSettings) -> Path | None:

@@ -36,7 +36,9 @@ class ReleaseSettings(BaseModel, extra="forbid", strict=True):
     product: str = Field(default="", description="product.toml to check licences against; becomes part of the release")
     licence: str = Field(default="", description="your own licence file for what you added; released as LICENSE")
     bases: list[str] = Field(default=[], description="folders of claimed bases that are not in the run")
-    acknowledge: list[Literal["unknown-data"]] = Field(default=[], description="unknown-data: data of unknown licence")
+    acknowledge: list[Literal["unknown-data", "proprietary"]] = Field(
+        default=[], description="kinds of data to release weights of"
+    )
     key: str = Field(default="", description="private key (PEM, P-256); default: your own, created if needed")
 
 

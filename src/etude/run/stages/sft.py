@@ -198,7 +198,8 @@ class SftStage(TrainingStage):
 
 
 def _stated(settings: SftSettings, size: int) -> dict[str, int]:
-    return {settings.licence: size} if settings.licence else {}
+    licence = canonical(settings.licence or "")
+    return {licence: size} if licence else {}
 
 
 def _packed(settings: SftSettings, template: ChatTemplate, length: int, seed: int) -> tuple[Corpus, list[str]]:

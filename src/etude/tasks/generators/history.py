@@ -3,7 +3,8 @@
 The pristine tree is the newer release, or the tree of the commit; broken is its source as it was before. A file that differs in
 layout, comments, docstrings or the version only stays as it is: such a difference is no task. A large release is offered in
 pieces, each file and each run of changed lines alone; which of them any test notices is for validation to find out. A commit
-must change source and tests together.
+must change source and tests together. Of a history the first parents are followed, so that a merged branch is one change, of the
+size in which people hand in their work.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from etude.errors import UserError
-from etude.git import git, git_says, repository_of
+from etude.git import git, repository_of
 from etude.tasks.generators import parsed
 from etude.tasks.generators.parsed import Parsed, is_test_path, solution_spans
 from etude.tasks.task import Candidate, Edit
@@ -43,6 +44,10 @@ MOST_FILES = 40  # changed by one commit
 DEAD_WORDS = re.compile(
     r"\b[0-9a-f]{7,40}\b|\(?(?:(?:fix(?:es|ed)?|close[sd]?|resolve[sd]?|refs?|see) )?#\d+\)?|https?://\S+", re.I
 )
+MERGED = re.compile(
+    r"Merge (?:pull request|branch|remote|tag|PR)\b.*|Merged? .* into .*|(?:Auto-?)?merge\b.{0,60}", re.IGNORECASE
+)
+ENTRY = re.compile(r"\x01([0-9a-f]{40,64})\n([0-9a-f ]*)\n(.*?)\x02([^\x01]*)", re.DOTALL)
 TRAILER = re.compile(r"^(?:[A-Z][\w-]+-by|Change-Id|Signed-off|Co-authored).*:.*$", re.MULTILINE)
 NOT_PYTHON = (SyntaxError, RecursionError)
 
@@ -184,7 +189,7 @@ def _matching(entries: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 class Commit(NamedTuple):
-    """A commit with one parent, and the paths it changed. A rename is a removal and an addition."""
+    """A commit, its first parent, and the paths that differ between them. A rename is a removal and an addition."""
 
     name: str
     parent: str
@@ -192,37 +197,43 @@ class Commit(NamedTuple):
     paths: tuple[str, ...]
 
 
-def commits(repository: Path, left_out: Counter[str]) -> Iterator[Commit]:
-    """Yield the commits from HEAD backwards that have one parent; the others are counted."""
-    log = git_says(repository, "log", "-z", f"--max-count={MOST_COMMITS}", "--format=%H%n%P%n%B", "HEAD")
-    if log is None:
+def commits(repository: Path, left_out: Counter[str], head: str = "HEAD") -> Iterator[Commit]:
+    """Yield the commits from one backwards, along first parents; the one without a parent is counted."""
+    opened = repository_of(repository, bare=True)
+    words = ("log", "-z", "--first-parent", "--diff-merges=first-parent", "--name-only", "--no-renames", f"--max-count={MOST_COMMITS}",
+             "--format=%x01%H%n%P%n%B%x02", head)  # fmt: skip
+    done = git(opened, *words) if opened else None
+    if done is None or done.returncode:
         raise UserError(f"{repository} is no git repository with a commit; give the folder of one, or install git")
-    for entry in filter(None, log.split("\0")):
-        name, parents, message = entry.split("\n", 2)
-        if len(parents.split()) != 1:
-            left_out["commit is a merge" if parents else "commit is the first"] += 1
+    for name, parents, message, listing in ENTRY.findall(done.stdout.decode(errors="replace").replace("\r\n", "\n")):
+        if not parents:
+            left_out["commit is the first"] += 1
             continue
-        listing = git_says(repository, "diff-tree", "-r", "-z", "--no-renames", "--name-only", parents, name) or ""
-        yield Commit(name, parents, message, tuple(filter(None, listing.split("\0"))))
+        paths = (path.strip("\n") for path in listing.split("\0"))
+        yield Commit(name, parents.split()[0], message, tuple(filter(None, paths)))
 
 
-def _commit_texts(repository: Path, commit: str, paths: Sequence[str]) -> dict[str, str]:
-    """Return those files that a commit has; ValueError if one is binary or long."""
-    texts: dict[str, str] = {}
-    if (opened := repository_of(repository)) is None:
-        return texts
-    for path in paths:
-        done = git(opened, "cat-file", "blob", f"{commit}:{path}")
-        if done.returncode:
+def _commit_texts(repository: Path, commits: Sequence[str], paths: Sequence[str]) -> list[dict[str, str]]:
+    """Return those files that each commit has; ValueError if one is binary or long."""
+    texts: list[dict[str, str]] = [{} for _ in commits]
+    opened, wanted = repository_of(repository, bare=True), [(i, path) for i in range(len(commits)) for path in paths]
+    if opened is None or any("\n" in path for path in paths):
+        raise ValueError
+    asked = "".join(f"{commits[i]}:{path}\n" for i, path in wanted)
+    given = git(opened, "cat-file", "--batch", given=asked.encode(errors="surrogateescape")).stdout
+    for i, path in wanted:
+        head, _, given = given.partition(b"\n")
+        if head.endswith(b" missing"):
             continue
-        text = parsed.plain_text(done.stdout)
+        size = int(head.rpartition(b" ")[2])
+        text, given = parsed.plain_text(given[:size]), given[size + 1 :]
         if text is None:
             raise ValueError
-        texts[path] = text
+        texts[i][path] = text
     return texts
 
 
-def _undone(repository: Path, commit: Commit, sources: Sequence[str]) -> tuple[Edit, ...] | str:
+def _undone(repository: Path, commit: Commit, sources: Sequence[str], least: int) -> tuple[Edit, ...] | str:
     """Return the edits of a commit, or why it makes no task."""
     paths = [path for path in commit.paths if parsed.is_below(path, sources) and not is_test_path(path)]
     if not paths or not any(map(is_test_path, commit.paths)):
@@ -230,25 +241,39 @@ def _undone(repository: Path, commit: Commit, sources: Sequence[str]) -> tuple[E
     if len(commit.paths) > MOST_FILES:
         return "commit changes too many files"
     try:
-        edits = edits_between(*(_commit_texts(repository, name, paths) for name in (commit.parent, commit.name)))
+        edits = edits_between(*_commit_texts(repository, (commit.parent, commit.name), paths))
         solution_spans(edits)
     except ValueError:
         return "commit has a long or binary file"
     except NOT_PYTHON:
         return "commit is not Python of this version"
-    if not edits or _line_count(edits) > MOST_LINES:
-        return "commit is too large" if edits else "commit changes no meaning"
-    return edits
+    if not edits:
+        return "commit changes no meaning"
+    lines = _line_count(edits)
+    return "commit is too large" if lines > MOST_LINES else "commit is too small" if lines < least else edits
 
 
-def candidates(repository: Path, sources: Sequence[str], left_out: Counter[str]) -> Iterator[Candidate]:
+def candidates(
+    repository: Path, sources: Sequence[str], left_out: Counter[str], least: int = 0, head: str = "HEAD"
+) -> Iterator[Candidate]:
     """Yield the commits of a repository that make tasks, the newest first, undone; the others are counted by reason."""
-    for commit in commits(repository, left_out):
-        edits = _undone(repository, commit, sources)
+    for commit in commits(repository, left_out, head):
+        edits = _undone(repository, commit, sources, least)
         if isinstance(edits, str):
             left_out[edits] += 1
             continue
-        subject, _, body = DEAD_WORDS.sub("", TRAILER.sub("", commit.message)).partition("\n")
-        about = {"commit": commit.name, "parent": commit.parent, "subject": " ".join(subject.split()).strip(" .:"),
-                 "body": body.strip(), **_about(edits)}  # fmt: skip
+        subject, body = _told(commit.message)
+        about = {"commit": commit.name, "parent": commit.parent, "subject": subject, "body": body,
+                 "tests": [path for path in commit.paths if is_test_path(path)], **_about(edits)}  # fmt: skip
         yield Candidate("history", ("commit",), edits, solution_spans(edits), about)
+
+
+def _told(message: str) -> tuple[str, str]:
+    """Return the first line of a message and the rest, without what only names commits, reports and people.
+
+    Of a merged branch, the line that its author gave it counts.
+    """
+    lines = [line.strip() for line in DEAD_WORDS.sub("", TRAILER.sub("", message)).strip().splitlines()]
+    while lines and (not lines[0] or MERGED.fullmatch(lines[0])):
+        lines.pop(0)
+    return " ".join("".join(lines[:1]).split()).strip(" .:"), "\n".join(lines[1:]).strip()
