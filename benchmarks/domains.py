@@ -2,8 +2,8 @@
 
     python benchmarks/domains.py runs/finance runs/medicine        writes results/domains-cpu.json
 
-Nothing is measured here. Of each model: accuracy on the held-out questions with its interval, by topic, and bits a byte of Python no model has
-seen, beside those of sprout on the same bytes. A stage that a run has not reached is left out, and said to be.
+Nothing is measured here. Of each model: accuracy on the held-out questions with its interval, by topic, and bits a byte of Python no
+model has seen, beside those of sprout on the same bytes. A stage that a run has not reached is left out, and said to be.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import report
 from etude.bench.base_comparison import difference
 from etude.bench.trials import read_results
-from etude.files import read_json
 from etude.lineage.record import RECORD_FILE, load_record
 from etude.report.benchmark import Scored
 from etude.run.stages.compare import load_results
@@ -63,28 +62,29 @@ def forgotten(run: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def row(run: Path, model: str, accurate: dict[str, Any], lost: dict[str, Any]) -> dict[str, Any]:
+    """Return one line of the table; none where a stage was not run."""
+    known, bits = accurate.get(model, {}), lost.get(model, {})
+    return {"domain": run.name, "model": model, "accuracy": known.get("accuracy"),
+            **{name: round(bits[name], 4) if name in bits else None for name in ("python_bits", "forgotten")}}  # fmt: skip
+
+
 def main() -> None:
+    """Read the runs and keep the table."""
     rows, runs = [], {}
     for run in map(Path, sys.argv[1:]):
         accurate, lost = accuracies(run), forgotten(run)
-        for model in ("sprout", *BENCHES.values()):
-            if model in accurate or model in lost:
-                rows.append({"domain": run.name, "model": model, "accuracy": accurate.get(model, {}).get("accuracy"),
-                             "python_bits": round(lost.get(model, {}).get("python_bits", float("nan")), 4) if model in lost else None,
-                             "forgotten": round(lost.get(model, {}).get("forgotten", 0.0), 4) if model in lost else None})  # fmt: skip
-        stages = [folder.parent for folder in sorted(run.glob(f"*/{RECORD_FILE}"))]
-        kept = {
-            "accuracies": accurate,
-            "forgotten": lost,
-            "recipe": (run / "recipe.toml").read_text(encoding="utf-8"),
-            "seeds": 1,
+        rows += [
+            row(run, model, accurate, lost)
+            for model in ("sprout", *BENCHES.values())
+            if model in accurate or model in lost
+        ]
+        records = {place.parent.name: load_record(place.parent) for place in sorted(run.glob(f"*/{RECORD_FILE}"))}
+        stages = {
+            name: {"summary": each.summary, "compute": each.compute.model_dump()} for name, each in records.items()
         }
-        kept["stages"] = {
-            each.name: {"summary": load_record(each).summary, "compute": load_record(each).compute.model_dump()}
-            for each in stages
-        }
-        kept["run"] = read_json(run / "run.json")
-        runs[run.name] = kept
+        recipe = (run / "recipe.toml").read_text(encoding="utf-8")
+        runs[run.name] = {"accuracies": accurate, "forgotten": lost, "stages": stages, "recipe": recipe}
     report.finish("domains", rows, "cpu", runs=runs)
 
 
