@@ -20,7 +20,7 @@ LAYERS = (  # from below; those on one level may import each other
     ("lineage",),
     ("models",),
     ("training", "inference", "sandbox", "data"),
-    ("agent", "tasks", "rewards"),
+    ("agent", "tasks", "rewards", "questions"),
     ("rl", "bench"),
     ("recipe", "run", "report"),
     ("cluster",),

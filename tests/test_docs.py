@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from etude.data import settings
 from etude.models.context import RopeSettings
+from etude.questions.demos import QuestionDemoSettings
 from etude.recipe.recipe import DATA, Header, load_recipe
 from etude.run.runner import stage_settings
 from etude.run.stages import STAGES
@@ -54,6 +55,7 @@ TRAINING: dict[type[BaseModel], str] = {  # where docs/training.md has the table
     RopeSettings: "`[extend.rope]`",
     SftSettings: "`[sft]`",
     DemoSettings: "`[sft.demos]`",
+    QuestionDemoSettings: "`[sft.questions]`",
     MtpSettings: "`[mtp]`",
     JointMtpSettings: "`[STAGE.mtp]`",
 }

@@ -143,7 +143,7 @@ def failing(name: str, when: Callable[[int], bool], error: Exception) -> Agent:
             count += 1
             if when(count):
                 raise error
-            return player(task)  # type: ignore[arg-type]
+            return player(task)
 
         async with BUILT_IN["noop"].open() as player:
             yield play  # type: ignore[misc]

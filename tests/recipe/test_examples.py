@@ -6,6 +6,8 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,6 +71,9 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(f"The {kind} court finds, in matter {number}.{line}, for the plaintiff and against {number * line}.\n"
                                     for line in range(30)))  # fmt: skip
+    subprocess.run([sys.executable, "-P", ROOT / "recipes/examples/finance.py", desk / "build/finance"], check=True)
+    shutil.copytree(desk / "build/finance", desk / "build/medicine")
+    shutil.copyfile(desk / "build/finance/filings.jsonl", desk / "build/medicine/icd.jsonl")
     (home / "documents/questions.jsonl").write_text(json.dumps(CHAT) + "\n" + json.dumps(CHAT))
     for traces in ("quick", "train"):
         (desk / "runs/demos" / traces).mkdir(parents=True)

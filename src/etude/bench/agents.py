@@ -14,7 +14,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from etude.agent.endpoint import BYTES, message_format
 from etude.agent.formats import ChatFormat
@@ -28,18 +28,22 @@ from etude.errors import UserError, one_line
 from etude.files import digest_of, files_below
 from etude.inference.policy import Policy, PolicyInfo
 from etude.lineage.record import LINEAGE_FILE
+from etude.questions.settings import QuestionSettings, check_arena, idle_in
 from etude.rewards.quality import measure
 from etude.sandbox.probe import strongest
 from etude.tasks.attempt import judge, searcher_for, work_on
 from etude.tasks.demos import solution_calls
 from etude.tasks.prompts import asked
 from etude.tasks.score import Scores, one_a_core, score
-from etude.tasks.task import Style, Task
+from etude.tasks.task import Style, Task  # noqa: TC001 - pydantic reads it
+from etude.training.settings import Settings
 from etude.work import cores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from pydantic import BaseModel
 
     from etude.agent.policies import ModelSource
     from etude.agent.search import Searcher
@@ -61,20 +65,32 @@ INTEGRITY = {
 }
 
 
-class BenchSettings(BaseModel):
+class BenchSettings(Settings):
     """How a benchmark is run."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     harness: HarnessSettings = HarnessSettings()
     tools: ToolSettings = ToolSettings()
+    arena: str = Field(default="code", description="arena of the tasks: code, questions, or python:module.Class")
+    questions: QuestionSettings = QuestionSettings()
     style: Style = Field(default="terse", description="style of the requests, where a task has it")
     k: int = Field(default=5, ge=1, description="attempts of every agent at every task")
     limit: int = Field(default=0, ge=0, description="number of tasks (0 = all); a larger number includes a smaller")
     concurrency: int = Field(default=0, ge=0, description="concurrent attempts (0 = two a core)")
 
+    @field_validator("arena")
+    @classmethod
+    def _is_an_arena(cls, name: str) -> str:
+        return check_arena(name)
 
-Policies = Callable[[Task], tuple[Policy, ChatFormat]]  # who works on a task, and its chat format
+    @model_validator(mode="after")
+    def _nothing_idle(self) -> BenchSettings:
+        self.refuse_idle(idle_in(self.arena), f"the arena {self.arena!r}")
+        return self
+
+
+Policies = Callable[[Any], tuple[Policy, ChatFormat]]  # who works on a task (of an arena: an Item), and its chat format
 
 
 @dataclass(frozen=True)
@@ -101,10 +117,14 @@ class Attempt:
     """One attempt at one task."""
 
     agent: Agent
-    task: Task
+    task: Any  # a Task; in another arena than code, an Item
     number: int
     style: Style
     prompt: str
+
+    @property
+    def seed(self) -> int:
+        return int(digest_of(self.key)[:12], 16)
 
     @property
     def key(self) -> str:
@@ -139,30 +159,30 @@ async def run_benchmark(
     searcher, known = searcher_for(settings.tools, cache), Scores(tested).of
     with TrialLog(folder, header) as log, reporter.task(f"benchmark {task_set.name}", total, "trials") as progress:
         for agent in agents:
-            benchmark = Benchmark(
-                task_set, settings, folder, log, searcher, reporter, progress, tested if agent.probe else known
+            benchmark = CodeBenchmark(
+                settings, folder, log, reporter, progress, task_set, searcher, tested if agent.probe else known
             )
-            attempts = [Attempt(agent, task, number, *asks[task.id]) for task, number in numbered]
-            left = [attempt for attempt in attempts if attempt.key not in log]
-            progress.skip(len(attempts) - len(left))
-            if left:
-                async with agent.open() as policies:
-                    again = await benchmark.run(policies, left, last=False)
-                    await benchmark.run(policies, again, last=True)
+            await benchmark.measure(agent, [Attempt(agent, task, number, *asks[task.id]) for task, number in numbered])
 
 
 @dataclass(frozen=True)
 class Benchmark:
     """One agent at all tasks."""
 
-    task_set: TaskSet
     settings: BenchSettings
     folder: Path
     log: TrialLog
-    searcher: Searcher | None
     reporter: Reporter
     progress: Progress
-    score: Scorer
+
+    async def measure(self, agent: Agent, attempts: Sequence[Attempt]) -> None:
+        """Make the attempts that are missing."""
+        left = [attempt for attempt in attempts if attempt.key not in self.log]
+        self.progress.skip(len(attempts) - len(left))
+        if left:
+            async with agent.open() as policies:
+                again = await self.run(policies, left, last=False)
+                await self.run(policies, again, last=True)
 
     async def run(self, policies: Policies, attempts: Sequence[Attempt], *, last: bool) -> list[Attempt]:
         """Make attempts, several at once; return those that were invalid, unless it is the last round."""
@@ -203,10 +223,22 @@ class Benchmark:
             return attempt.trial(outcome="invalid", why=why), None
 
     async def _scored(self, policies: Policies, attempt: Attempt) -> tuple[Trial, Trace]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class CodeBenchmark(Benchmark):
+    """One agent at tasks in codebases."""
+
+    task_set: TaskSet
+    searcher: Searcher | None
+    score: Scorer
+
+    async def _scored(self, policies: Policies, attempt: Attempt) -> tuple[Trial, Trace]:
         """Let the agent work, and measure what it did along all four axes."""
         task, codebase, (policy, talk) = attempt.task, self.task_set.codebase(attempt.task), policies(attempt.task)
         trace = Trace(f"{attempt.agent.name}:{task.id}:{attempt.number}", attempt.prompt)
-        bounded, seed = attempt.agent.bounded(self.settings.harness), int(digest_of(attempt.key)[:12], 16)
+        bounded, seed = attempt.agent.bounded(self.settings.harness), attempt.seed
 
         def begin(tools: Toolset) -> Harness:
             return Harness(policy, talk, tools, bounded, trace, seed=seed)

@@ -117,6 +117,16 @@ INTERACTION = (
     Metric("malformed calls ↓", lambda trial: trial.interaction.get("malformed")),
 )
 
+ANSWERS = (
+    _seen("ends without a marked answer ↓", "unmarked"), _seen("marks several answers ↓", "several_answers"),
+    _seen("hedges, or names none of the choices ↓", "hedged"),
+    Metric("characters of the answer", lambda trial: trial.interaction.get("answer_chars")),
+    Metric("malformed calls ↓", lambda trial: trial.interaction.get("malformed")),
+    _seen("malformed verdicts of the judge ↓", "judge_malformed"),
+    Metric("tokens the judge read ↓", lambda trial: trial.interaction.get("judge_read")),
+    Metric("tokens the judge wrote ↓", lambda trial: trial.interaction.get("judge_written")),
+)  # fmt: skip
+
 
 def vector(measured: Any) -> dict[str, float | None]:
     """Return a Quality or an Interaction as a trial stores it."""

@@ -18,6 +18,7 @@ from etude.agent.repository import settings_for
 from etude.agent.tools import ToolSettings
 from etude.agent.trace import Trace
 from etude.bench.agents import BUILT_IN, Agent, BenchSettings, Policies, model_agent, run_benchmark
+from etude.bench.arenas import run_arena
 from etude.bench.trials import read_results
 from etude.errors import UserError
 from etude.files import digest_of, read_json
@@ -25,8 +26,10 @@ from etude.inference.policy import Completion, Sampling
 from etude.lineage.record import Record, load_record
 from etude.models.fetch import default_cache
 from etude.progress import Reporter
+from etude.questions.settings import CODE
 from etude.recipe.recipe import load_recipe
 from etude.report.benchmark import Scored, write_report
+from etude.rl.arenas import Choice
 from etude.run.folder import lock_run
 from etude.tasks.attempt import searcher_for, work_on
 from etude.tasks.formats import read_task
@@ -140,7 +143,7 @@ def benchmark(
 ) -> dict[str, Estimate | None]:  # fmt: skip
     """Measure models as `etude bench` does, with its report; return each model's avg@k with its 95 % interval (None: no valid trial).
 
-    `settings`: k, limit, concurrency, style, harness, tools.
+    `settings`: k, limit, concurrency, style, harness, tools, arena, questions.
     """
     place, checked = _cache(cache), BenchSettings.model_validate(settings)
 
@@ -158,6 +161,15 @@ async def measure(
 ) -> Path:  # fmt: skip
     """Make the trials that are missing; return their folder. `server`: see `agents`."""
     reporter = reporter or Reporter()
+    if settings.arena != CODE:
+        choice = Choice(
+            settings.arena, str(tasks), settings.harness, questions=settings.questions, cache=cache, setting="bench"
+        )
+        choice.open()  # before a model is looked for
+        folder, chosen = out or Path("runs", "bench", tasks.stem), await agents(models, cache, **server)
+        with lock_run(folder, reporter.say):
+            await run_arena(choice, chosen, settings, folder, reporter)
+        return folder
     chosen, task_set = await agents(models, cache, **server), read_tasks(tasks, cache, reporter)
     folder = out or Path("runs", "bench", task_set.name)
     with lock_run(folder, reporter.say):

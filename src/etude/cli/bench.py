@@ -42,9 +42,12 @@ PriceWritten = Annotated[float, typer.Option(min=0.0, help="Price of a million s
 @app.command(epilog="Example: etude bench runs/mine smollm2-135m --tasks recipes/tasks/quick.jsonl --k 5")
 def run(  # noqa: PLR0913, PLR0917 - an argument for every option
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Run or model folder, base, URL or URL#NAME, oracle, noop.")],
-    tasks: Annotated[Path, typer.Option(metavar="SET", help="Task manifest, task folder, or folder of task folders.")],
+    tasks: Annotated[Path, typer.Option(metavar="SET", help="Task manifest, task folder, folder of those; questions: a JSONL.")],
     k: Annotated[int, typer.Option(help="Attempts of every model at every task.")] = 5,
     out: Annotated[Path | None, typer.Option(help="Results folder; default runs/bench/NAME. Run again to resume.")] = None,
+    arena: Annotated[str, typer.Option(help="Arena of the tasks: code, questions, or python:module.Class.")] = "code",
+    corpus: Annotated[str, typer.Option(help="Questions: JSONL or folder that the tool `search` looks in.")] = "",
+    judge: Annotated[str, typer.Option(help="Questions: model or address that judges rubrics.")] = "",
     style: Annotated[str, typer.Option(help="Style of the requests: terse, trace, premise, full, vague, shown or told.")] = "terse",
     limit: Annotated[int, typer.Option(help="Number of tasks (0 = all); a larger number includes a smaller one's tasks.")] = 0,
     concurrency: Annotated[int, typer.Option(help="Concurrent attempts (0 = two a core).")] = 0,
@@ -59,13 +62,15 @@ def run(  # noqa: PLR0913, PLR0917 - an argument for every option
     from etude.tasks.manifest import find_manifest, read_rows
 
     offered = options.chosen_tools(tools).tools
-    given = {"k": k, "limit": limit, "concurrency": concurrency, "style": style, "tools": {"tools": offered},
+    given = {"k": k, "limit": limit, "concurrency": concurrency, "style": style, "tools": {"tools": offered}, "arena": arena,
+             "questions": {"corpus": corpus, "judge": judge},
              "harness": {"turns": turns, "seconds": 60.0 * minutes, "temperature": temperature}}  # fmt: skip
     settings, reporter = options.checked(BenchSettings, given), Reporter()
-    if "oracle" in models and not {"edit", "write"} <= {*offered}:
+    code = arena == "code"
+    if code and "oracle" in models and not {"edit", "write"} <= {*offered}:
         raise UserError("the oracle needs the tools edit and write; leave --tools or `oracle` out")
     options.refuse_without_server(models, token_file=token_file, tokeniser=tokeniser)
-    if not tasks.is_dir():
+    if code and not tasks.is_dir():
         read_rows(find_manifest(str(tasks), "--tasks"))  # before a server is asked or a model is loaded
     place = options.cache_folder(cache)
 

@@ -13,6 +13,7 @@ import contextlib
 import shutil
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.cluster.connect import refuse_unlike
@@ -28,13 +29,11 @@ from etude.models.load import load_tokeniser
 from etude.rl.orchestrator import PATIENCE, Parts, orchestrate
 from etude.rl.processes import LAUNCH, RlJob
 from etude.run.stages import STAGES
-from etude.run.stages.rl import RlStage, coding_environment
+from etude.run.stages.rl import RlStage, environment_of
 from etude.run.stages.training import TrainingStage
-from etude.tasks.manifest import find_manifest
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
-    from pathlib import Path
 
     from etude.recipe.cluster import ClusterSettings
     from etude.rl.environment import Environment
@@ -169,8 +168,9 @@ class ClusterRlStage(RlStage):
                 )
 
     def play(self, environment: Environment, model: Path, settings: RlSettings, job: Job, before: Before) -> None:
-        manifest = find_manifest(settings.tasks, "rl.tasks").absolute()
-        make = partial(coding_environment, settings.model_copy(update={"tasks": str(manifest)}), job.work.cache)
+        named = Path(settings.tasks).expanduser()  # nodes may have another working directory
+        tasks = str(named.absolute()) if named.exists() else settings.tasks
+        make = partial(environment_of, settings.model_copy(update={"tasks": tasks}), job.work.cache)
         asyncio.run(self.on.play(environment, make, model, settings, job.work, job.seed, before))
 
 

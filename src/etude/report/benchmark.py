@@ -14,7 +14,7 @@ from itertools import combinations
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from etude.bench.axes import EFFICIENCY, INTERACTION, QUALITY, SCORE, TESTS, WRITTEN, Metric, Prices
+from etude.bench.axes import ANSWERS, EFFICIENCY, INTERACTION, QUALITY, SCORE, TESTS, WRITTEN, Metric, Prices
 from etude.bench.statistics import Estimate, average, estimate, pass_all, pass_at
 from etude.bench.trials import Results, Trial, read_together
 from etude.files import canonical_json
@@ -139,6 +139,9 @@ def verdict(scored: Scored) -> list[str]:
 
 def _page(scored: Scored, prices: Prices | None, lines: Sequence[str]) -> Page:
     header, k = scored.results.header, scored.results.attempts
+    code = "arena" not in header.integrity
+    about = "Of trials that changed something. Arrows say which way is better."
+    quality: Page = {"Code quality": [about, _table(scored, QUALITY)]}
     costs = [Metric("cost ↓", lambda trial: prices.cost(trial.tokens))] if prices else []
     return {
         "In short": [*(f"{line}." for line in lines), TOKENS],
@@ -147,16 +150,18 @@ def _page(scored: Scored, prices: Prices | None, lines: Sequence[str]) -> Page:
             "valid trials. In brackets 95% intervals over repositories (docs/benchmark.md). Invalid trials, in which the "
             "machinery failed, are left out of all numbers.", _correctness(scored, k)],
         **_pairs(scored),
-        "Code quality": ["Of trials that changed something. Arrows say which way is better.", _table(scored, QUALITY)],
+        **(quality if code else {}),
         "Efficiency": ["Of all valid trials, means over tasks.", _table(scored, [*EFFICIENCY, *costs]), LENGTHS],
-        "Interaction": ["Read from traces by fixed rules with limits: compare models by them.", _table(scored, INTERACTION)],
+        "Interaction": ["Read from traces by fixed rules with limits: compare models by them.",
+                        _table(scored, INTERACTION if code else ANSWERS)],
         "By category": [CATEGORIES, _grouped(scored, "category")],
         "By generator and style of prompt": [_grouped(scored, "generator"), _grouped(scored, "style")],
         **_asked_twice(scored),
         "By package": [PACKAGES, _grouped(scored, "package")],
         "How trials ended": [_endings(scored), REUSED, _scored_by(scored)],
         "The tasks": [
-            "To compare: the third version of CursorBench has a median of 181 lines changed and of 390 characters of a prompt.",
+            *(["To compare: the third version of CursorBench has a median of 181 lines changed and of 390 characters of a prompt."]
+              if code else []),
             Table(("the set", ">"), [(name, f"{value:,.4g}") for name, value in header.about.items()])],
         "Made with": [Table(("what", "which"), [
             ("task set", header.tasks), ("harness", header.harness), ("sampling", canonical_json(header.sampling)),

@@ -1,6 +1,6 @@
 """Environments: where episodes run. The RL loop knows groups and weights; an environment knows what a task is.
 
-`CodingEnvironment` runs an agent in a sandbox, then the hidden tests on what it left. Tests bring environments of their own.
+`CodingEnvironment` runs an agent in a sandbox, then the hidden tests on what it left. Others are chosen in arenas.py.
 
 Two clocks keep a slow policy apart from infrastructure that hangs. What the policy does, commands included, ends at the harness's
 deadline, and is scored. That lies before the end of the rollout's time, and scoring has a time of its own which no test run can
@@ -50,10 +50,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Item:
-    """A task as the loop sees it. `family`: what tasks that are alike have in common; difficulty is learnt of those."""
+    """A task as the loop sees it. `family`: what tasks that are alike have in common; difficulty is learnt of those.
+
+    For benchmarks: scores are shown by `topic`; tasks of one `source`, such as a repository or a company, are not independent.
+    """
 
     id: str
     family: str = ""
+    topic: str = ""
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class InfrastructureError(Exception):
 
 
 class Environment(Protocol):
-    """Runs episodes, many at once."""
+    """An arena: runs episodes, many at once. Stages, trainer, algorithm and monitors know of tasks no more than this."""
 
     @property
     def items(self) -> Sequence[Item]: ...
@@ -239,15 +244,15 @@ class CodingEnvironment:
         """
         task = self.tasks[item]
         clocks = self.clocks(task)
-        async with _infrastructure("the rollout", clocks.rollout):
+        async with infrastructure("the rollout", clocks.rollout):
             trace, left = await self._rollout(task, policy, talk, name, seed, journal)
         result = await self.scores.of(task, self.set.codebase(task), left.entries)
-        async with _infrastructure("judging", clocks.scoring):
+        async with infrastructure("judging", clocks.scoring):
             return await self._judge(task, trace, left, result)
 
     async def _score(self, task: Task, codebase: Codebase, entries: Sequence[Entry]) -> Score:
         """Score; the clock begins when a core is free."""
-        async with _infrastructure("scoring", self.clocks(task).scoring):
+        async with infrastructure("scoring", self.clocks(task).scoring):
             return await self._scorer(task, codebase, entries)
 
     async def _rollout(
@@ -289,7 +294,7 @@ class CodingEnvironment:
 
 
 @asynccontextmanager
-async def _infrastructure(doing: str, seconds: float) -> AsyncIterator[None]:
+async def infrastructure(doing: str, seconds: float) -> AsyncIterator[None]:
     """Turn what goes wrong into an InfrastructureError, whose text begins with the kind of failure.
 
     What a policy writes cannot raise, so an unknown error is no doing of its; it is named by its type, and many of them end a run.

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from etude.agent.harness import HarnessSettings
 from etude.agent.tools import ToolSettings
 from etude.errors import nearest
+from etude.questions.settings import QuestionSettings, check_arena, idle_in
 from etude.rewards.reward import RewardSettings
 from etude.rl.algorithm import ALGORITHMS
 from etude.tasks.task import Style  # noqa: TC001 - pydantic reads it
@@ -53,7 +54,8 @@ class CurriculumSettings(Settings):
 class RlSettings(TrainerSettings):
     """Reinforcement learning on tasks."""
 
-    tasks: str = Field(description="task manifest, as `etude tasks make` writes it")
+    arena: str = Field(default="code", description="arena of the episodes: code, questions, or python:module.Class")
+    tasks: str = Field(description="task manifest, as `etude tasks make` writes it; questions: a JSONL of them")
     only: str = Field(default="", description="prefixes of the ids of tasks to use, separated by spaces; empty: all")
     style: Style = Field(default="terse", description="style of the requests, where a task has it")
     steps: int = Field(default=100, ge=1, description="updates of the weights")
@@ -81,6 +83,7 @@ class RlSettings(TrainerSettings):
 
     harness: HarnessSettings = HarnessSettings()
     tools: ToolSettings = ToolSettings()
+    questions: QuestionSettings = QuestionSettings()
 
     optimiser: OptimiserSettings = OptimiserSettings(lr=2e-6, weight_decay=0.0)
     warmup: int = Field(default=0, ge=0, description="warm-up steps of the learning rate; constant after them")
@@ -105,8 +108,14 @@ class RlSettings(TrainerSettings):
             raise ValueError(f"unknown algorithm {name!r}{nearest(name, ALGORITHMS)}")
         return name
 
+    @field_validator("arena")
+    @classmethod
+    def _is_an_arena(cls, name: str) -> str:
+        return check_arena(name)
+
     @model_validator(mode="after")
     def _can_learn(self) -> Self:
+        self.refuse_idle(idle_in(self.arena), f"the arena {self.arena!r}")
         self.refuse_idle(set(CHOICES) - ALGORITHMS[self.algorithm].uses, f"the algorithm {self.algorithm!r}")
         if self.window and self.window[0] >= self.window[1]:
             raise ValueError(f"window = {list(self.window)}: the first bound must be below the second")

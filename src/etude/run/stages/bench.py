@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -11,9 +12,10 @@ from pydantic import Field
 from etude.agent.policies import in_folder
 from etude.agent.trace import read_traces
 from etude.bench.agents import BUILT_IN, TRACES, Agent, BenchSettings, model_agent, run_benchmark, weights_mark
+from etude.bench.arenas import run_arena
 from etude.bench.trials import Trial, read_results
 from etude.errors import UserError
-from etude.files import read_json, sha256_file, write_json
+from etude.files import digest_of, read_json, sha256_file, write_json
 from etude.lineage import environment
 from etude.lineage.facts import Measured
 from etude.lineage.record import load_lineage
@@ -21,7 +23,9 @@ from etude.lineage.tree import find_model
 from etude.models.bases import is_run, locate, resolve
 from etude.models.load import choose_device
 from etude.models.shape import model_shape
+from etude.questions.settings import CODE
 from etude.report.benchmark import Scored, write_report
+from etude.rl.arenas import Choice, check_judge
 from etude.rl.metrics import sampling_flops
 from etude.run.folder import readable_record
 from etude.run.stage import Ahead, Job, Outcome, Stage, file_used, free_gpu_memory
@@ -29,7 +33,6 @@ from etude.tasks.manifest import find_manifest, load_set, picked, read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from etude.bench.statistics import Estimate
 
@@ -56,11 +59,15 @@ class BenchStage(Stage):
     needs_model = True
 
     def check(self, settings: BenchStageSettings) -> None:
-        path = find_manifest(settings.tasks, "bench.tasks")
-        picked(f"bench.tasks: {settings.tasks}", read_rows(path)[2], settings.only)
+        if settings.arena == CODE:
+            path = find_manifest(settings.tasks, "bench.tasks")
+            picked(f"bench.tasks: {settings.tasks}", read_rows(path)[2], settings.only)
+        else:
+            _choice(settings).open()
+            check_judge(settings.questions.judge, Path())
         if len(set(settings.against)) < len(settings.against):
             raise UserError("bench.against names a model twice; name each once")
-        if "oracle" in settings.against and not {"edit", "write"} <= {*settings.tools.tools}:
+        if settings.arena == CODE and "oracle" in settings.against and not {"edit", "write"} <= {*settings.tools.tools}:
             raise UserError("the oracle needs the tools edit and write; add them to bench.tools, or leave it out")
         for word in settings.against:
             _identity(word)
@@ -71,32 +78,48 @@ class BenchStage(Stage):
 
     def inputs(self, settings: BenchStageSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:  # noqa: ARG002
         """Return settings, tasks by content and the other models by identity; seeds are made of model, task and attempt."""
+        tasks, without = "", WITHOUT_EFFECT
+        if settings.arena == CODE:
+            tasks, without = sha256_file(find_manifest(settings.tasks, "bench.tasks")), without | {"arena", "questions"}
+        else:
+            arena = _choice(settings).open()
+            tasks = digest_of([arena.digest, arena.about])
         return {
-            "settings": settings.model_dump(mode="json", exclude=WITHOUT_EFFECT),
-            "tasks": sha256_file(find_manifest(settings.tasks, "bench.tasks")),
+            "settings": settings.model_dump(mode="json", exclude=without),
+            "tasks": tasks,
             "against": {word: _identity(word) for word in settings.against},
         }
 
     def run(self, settings: BenchStageSettings, job: Job) -> Outcome:
         """Run the trials that are missing, and write the report."""
         work, own, folder = job.work, job.model.record.stage, job.work.folder
-        folders, manifest = _folders(settings, job), find_manifest(settings.tasks, "bench.tasks")
-        tasks = load_set(manifest, work.cache, work.reporter, settings.only)
-        began = time.monotonic()
+        folders = _folders(settings, job)
         agents = _agents(settings, folders, job)
-        asyncio.run(run_benchmark(tasks, agents, settings, folder, work.cache, work.reporter))
+        if settings.arena == CODE:
+            manifest = find_manifest(settings.tasks, "bench.tasks")
+            tasks = load_set(manifest, work.cache, work.reporter, settings.only)
+            count, began = len(tasks.tasks), time.monotonic()
+            asyncio.run(run_benchmark(tasks, agents, settings, folder, work.cache, work.reporter))
+        else:
+            manifest, began = Path(settings.tasks).expanduser(), time.monotonic()
+            count = asyncio.run(run_arena(_choice(settings, work.cache), agents, settings, folder, work.reporter))
         free_gpu_memory()
         _count_compute(folders, time.monotonic() - began, job)
         write_json(folder / RESULTS, {"lines": write_report([folder], folder, stage=job.name)})
         return Outcome(
             parents=[job.model.as_parent("compared")],
-            data=[file_used(manifest, f"{manifest.name} ({len(tasks.tasks)} tasks)")],
+            data=[file_used(manifest, f"{manifest.name} ({count} tasks)")] if manifest.is_file() else [],
             device=environment.device_name(choose_device(settings.device).type),
             summary=_summary(Scored(read_results(folder)), own),
         )
 
     def show(self, folder: Path) -> list[str]:
         return [*read_json(folder / RESULTS)["lines"], f"report: {folder / 'report.html'}"]
+
+
+def _choice(settings: BenchStageSettings, cache: Path = Path()) -> Choice:
+    given = {name: getattr(settings, name) for name in ("arena", "tasks", "harness", "only", "questions", "device")}
+    return Choice(**given, cache=cache, setting="bench")
 
 
 def _identity(word: str) -> Any:

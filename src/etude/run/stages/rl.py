@@ -6,15 +6,20 @@ import asyncio
 import json
 import shutil
 from collections import Counter
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError
-from etude.files import read_json, sha256_file, write_json
+from etude.files import digest_of, read_json, sha256_file, write_json
 from etude.inference.client import RemotePolicy
 from etude.lineage.environment import device_name
 from etude.models.load import choose_device
 from etude.models.shape import model_shape
+from etude.questions.question import read_set, refuse_benchmark
+from etude.questions.settings import CODE, QUESTIONS
 from etude.report.rl import PAGE, steps_of, verdict, write_report
+from etude.rl.arenas import Choice, check_judge
 from etude.rl.environment import CodingEnvironment
 from etude.rl.metrics import ends
 from etude.rl.settings import RlSettings
@@ -27,10 +32,10 @@ from etude.tasks.score import check
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-    from pathlib import Path
 
     from etude.lineage.record import DataUse
-    from etude.rl.environment import Environment
+    from etude.progress import Reporter
+    from etude.rl.arenas import Arena
 
     Before = Callable[[], Awaitable[None]]
 
@@ -52,11 +57,17 @@ class RlStage(Stage):
     makes_model = True
 
     def check(self, settings: RlSettings) -> None:
-        """Refuse a manifest that is not there, or has no task to play."""
-        manifest = find_manifest(settings.tasks, "rl.tasks")
-        refuse_benchmarks(manifest)
-        picked(f"rl.tasks: {settings.tasks}", read_rows(manifest)[2], settings.only)
-
+        """Refuse tasks that are not there or cannot be played, and whoever does not answer."""
+        if settings.arena == CODE:
+            manifest = find_manifest(settings.tasks, "rl.tasks")
+            refuse_benchmarks(manifest)
+            picked(f"rl.tasks: {settings.tasks}", read_rows(manifest)[2], settings.only)
+        else:
+            arena_of(settings, Path())
+            if settings.arena == QUESTIONS:
+                path = Path(settings.tasks).expanduser()
+                refuse_benchmark(path, read_set(path))
+                check_judge(settings.questions.judge, Path())
         if settings.engine:
             asyncio.run(_answers(settings.engine))
 
@@ -73,17 +84,20 @@ class RlStage(Stage):
             chosen["revision"] = (
                 2  # the first was off-policy there, and its penalty did not act where rewards are alike
             )
-        return {
-            "settings": without_later(chosen),
-            "seed": seed,
-            "tasks": sha256_file(find_manifest(settings.tasks, "rl.tasks")),
-        }
+        if settings.arena == CODE:
+            for name in ("arena", "questions"):
+                del chosen[name]
+            tasks = sha256_file(find_manifest(settings.tasks, "rl.tasks"))
+        else:
+            arena = arena_of(settings, Path())
+            tasks = digest_of([arena.digest, arena.about])
+        return {"settings": without_later(chosen), "seed": seed, "tasks": tasks}
 
     def run(self, settings: RlSettings, job: Job) -> Outcome:
         """Train, unless that was done before the session was interrupted, and tidy up."""
-        folder, manifest = job.work.folder, find_manifest(settings.tasks, "rl.tasks")
+        folder = job.work.folder
         if not is_trained(folder):
-            self._train(load_set(manifest, job.work.cache, job.work.reporter, settings.only), settings, job)
+            self._train(settings, job)
         for name in (*SCRATCH, *([] if settings.keep_traces else ["episodes"])):
             path = folder / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -91,29 +105,41 @@ class RlStage(Stage):
         return Outcome(
             parents=[job.model.as_parent()],
             lineages=[job.model.lineage],
-            data=[_data_use(manifest, results["tasks"])],
+            data=_data_uses(settings, results["tasks"]),
             device=results["device"],
             summary=results["summary"],
         )
 
-    def play(self, environment: Environment, model: Path, settings: RlSettings, job: Job, before: Before) -> None:
+    def play(
+        self, environment: CodingEnvironment | Arena, model: Path, settings: RlSettings, job: Job, before: Before
+    ) -> None:
         """Let episodes be played and learnt from, on this machine."""
         from etude.rl.orchestrator import orchestrate
 
-        asyncio.run(orchestrate(environment, model, settings, job.work, job.seed, before=before))
+        async def played() -> None:
+            try:
+                await orchestrate(environment, model, settings, job.work, job.seed, before=before)
+            finally:
+                if not isinstance(environment, CodingEnvironment):
+                    await environment.close(job.work.reporter.say)
 
-    def _train(self, tasks: TaskSet, settings: RlSettings, job: Job) -> None:
+        asyncio.run(played())
+
+    def _train(self, settings: RlSettings, job: Job) -> None:
         from etude.run.train import UNTRAINED_HEADS, complete_model
 
         parent, work = job.model.folder, job.work
         settings = with_replay(settings, parent)
-        environment = CodingEnvironment(tasks, settings, work.cache)
-        self.play(environment, parent.absolute(), settings, job, lambda: _tasks_work(tasks))
+        environment = environment_of(settings, work.cache, work.reporter)
+        if isinstance(environment, CodingEnvironment):
+            self.play(environment, parent.absolute(), settings, job, partial(_tasks_work, environment.set))
+        else:
+            self.play(environment, parent.absolute(), settings, job, partial(environment.ready, work.reporter.say))
         carried = complete_model(parent, work.folder / MODEL)
         write_report(work.folder, work.folder, job.name)
         results = {
             "device": device_name(choose_device(settings.device).type),
-            "tasks": len(tasks.tasks),
+            "tasks": len(environment.items),
             "summary": _summary(work.folder),
             "notes": [UNTRAINED_HEADS] if carried else [],
         }
@@ -133,12 +159,23 @@ async def _answers(address: str) -> None:
         await policy.close()
 
 
-def coding_environment(settings: RlSettings, cache: Path) -> CodingEnvironment:
+def environment_of(settings: RlSettings, cache: Path, reporter: Reporter | None = None) -> CodingEnvironment | Arena:
     """Return the environment of settings on any machine: its tasks are unpacked into the cache there."""
-    from etude.progress import Reporter
+    from etude.progress import Reporter as Quiet
 
-    tasks = load_set(find_manifest(settings.tasks, "rl.tasks"), cache, Reporter(quiet=True), settings.only)
+    if settings.arena != CODE:
+        return arena_of(settings, cache)
+    tasks = load_set(find_manifest(settings.tasks, "rl.tasks"), cache, reporter or Quiet(quiet=True), settings.only)
     return CodingEnvironment(tasks, settings, cache)
+
+
+def arena_of(settings: RlSettings, cache: Path) -> Arena:
+    """Return the arena of settings that is not `code`."""
+    given = {
+        name: getattr(settings, name)
+        for name in ("arena", "tasks", "harness", "only", "questions", "rewards", "seconds", "device")
+    }
+    return Choice(**given, cache=cache).open()
 
 
 def with_replay(settings: RlSettings, model: Path) -> RlSettings:
@@ -169,6 +206,15 @@ def _summary(folder: Path) -> dict[str, float | int | None]:
     }
     sums = {name: sum(row.get(name, 0) for row in rows) for name in ("episodes", "sampled_tokens")}
     return {"steps": len(rows), **sums, **rewards}
+
+
+def _data_uses(settings: RlSettings, tasks: int) -> list[DataUse]:
+    path = Path(settings.tasks).expanduser()
+    if settings.arena == CODE:
+        return [_data_use(path, tasks)]
+    licence = read_set(path).about.licence if settings.arena == QUESTIONS else ""
+    named = f"{path.name} ({tasks} questions)" if settings.arena == QUESTIONS else path.name
+    return [file_used(path, named, {licence: path.stat().st_size} if licence else None)] if path.is_file() else []
 
 
 def _data_use(path: Path, tasks: int) -> DataUse:

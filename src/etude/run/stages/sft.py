@@ -19,6 +19,7 @@ from etude.files import digest_of, link_or_copy, sha256_file
 from etude.models.load import load_tokeniser, tell_apart
 from etude.models.shape import model_shape
 from etude.progress import counted
+from etude.questions.demos import QuestionDemoSettings, demonstrate
 from etude.run.folder import MODEL
 from etude.run.stage import Job, Outcome, code_used, file_used
 from etude.run.stages.training import TrainingStage
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from etude.work import Work
 
 CONTEXT = 2048  # longest default row
-DEMOS = "demos"  # the folder they are made in
+DEMOS, QUESTIONS = "demos", "questions"  # the folders they are made in
 
 
 class SftSettings(TrainSettings):
@@ -48,6 +49,7 @@ class SftSettings(TrainSettings):
     conversations: list[str] = Field(default=[], description="JSONL files of conversations in OpenAI's form")
     traces: list[str] = Field(default=[], description="JSONL files of episodes, from `etude tasks demos`")
     demos: DemoSettings | None = Field(default=None, description="demonstrations to make and train on")
+    questions: QuestionDemoSettings | None = Field(default=None, description="question sets to answer and train on")
     code: str | None = Field(default=None, description="folder of Python code to make conversations from")
     licence: str | None = Field(default=None, description="SPDX expression of `conversations` and `code`")
     template: str = Field(default="auto", description="chat template: auto (base or chatml), base, chatml, a .jinja")
@@ -62,8 +64,8 @@ class SftSettings(TrainSettings):
     @model_validator(mode="after")
     def _has_data(self) -> SftSettings:
         mtp_or_lora(self)
-        if not (self.conversations or self.traces or self.demos or self.code):
-            ways = "name `conversations` or `traces` (JSONL files), `demos`, or a folder of `code`"
+        if not (self.conversations or self.traces or self.demos or self.questions or self.code):
+            ways = "name `conversations` or `traces` (JSONL files), `demos`, `questions`, or a folder of `code`"
             raise ValueError(f"nothing to train on; {ways}")
         if self.shares:
             raise ValueError("`shares` has no effect here: the corpus is only measured on")
@@ -91,6 +93,8 @@ class SftStage(TrainingStage):
             manifest = find_manifest(settings.demos.tasks, "sft.demos.tasks")
             refuse_benchmarks(manifest)
             picked(f"sft.demos: {manifest}", read_rows(manifest)[2], settings.demos.only)
+        if settings.questions:
+            settings.questions.read()
         if settings.template not in {"auto", "base", "chatml"} and not Path(settings.template).is_file():
             named = f"sft.template {settings.template!r}"
             raise UserError(f'{named} is not "auto", "base", "chatml" or a file (looked in {Path.cwd()})')
@@ -106,11 +110,14 @@ class SftStage(TrainingStage):
         files += [settings.demos.tasks] if settings.demos else []
         content = [sha256_file(Path(name).expanduser()) for name in files]
         content += [read_codebase(Path(settings.code).expanduser()).digest] if settings.code else []
+        content += [settings.questions.read().digest] if settings.questions else []
         inputs = super().inputs(settings, parent_digest, seed)
-        paths = {"conversations", "traces", "code", "demos"}
+        paths = {"conversations", "traces", "code", "demos", "questions"}
         kept = {k: v for k, v in inputs["settings"].items() if k not in paths}
         if settings.demos:
             kept["demos"] = settings.demos.model_dump(mode="json", exclude={"tasks"})
+        if settings.questions:
+            kept["questions"] = settings.questions.model_dump(mode="json", exclude={"tasks"})
         return {**inputs, "settings": kept, "content": content}
 
     def run(self, settings: SftSettings, job: Job) -> Outcome:
@@ -127,6 +134,12 @@ class SftStage(TrainingStage):
             settings = settings.model_copy(
                 update={"traces": [*settings.traces, str((work.folder / DEMOS / made.name).absolute())]}
             )
+        if settings.questions:
+            tokeniser = load_tokeniser(job.model.folder)
+            choose_template(tokeniser, settings.template)
+            made = job.work.folder.absolute() / QUESTIONS / settings.questions.path.name
+            demonstrate(settings.questions, tokeniser, tokeniser_digest(tokeniser), made, job.work.reporter.say)
+            settings = settings.model_copy(update={"traces": [*settings.traces, str(made)]})
         return super().run(settings, job)
 
     def train(self, training: Training, world: World, work: Work | None) -> None:
@@ -189,6 +202,9 @@ class SftStage(TrainingStage):
                 tasks = Path(settings.demos.tasks).expanduser()
                 named, source = f"demonstrations of {tasks.name}", f"made from file {tasks.absolute()}"
                 use = use.model_copy(update={"name": named, "source": source})
+            if settings.questions and path.parent == job.work.folder.absolute() / QUESTIONS:
+                source = f"made from file {settings.questions.path.absolute()}"
+                use = use.model_copy(update={"name": f"answers to {path.name}", "source": source})
             uses.append(use)
         if settings.code:
             folder = Path(settings.code).expanduser()

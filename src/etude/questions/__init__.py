@@ -1,0 +1,1 @@
+"""Questions with verifiable answers: sets, strict grading, a judge for rubrics, search in a corpus, demonstrations."""
