@@ -116,7 +116,7 @@ def write_report(folders: Sequence[Path], target: Path, prices: Prices | None = 
     draw_lengths(target / LENGTHS.file, scored)
     lines = verdict(scored)
     titled = f"{stage or ', '.join(folder.absolute().name for folder in folders)}: {TITLE}"
-    write_page(target, titled, _page(scored, prices, lines), wide=True, in_run=bool(stage))
+    write_page(target, titled, contents(scored, prices, lines), wide=True, in_run=bool(stage))
     return lines
 
 
@@ -136,7 +136,8 @@ def verdict(scored: Scored) -> list[str]:
     return lines
 
 
-def _page(scored: Scored, prices: Prices | None, lines: Sequence[str]) -> Page:
+def contents(scored: Scored, prices: Prices | None, lines: Sequence[str]) -> Page:
+    """Return the report on all axes."""
     header, k = scored.results.header, scored.results.attempts
     costs = [Metric("cost ↓", lambda trial: prices.cost(trial.tokens))] if prices else []
     return {
