@@ -15,10 +15,16 @@ class Answer:
     text: str
 
 
-def ask(app: Any, path: str, *, method: str = "GET", body: bytes = b"", host: str = "127.0.0.1:7777", **headers: str) -> Answer:
+def ask(
+    app: Any, path: str, *, method: str = "GET", body: bytes = b"", host: str = "127.0.0.1:7777", **headers: str
+) -> Answer:
     """Return what an application answers. Header names: underscores for hyphens."""
     path, _, query = path.partition("?")
-    given = {"host": host, "content-length": str(len(body)), **{name.replace("_", "-"): value for name, value in headers.items()}}
+    given = {
+        "host": host,
+        "content-length": str(len(body)),
+        **{name.replace("_", "-"): value for name, value in headers.items()},
+    }
     scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http", "path": unquote(path), "raw_path": path.encode(),
              "query_string": query.encode(), "root_path": "", "headers": [(name.encode(), value.encode()) for name, value in given.items()],
              "client": ("127.0.0.1", 5), "server": ("127.0.0.1", 7777)}  # fmt: skip
@@ -32,4 +38,8 @@ def ask(app: Any, path: str, *, method: str = "GET", body: bytes = b"", host: st
 
     asyncio.run(app(scope, receive, send))
     start = said[0]
-    return Answer(start["status"], {name.decode().lower(): value.decode() for name, value in start["headers"]}, b"".join(each.get("body", b"") for each in said[1:]).decode())
+    return Answer(
+        start["status"],
+        {name.decode().lower(): value.decode() for name, value in start["headers"]},
+        b"".join(each.get("body", b"") for each in said[1:]).decode(),
+    )

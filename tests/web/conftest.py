@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from etude.inference.http import gate_for
 from etude.web.app import Guard, Pages
 from etude.web.reading import Shelf
-from etude.inference.http import gate_for
 from tests.web.made import NASTY, Growing, head
 
 if TYPE_CHECKING:

@@ -9,7 +9,10 @@ import pytest
 from etude.web.app import STATIC, static_file
 
 CSS = static_file("web.css").decode()
-LIGHT, DARK = ({name: value for name, value in re.findall(r"--([\w-]+): (#[0-9a-f]{6});", part)} for part in re.findall(r":root \{(.*?)\}", CSS, re.DOTALL))
+LIGHT, DARK = (
+    dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", part))
+    for part in re.findall(r":root \{(.*?)\}", CSS, re.DOTALL)
+)
 GROUNDS = [f"{way}{step}" for way in ("up", "down") for step in range(1, 5)]
 PAIRS = [
     *((ink, ground) for ink in ("ink", "soft", "link") for ground in ("page", "band")), *(("ink", ground) for ground in (*GROUNDS, "flat", "run-ground")),

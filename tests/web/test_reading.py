@@ -68,7 +68,10 @@ def test_runs_are_found_by_themselves_and_in_folders_as_they_come(tmp_path: Path
     assert [run.key for run in shelf.runs] == ["run-x"]
     head(tmp_path / "run x")
     (tmp_path / "linked").symlink_to(tmp_path / "run x")
-    assert {run.key: run.folder for run in shelf.runs} == {"run-x": tmp_path / "b" / "run x", "run-x-2": tmp_path / "run x"}
+    assert {run.key: run.folder for run in shelf.runs} == {
+        "run-x": tmp_path / "b" / "run x",
+        "run-x-2": tmp_path / "run x",
+    }
     assert shelf.run("run-x-2").folder == tmp_path / "run x"
     with pytest.raises(KeyError):
         shelf.run("../b")

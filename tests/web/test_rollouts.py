@@ -24,7 +24,9 @@ def test_it_is_what_the_ledger_adds_up_to(tmp_path: Path) -> None:
     closed = {event.group: event for event in events if isinstance(event, Closed)}
     assert rollouts.rollouts == len(finished)
     assert rollouts.trained == 9
-    assert {step: tuple(groups) for step, groups in rollouts.steps.items() if groups} == {e.step: e.groups for e in events if isinstance(e, Batched)}
+    assert {step: tuple(groups) for step, groups in rollouts.steps.items() if groups} == {
+        e.step: e.groups for e in events if isinstance(e, Batched)
+    }
     for event in finished:
         group = rollouts.group(event.group)
         assert rollouts.finished(group, event.episode) == event
@@ -43,7 +45,9 @@ def test_what_taught_the_most_was_farthest_from_its_groups_mean(tmp_path: Path) 
     away = {(group.number, number): reward - sum(group.rewards.values()) / len(group.rewards)
             for group in rollouts.groups for number, reward in group.rewards.items()}  # fmt: skip
     found = rollouts.teaching(range(len(rollouts.groups)), 7)
-    assert sorted((abs(gain) for *_, gain in found), reverse=True) == pytest.approx(sorted(map(abs, away.values()), reverse=True)[:7])
+    assert sorted((abs(gain) for *_, gain in found), reverse=True) == pytest.approx(
+        sorted(map(abs, away.values()), reverse=True)[:7]
+    )
     assert all(gain == pytest.approx(away[group.number, number]) for group, number, gain in found)
 
 
@@ -53,7 +57,9 @@ def test_the_advantages_are_those_of_the_runs_algorithm(tmp_path: Path) -> None:
     rollouts = opened(tmp_path / "run")
     group = rollouts.group(0)
     others = [sum(r for o, r in group.rewards.items() if o != number) / 3 for number in group.rewards]
-    assert list(rollouts.advantages(group).values()) == pytest.approx([r - o for r, o in zip(group.rewards.values(), others, strict=True)])
+    assert list(rollouts.advantages(group).values()) == pytest.approx(
+        [r - o for r, o in zip(group.rewards.values(), others, strict=True)]
+    )
     recipe = '[rl]\nkind = "rl"\ntasks = "x"\nalgorithm = "of tomorrow"\n'
     Growing(head(tmp_path / "other", recipe=recipe), groups=1).train(1)
     assert "are not those of this Etude" in opened(tmp_path / "other").fallback
@@ -117,5 +123,7 @@ def test_numbers_become_columns_and_what_is_no_number_is_left_out(tmp_path: Path
 
 def test_flags_of_monitors_are_kept_with_their_step(tmp_path: Path) -> None:
     Growing(head(tmp_path / "run")).train(4)
-    assert metrics_of(Run("run", tmp_path / "run", None).stage("rl")).flags == [(3.0, "comment_density", "step 3: I will fix it.")]
+    assert metrics_of(Run("run", tmp_path / "run", None).stage("rl")).flags == [
+        (3.0, "comment_density", "step 3: I will fix it.")
+    ]
     assert (tmp_path / "run" / STAGE).exists()

@@ -99,7 +99,7 @@ def rollout(stage: Stage, group: int, number: int) -> View:
     parts = [section("", lead, *_worth(rollouts, own, number, finished))]
     more: list[str] = []
     if trace is None:
-        parts.append(note("The trace of this rollout was not kept: the recipe has keep_traces = false. The ledger keeps its numbers; of each "
+        parts.append(note("The trace of this rollout was not kept: the recipe has keep_traces = false. Its numbers are; of each "
                           "step the best, the worst and the strangest rollout are kept whole.", "empty"))  # fmt: skip
     else:
         parts.append(tree(trace, name))

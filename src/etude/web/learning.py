@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from etude.report.rl import verdict
 from etude.web import episode
+from etude.web.actions import weights_form
 from etude.web.html import Html, details, element, facts, join, link, note, section, short, table
 from etude.web.metrics import charts, metrics_of
 from etude.web.overview import OVER, View, crumbs_of, state_of
@@ -83,6 +84,7 @@ def learning(stage: Stage) -> View:
     body = join(
         section("", top, *warned, *loading, *_reading(metrics), element("ul", *said) if said else None, live="facts"),
         section("What taught the model most", *_taught(rollouts, numbers), live="taught"),
+        section("", weights_form(stage, rollouts.weights[-1][1] if rollouts.weights else {})),
         section("Rewards by step", *heat(rollouts, 1, last_step(rollouts)), live="rewards"),
         _charts(stage, metrics),
     )

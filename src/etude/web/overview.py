@@ -14,6 +14,7 @@ from etude.progress import amount, duration
 from etude.report.benchmark import Scored, points
 from etude.report.ending import RESULTS, Ended, Measure, did, measures, read_ended, took
 from etude.report.status import STALE, headline
+from etude.web.actions import steering
 from etude.web.html import Html, curve, element, join, link, note, pre, section, short, table
 from etude.web.metrics import charts, metrics_of
 from etude.web.rollouts import rollouts_of
@@ -154,7 +155,7 @@ def run(run: Run) -> View:
         return View(run.folder.name, note(f"✗ This run cannot be shown: {error}", "warning"), crumbs, run.key)
     chain = element("ol", *(_link_of_chain(each, stages[:at]) for at, each in enumerate(stages)), cls="chain")
     pages = join(link("recipe.html", "Recipe"), " · ", link("family.html", "Family tree and licences"))
-    parts = [section("", chain, element("p", pages), live="chain")]
+    parts = [section("", chain, element("p", pages), steering(run), live="chain")]
     parts += [_taught(each) for each in stages if each.kind == "rl" and each.state != "waiting"]
     parts += [_now(each) for each in stages if each.state in {"running", "stopped"} and each.kind != "rl"]
     more = [f"{quote(each.name)}/index.html" for each in stages if each.state != "waiting"]

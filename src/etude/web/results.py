@@ -1,4 +1,4 @@
-"""The pages of what came out: a benchmark down to one attempt, a corpus and what was dropped from it, the family tree and its evidence."""
+"""The pages of what came out: a benchmark down to one attempt, a corpus and what was dropped, the family tree and its evidence."""
 
 from __future__ import annotations
 
