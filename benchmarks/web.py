@@ -2,7 +2,7 @@
 
     python benchmarks/web.py --hardware laptop
 
-A made-up run of reinforcement learning, by default of 10,000 steps and 100,000 rollouts, is served by `etude web` in a process of its own
+A made-up run of reinforcement learning, by default of 10,000 steps and 100,000 rollouts, is served by `etude web` as its users do
 and opened in chromium: right after the start, when nothing is indexed, and again when everything is. Time is what the browser itself
 reports as first contentful paint, from the request on. Memory is the server's highest resident size. Aims: 0.5 s and 300 MB.
 """
@@ -21,15 +21,20 @@ from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from report import finish
 from tests.web.browser import CHROMIUM, MISSING, Browser
 from tests.web.made import STAGE, Growing, head
 
+from report import finish
+
 PAGES = {
     "all runs": "index.html", "the run": "run/large/index.html", "rl": "run/large/rl/index.html",
-    "a thousand steps": "run/large/rl/steps-1001-2000.html", "a step": "run/large/rl/step-{}.html", "a group": "run/large/rl/group-{}.html",
+    "a thousand steps": "run/large/rl/steps-1001-2000.html",
+    "a step": "run/large/rl/step-{}.html", "a group": "run/large/rl/group-{}.html",
 }  # fmt: skip
-PAINT = "new Promise(done => new PerformanceObserver(list => done(list.getEntriesByName('first-contentful-paint')[0]?.startTime)).observe({type: 'paint', buffered: true}))"
+PAINT = (
+    "new Promise(done => new PerformanceObserver(list => done(list.getEntriesByName('first-contentful-paint')[0]?.startTime))"
+    ".observe({type: 'paint', buffered: true}))"
+)
 
 
 def megabytes(pid: int, what: str) -> float:
@@ -67,9 +72,8 @@ def measure(folder: Path, steps: int, times: int) -> list[dict[str, Any]]:
             highest = megabytes(server.pid, "VmHWM")
         finally:
             server.terminate()
-    rows = [{"page": name, "first_paint_cold_ms": round(cold[name]), "first_paint_ms": round(warm[name]), "server_mb": round(highest),
+    return [{"page": name, "first_paint_cold_ms": round(cold[name]), "first_paint_ms": round(warm[name]), "server_mb": round(highest),
              "indexed_s": round(indexed, 1)} for name in PAGES]  # fmt: skip
-    return rows
 
 
 def main() -> None:
@@ -82,9 +86,19 @@ def main() -> None:
         sys.exit(MISSING)
     with tempfile.TemporaryDirectory() as folder:
         growing = Growing(head(Path(folder, "large")), groups=2, size=5, traces=False).train(given.steps)
-        sizes = {name: (Path(folder, "large", STAGE) / name).stat().st_size for name in ("metrics.jsonl", "ledger.jsonl")}
+        sizes = {
+            name: (Path(folder, "large", STAGE) / name).stat().st_size for name in ("metrics.jsonl", "ledger.jsonl")
+        }
         rows = measure(Path(folder), given.steps, given.times)
-    finish("web", rows, given.hardware, steps=given.steps, rollouts=growing.group * growing.size, bytes=sizes, load=os.getloadavg())
+    finish(
+        "web",
+        rows,
+        given.hardware,
+        steps=given.steps,
+        rollouts=growing.group * growing.size,
+        bytes=sizes,
+        load=os.getloadavg(),
+    )
 
 
 if __name__ == "__main__":

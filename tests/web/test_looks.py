@@ -10,8 +10,7 @@ from etude.web.app import STATIC, static_file
 
 CSS = static_file("web.css").decode()
 LIGHT, DARK = (
-    dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", part))
-    for part in re.findall(r":root \{(.*?)\}", CSS, re.DOTALL)
+    dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", part)) for part in re.findall(r":root \{(.*?)\}", CSS, re.DOTALL)
 )
 GROUNDS = [f"{way}{step}" for way in ("up", "down") for step in range(1, 5)]
 PAIRS = [
