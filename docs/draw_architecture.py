@@ -24,7 +24,7 @@ LAYERS = (  # from below; those on one level may import each other
     ("rl", "bench"),
     ("recipe", "run", "report"),
     ("cluster",),
-    ("cli", "serve"),
+    ("cli", "web", "serve"),
 )
 CHAIN = {  # the kinds of stages in the order of a recipe, with what each does
     "base": "an open model, checked",

@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import etude
-from etude.cli import agent, bench, cluster, lineage, recipe, rl, run, sandbox, serve, tasks
+from etude.cli import agent, bench, cluster, lineage, recipe, rl, run, sandbox, serve, tasks, web
 from etude.cli.options import echo
 from etude.errors import UserError, storage_error, visible
 from etude.progress import Console
@@ -37,6 +37,7 @@ app.add_typer(cluster.app, name="cluster")
 app.add_typer(agent.trace_app, name="trace")
 app.add_typer(sandbox.app, name="sandbox")
 app.add_typer(lineage.library_app, name="library")
+app.add_typer(web.app, name="web")
 
 app.command(epilog="Example: etude init ~/my-project")(recipe.init)
 app.command(epilog="Example: etude schema > recipe.schema.json")(recipe.schema)

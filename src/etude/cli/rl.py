@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console, RenderableType
@@ -12,6 +12,9 @@ from rich.console import Console, RenderableType
 from etude.cli import options
 from etude.cli.options import PageFolder  # noqa: TC001 - typer reads annotations at run time
 from etude.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 app = typer.Typer(help="Reinforcement learning: watch a run, report on it, change its rewards.", no_args_is_help=True)
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or the folder of its rl stage.")]
@@ -43,23 +46,29 @@ def weights(
     changes: Annotated[list[str], typer.Argument(metavar="PART=NUMBER...", help="New weights, such as length=0.2.")],
 ) -> None:
     """Change the reward weights of a running run; the change is recorded."""
+    now = wish(run, dict(_change(word) for word in changes))
+    options.echo("wanted: " + ", ".join(f"{part} {weight:g}" for part, weight in now.items()))
+    options.echo("groups that close from now on are weighed so; `etude rl watch` and the report show from which step")
+
+
+def wish(run: Path, wanted: Mapping[str, float]) -> dict[str, float]:
+    """Ask a run that goes on for other weights of its reward; return all of them as they will be. It records the change itself."""
     from etude.files import read_json, write_json
     from etude.rewards.reward import reweighted
     from etude.rl.ledger import Ledger, Weighted
     from etude.rl.processes import LEDGER, WISH
 
-    stage, wanted = _find(run), dict(_change(word) for word in changes)
+    stage = _find(run)
     if stage.finished:
         raise UserError(f"{stage.folder} is finished; set the weights in a recipe, under rewards of its rl stage")
     events = [event for event in Ledger(stage.folder / LEDGER).read()[0] if isinstance(event, Weighted)]
     if not events:
         raise UserError(f"{stage.folder} has not begun; set the weights in its recipe, or try again later")
     path = stage.folder / WISH
-    wanted = (read_json(path) if path.exists() else {}) | wanted
+    wanted = {**(read_json(path) if path.exists() else {}), **wanted}
     now = reweighted(events[-1].weights, wanted)
     write_json(path, wanted)
-    options.echo("wanted: " + ", ".join(f"{part} {weight:g}" for part, weight in now.items()))
-    options.echo("groups that close from now on are weighed so; `etude rl watch` and the report show from which step")
+    return now
 
 
 def _change(word: str) -> tuple[str, float]:

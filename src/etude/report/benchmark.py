@@ -117,7 +117,7 @@ def write_report(folders: Sequence[Path], target: Path, prices: Prices | None = 
     draw_lengths(target / LENGTHS.file, scored)
     lines = verdict(scored)
     titled = f"{stage or ', '.join(folder.absolute().name for folder in folders)}: {TITLE}"
-    write_page(target, titled, _page(scored, prices, lines), wide=True, in_run=bool(stage))
+    write_page(target, titled, contents(scored, prices, lines), wide=True, in_run=bool(stage))
     return lines
 
 
@@ -137,7 +137,8 @@ def verdict(scored: Scored) -> list[str]:
     return lines
 
 
-def _page(scored: Scored, prices: Prices | None, lines: Sequence[str]) -> Page:
+def contents(scored: Scored, prices: Prices | None, lines: Sequence[str]) -> Page:
+    """Return the report on all axes."""
     header, k = scored.results.header, scored.results.attempts
     code = "arena" not in header.integrity
     about = "Of trials that changed something. Arrows say which way is better."

@@ -50,6 +50,13 @@ NAME = 26  # characters beside a bar
 
 def write_report(corpus: Path, target: Path, *, in_run: bool = False) -> None:
     """Write report.md, report.html and report.png; the same corpus gives the same files."""
+    blocks = contents(corpus)
+    draw(load_manifest(corpus), target / PICTURE.file)
+    page.write_page(target, TITLE, blocks, in_run=in_run)
+
+
+def contents(corpus: Path) -> Page:
+    """Return the report of a corpus: what is in it, what is not, how it was made."""
     manifest = load_manifest(corpus)
     try:
         samples = read_json(corpus / SAMPLES)
@@ -57,9 +64,7 @@ def write_report(corpus: Path, target: Path, *, in_run: bool = False) -> None:
             hits = [json.loads(line) for line in islice(lines, LISTED)]
     except (FileNotFoundError, ValueError) as error:
         raise UserError(f"{corpus} is not a whole corpus: {error}; build it again") from None
-    draw(manifest, target / PICTURE.file)
-    blocks = {**_contents(manifest), **_left_out(manifest, samples, hits), **_made(manifest)}
-    page.write_page(target, TITLE, blocks, in_run=in_run)
+    return {**_contents(manifest), **_left_out(manifest, samples, hits), **_made(manifest)}
 
 
 def shown(folder: Path, target: Path) -> list[RenderableType]:

@@ -1,0 +1,347 @@
+"""The pages above the stages: all runs, one run as a chain of stages, its recipe, several runs beside each other."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from etude.bench.trials import read_results, read_together
+from etude.errors import UserError
+from etude.progress import amount, duration
+from etude.report.benchmark import Scored, points
+from etude.report.ending import RESULTS, Ended, Measure, did, measures, read_ended, took
+from etude.report.status import STALE, headline
+from etude.web.actions import steering
+from etude.web.html import Html, curve, element, join, link, note, pre, section, short, table
+from etude.web.metrics import charts, metrics_of
+from etude.web.rollouts import rollouts_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from etude.web.html import Content
+    from etude.web.reading import Run, Shelf, Stage
+
+OVER = {"done"}  # states in which nothing more comes
+STATES = {
+    "done": "✓ done",
+    "running": "▶ running",
+    "stopped": "‖ stopped",
+    "waiting": "○ waiting",
+    "damaged": "✗ damaged",
+}
+COMPARED = 6  # runs side by side
+
+
+@dataclass(frozen=True)
+class View:
+    """A page without its frame. `crumbs`: the way to it, addresses from the top."""
+
+    title: str
+    body: Html
+    crumbs: Sequence[tuple[str, str]] = ()
+    run: str = ""  # whose news concern it; empty: all runs'
+    live: bool = False  # news may come
+    state: str = ""
+    more: list[str] = field(default_factory=list)  # pages below it that an export needs
+
+
+def crumbs_of(run: Run, *stages: Stage) -> list[tuple[str, str]]:
+    """Return the way to a page below a run, or below a stage of it."""
+    way = [(run.folder.name, f"run/{run.key}/index.html")]
+    return way + [(each.name, f"run/{run.key}/{quote(each.name)}/index.html") for each in stages]
+
+
+def state_of(stage: Stage) -> Html:
+    return element("span", STATES.get(stage.state, stage.state), cls=f"state {stage.state}")
+
+
+def ended(stage: Stage) -> Ended | None:
+    """Return what a finished stage wrote, RL's steps left out; None while it is not finished, or cannot be read."""
+    record = stage.record if stage.state == "done" else None
+    if record is None:
+        return None
+    if record.kind == "bench" and stage.has("trials.jsonl"):
+        with contextlib.suppress(OSError, ValueError, KeyError, IndexError, UserError):
+            return stage.run.kept(f"{stage.path}/trials.jsonl", lambda: read_ended(stage.folder))
+    return Ended(record, stage.json(RESULTS))
+
+
+def measured(stage: Stage, before: Sequence[Stage]) -> list[Measure]:
+    """Return what a finished stage measured, against the stages before it."""
+    own = ended(stage)
+    with contextlib.suppress(KeyError, TypeError, ValueError, IndexError, AttributeError):
+        if own:
+            return measures(own, [each for each in map(ended, before) if each])
+    return []
+
+
+def runs(shelf: Shelf) -> View:
+    """Show all runs; several can be picked and compared."""
+    found, rows = shelf.runs, []
+    for run in found:
+        name = link(f"run/{run.key}/index.html", run.folder.name)
+        pick = element("input", type="checkbox", name="run", value=run.key, aria_label=f"compare {run.folder.name}")
+        try:
+            stages = run.stages
+        except UserError as error:
+            rows.append((pick, name, element("span", "✗ broken", cls="state damaged"), str(error), "", ""))
+            continue
+        now = next((each for each in stages if each.state in {"running", "stopped", "damaged"}), None)
+        state = (
+            state_of(now)
+            if now
+            else element("span", "✓ done" if all(s.state == "done" for s in stages) else "○ waiting")
+        )
+        rows.append((pick, name, state, _bar(stages), _cost(stages), _best(stages)))
+    heads = ("compare", "run", "state", "stages", ">cost", "last measured")
+    form = element(
+        "form",
+        table(heads, rows, "runs"),
+        element("button", "Compare those picked"),
+        action="compare.html",
+        method="get",
+    )
+    none = note("No run is here yet. Start one with: etude run recipes/quickstart.toml", "empty")
+    body = section("", form if rows else none, live="runs")
+    return View("Runs", body, live=True, state=f"{len(found)} runs in {', '.join(map(str, shelf.folders))}")
+
+
+def _bar(stages: Sequence[Stage]) -> Html:
+    """Return the stages as a row of boxes, each with its name and its state in words."""
+    boxes = [
+        element("li", element("abbr", each.name[:3], title=f"{each.name}: {each.state}"), cls=each.state)
+        for each in stages
+    ]
+    return element("ol", *boxes, cls="bar")
+
+
+def _spent(stages: Sequence[Stage]) -> tuple[float, float]:
+    """Return the seconds of devices and the FLOPs that records count, and what a stage under way has written so far."""
+    seconds = flops = 0.0
+    for each in stages:
+        if record := each.record:
+            seconds, flops = seconds + (record.compute.device_seconds or 0), flops + record.compute.model_flops
+        elif each.state in {"running", "stopped"}:
+            seconds += metrics_of(each).seconds
+    return seconds, flops
+
+
+def _cost(stages: Sequence[Stage]) -> str:
+    seconds, flops = _spent(stages)
+    return f"{duration(seconds)}, {flops:.1e} FLOP" if seconds or flops else "–"
+
+
+def _best(stages: Sequence[Stage]) -> str:
+    for at, stage in reversed(list(enumerate(stages))):
+        if stage.kind not in {"base", "release"} and (lines := measured(stage, stages[:at])):
+            return f"{stage.name}: {in_words(lines[0])}"
+    return "nothing measured yet"
+
+
+def in_words(measure: Measure) -> str:
+    return " ".join(part for part in (measure.what, measure.value, measure.change, measure.verdict) if part)
+
+
+def run(run: Run) -> View:
+    """Show one run: its chain of stages with state, cost and numbers, then the curves of what is under way or was last."""
+    crumbs: list[tuple[str, str]] = []
+    try:
+        stages, status = run.stages, run.status
+    except UserError as error:
+        return View(run.folder.name, note(f"✗ This run cannot be shown: {error}", "warning"), crumbs, run.key)
+    chain = element("ol", *(_link_of_chain(each, stages[:at]) for at, each in enumerate(stages)), cls="chain")
+    pages = join(link("recipe.html", "Recipe"), " · ", link("family.html", "Family tree and licences"))
+    parts = [section("", chain, element("p", pages), steering(run), live="chain")]
+    parts += [_taught(each) for each in stages if each.kind == "rl" and each.state != "waiting"]
+    parts += [_now(each) for each in stages if each.state in {"running", "stopped"} and each.kind != "rl"]
+    more = [f"{quote(each.name)}/index.html" for each in stages if each.state != "waiting"]
+    more += ["recipe.html", "family.html"]
+    live = any(each.state not in OVER for each in stages)
+    return View(run.folder.name, join(*parts), crumbs, run.key, live, headline(status), more)
+
+
+def _link_of_chain(stage: Stage, before: Sequence[Stage]) -> Html:
+    """Return one stage of the chain."""
+    name: Content = link(f"{quote(stage.name)}/index.html", stage.name) if stage.state != "waiting" else stage.name
+    lines = [element("li", words) for each in measured(stage, before)[:4] if (words := in_words(each))]
+    record = stage.record if stage.state == "done" else None
+    said = (
+        join(*(element("p", line, cls="did") for line in f"{did(record)}{took(record)}".split("\n")))
+        if record
+        else None
+    )
+    return element("li", element("h2", name), state_of(stage), said, _progress(stage), element("ul", *lines) if lines else None,
+                   cls=f"link {stage.state}", id=f"stage-{stage.name}")  # fmt: skip
+
+
+def _progress(stage: Stage) -> Html | None:
+    """Return how far a stage under way has come."""
+    now = stage.status.progress
+    if stage.state not in {"running", "stopped"} or not now:
+        return None
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        words = f"{now['label']}: {amount(now['done'], now['unit'])} of {amount(now['total'], now['unit'])}"
+        left = f", {duration(now['seconds_left'])} left" if now.get("seconds_left") is not None else ""
+        left = f", no news for {duration(now['age'])}" if now["age"] > STALE else left * (stage.state == "running")
+        bar = element(
+            "progress",
+            value=short(now["done"]).replace(",", ""),
+            max=short(now["total"]).replace(",", ""),
+            aria_label=words,
+        )
+        return element("div", bar, element("p", words + left), cls="progress")
+    return None
+
+
+def _taught(stage: Stage) -> Html:
+    """Return in a few lines what reinforcement learning did, and the way to it."""
+    where = quote(stage.name)
+    try:
+        rollouts = rollouts_of(stage)
+    except UserError as error:
+        return section(f"{stage.name}: what taught the model", note(str(error), "empty"), live=f"taught-{where}")
+    metrics = metrics_of(stage)
+    lines = {panel: metrics.points(panel) for panel in ("reward", "solved", "best_of_group") if metrics.points(panel)}
+    drawn = (
+        curve("Reward and share solved", {name.replace("_", " "): each for name, each in lines.items()})
+        if lines
+        else None
+    )
+    lead = f"{rollouts.trained} steps trained, {rollouts.rollouts:,} rollouts scored. "
+    way = link(f"{where}/index.html", f"{stage.name}: every step, group, rollout and token")
+    return section(f"{stage.name}: what taught the model", note(join(lead, way)), drawn, live=f"taught-{where}")
+
+
+def _now(stage: Stage) -> Html:
+    """Return the first curves of what is under way."""
+    return section(
+        f"{stage.name}, as it goes", charts(metrics_of(stage), stage.kind, 3), live=f"now-{quote(stage.name)}"
+    )
+
+
+def recipe(run: Run) -> View:
+    """Show the resolved recipe of the last command."""
+    with contextlib.suppress(OSError, UserError):
+        text = run.read("recipe.toml").decode(errors="replace")
+        return View(
+            "Recipe",
+            section("", note("Resolved: every setting, defaults included."), pre(text, 200_000)),
+            crumbs_of(run),
+            run.key,
+        )
+    return View("Recipe", note("This run has no recipe.toml that can be read.", "warning"), crumbs_of(run), run.key)
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, str]:
+    """Return nested settings as one table by dotted name."""
+    if not isinstance(value, dict):
+        return {prefix: str(value)}
+    return {
+        key: text
+        for name, each in value.items()
+        for key, text in flat(each, f"{prefix}.{name}" if prefix else str(name)).items()
+    }
+
+
+def compare(several: Sequence[Run]) -> View:
+    """Show several runs beside each other: what differs in their recipes, their curves, their benchmarks."""
+    if len(several) < 2:
+        return View("Compare", note("Pick at least two runs on the page of all runs.", "empty"))
+    chosen = several[:COMPARED]
+    names = [each.folder.name if len({r.folder.name for r in chosen}) == len(chosen) else each.key for each in chosen]
+    settings = [flat(each.recipe) for each in chosen]
+    keys = dict.fromkeys(key for each in settings for key in each)
+    unlike = [
+        (key, *(each.get(key, "–") for each in settings))
+        for key in keys
+        if len({each.get(key) for each in settings}) > 1
+    ]
+    left = len(keys) - len(unlike)
+    parts = [
+        section(
+            "Recipes, where they differ",
+            table(("setting", *names), unlike),
+            note(f"{left} settings are the same in all."),
+        )
+    ]
+    parts += [
+        section("Curves", element("div", *_overlaid(chosen, names), cls="charts")),
+        section("What each measured", _side_by_side(chosen, names)),
+    ]
+    parts.append(section("Benchmarks, on the same tasks", *_differences(chosen, names)))
+    dropped = note(f"Only the first {COMPARED} are shown.", "warning") if len(several) > COMPARED else None
+    return View("Compare " + ", ".join(names), join(dropped, *parts))
+
+
+def _stages(run: Run) -> list[Stage]:
+    with contextlib.suppress(UserError):
+        return run.stages
+    return []
+
+
+def _overlaid(several: Sequence[Run], names: Sequence[str]) -> list[Html]:
+    """Return the curves that at least two runs have, of stages of one name, over each other."""
+    drawn = []
+    wanted = {"loss": "", "reward": "", "solved": "percent", "best_of_group": "percent", "entropy": "", "kl": ""}
+    stages = list(dict.fromkeys(stage.name for each in several for stage in _stages(each) if stage.state != "waiting"))
+    for stage in stages:
+        found = {
+            name: each.stage(stage)
+            for name, each in zip(names, several, strict=True)
+            if stage in {s.name for s in _stages(each)}
+        }
+        for column, look in wanted.items():
+            lines = {name: points for name, each in found.items() if (points := metrics_of(each).points(column))}
+            if len(lines) > 1:
+                drawn.append(curve(f"{stage}: {column.replace('_', ' ')}", lines, look=look))
+    return drawn or [note("No stage of the same name has numbers in two of them.", "empty")]
+
+
+def _side_by_side(several: Sequence[Run], names: Sequence[str]) -> Html:
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for name, each in zip(names, several, strict=True):
+        stages = _stages(each)
+        for at, stage in enumerate(stages):
+            for line in measured(stage, stages[:at]):
+                rows.setdefault((stage.name, line.what), {})[name] = " ".join(
+                    p for p in (line.value, line.change, line.verdict) if p
+                )
+    return table(
+        ("stage", "measured", *names),
+        [(*key, *(cells.get(name, "–") for name in names)) for key, cells in rows.items()],
+    )
+
+
+def _differences(several: Sequence[Run], names: Sequence[str]) -> list[Html]:
+    """Return how far the benchmarks of the same name lie apart, in pairs of tasks, with 95 % intervals."""
+    rows: list[tuple[str, str, str, Content]] = []
+    for (one, run_one), (other, run_other) in combinations(zip(names, several, strict=True), 2):
+        here = {each.name: each for each in _stages(run_one) if each.kind == "bench" and each.has("trials.jsonl")}
+        for stage in (each for each in _stages(run_other) if each.name in here and each.has("trials.jsonl")):
+            try:
+                scored = Scored(read_together([here[stage.name].folder, stage.folder]))
+            except UserError as error:
+                rows.append((stage.name, f"{one} − {other}", str(error), ""))
+                continue
+            first, second = (_own_model(scored, each) for each in (here[stage.name], stage))
+            apart = scored.apart(first, second)
+            rows.append(
+                (
+                    stage.name,
+                    f"{one} − {other}",
+                    f"{points(apart)} points" if apart else "no common tasks",
+                    apart.tasks if apart else "",
+                )
+            )
+    about = "Difference of avg@k in percentage points with its 95 % interval, on the tasks of both."
+    return [note(about), table(("benchmark", "pair", "difference", ">tasks"), rows)]
+
+
+def _own_model(scored: Scored, stage: Stage) -> str:
+    """Return what the first model of a benchmark is called where several benchmarks are read together."""
+    name = read_results(stage.folder).models[0]
+    return name if name in scored.valid else f"{name} ({stage.folder})"
