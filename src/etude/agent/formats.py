@@ -484,7 +484,7 @@ class ChatFormat:
     def opening(self, system: str, tools: Sequence[ToolSpec], task: str) -> list[int]:
         """Return the tokens up to where the policy's first turn begins."""
         explained = self.style.explain(tools) if isinstance(self.style, PlainCalls) else ""
-        shown = [] if explained else [_schema(tool) for tool in tools]
+        shown = [] if explained else [schema(tool) for tool in tools]
         return self.talk.opening("\n\n".join(part for part in (system, explained) if part), shown, task)
 
     def following(self, last: Sequence[int], messages: Sequence[tuple[str, str]]) -> list[int]:
@@ -552,7 +552,8 @@ def _native(tokeniser: Any) -> ChatFormat:
     raise UserError("the chat template shows calls neither as JSON nor as tags between <tool_call> and </tool_call>")
 
 
-def _schema(tool: ToolSpec) -> dict[str, Any]:
+def schema(tool: ToolSpec) -> dict[str, Any]:
+    """Return a tool as chat templates are told of it."""
     kinds = {str: "string", int: "integer"}
     properties = {each.name: {"type": kinds[each.kind], "description": each.about} for each in tool.parameters}
     required = [each.name for each in tool.parameters if each.required]

@@ -40,10 +40,11 @@ from etude.files import canonical_json, sha256_file, write_json, write_text
 from etude.work import Unit, cores
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from etude.data.filter_documents import Maker
     from etude.data.manifest import ShardEntry
-    from etude.data.settings import DataSettings
+    from etude.data.settings import DataSettings, SourceSettings
     from etude.data.sources import OpenSource
     from etude.work import Work
 
@@ -63,6 +64,7 @@ class Build:
     work: Work
     seed: int
     base: Path | None  # the model whose tokeniser is used, and who writes replay
+    maker: Callable[[SourceSettings], Maker] | None = None  # of repairs, for sources that ask for them
     entries: dict[str, SourceEntry] = field(default_factory=dict)  # by source
     shards: list[ShardEntry] = field(default_factory=list)
     histogram: dict[str, Counter[int]] = field(default_factory=dict)  # documents by domain and log₂ of their tokens
@@ -86,15 +88,8 @@ class Build:
             from etude.data.replay import check_length
 
             check_length(self.base, self.data.replay)
-        most, cache, reporter = self.data.filters.max_bytes, self.work.cache, self.work.reporter
-        sources = {source.name: open_source(source, most, cache, reporter) for source in self.data.source}
-        with self.work.timed("filter"):
-            units = self._filter(sources)
-        samples = Samples(self.data.samples)
-        with self.work.timed("compare"):
-            drop_duplicates(units, self.data, self.entries, self.work.folder / UNITS, samples)
-        for entry in self.entries.values():
-            refuse_empty(entry)
+        reporter = self.work.reporter
+        units, samples = self.compared()
         heldout = hold_out(units, self.data, self.entries, self.seed)
         if self.data.tokeniser.source == "train" and not self._tokeniser.exists():
             reporter.say("data: training a tokeniser")
@@ -106,6 +101,19 @@ class Build:
             self._pack(units, encoder.vocabulary, separator)
         self._say_held_out()
         self._account(units, samples, encoder.vocabulary, separator, exact=exact)
+
+    def compared(self) -> tuple[list[UnitJob], Samples]:
+        """Read and filter the sources, and drop duplicates: the documents that stay, unit by unit, and samples of the others."""
+        most, cache, reporter = self.data.filters.max_bytes, self.work.cache, self.work.reporter
+        sources = {source.name: open_source(source, most, cache, reporter) for source in self.data.source}
+        with self.work.timed("filter"):
+            units = self._filter(sources)
+        samples = Samples(self.data.samples)
+        with self.work.timed("compare"):
+            drop_duplicates(units, self.data, self.entries, self.work.folder / UNITS, samples)
+        for entry in self.entries.values():
+            refuse_empty(entry)
+        return units, samples
 
     @property
     def _tokeniser(self) -> Path:
@@ -151,7 +159,10 @@ class Build:
         jobs: list[UnitJob] = []
         for source in self.data.source:
             for parts in units_of(sources[source.name].parts):
-                jobs.append(UnitJob(source, self.data, parts, index, self.work.folder / UNITS / f"{len(jobs):05d}"))
+                maker = self.maker(source) if self.maker and source.kind == "repair" else None
+                jobs.append(
+                    UnitJob(source, self.data, parts, index, self.work.folder / UNITS / f"{len(jobs):05d}", maker)
+                )
         units = [Unit(f"filter/{job.folder.name}", job, max(job.size, 1)) for job in jobs]
         self.work.parallel("data: filtering", units, "B", filter_unit, self.data.workers or cores())
         for source in self.data.source:

@@ -74,6 +74,7 @@ class _Message(Strict):
 class _Line(BaseModel):
     messages: list[_Message] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
+    group: str = ""  # what is held out together
 
     @model_validator(mode="after")
     def _check(self) -> _Line:
@@ -129,7 +130,7 @@ def _conversation(line: bytes, origin: str) -> Conversation:
         fault = first["msg"].removeprefix("Value error, ")
         raise UserError(f"{origin}: {' '.join(['.'.join(place), fault]).strip()}") from None
     messages = [{**each.model_dump(exclude_none=True), "content": each.content or ""} for each in row.messages]
-    return Conversation(messages, row.tools or [], origin)
+    return Conversation(messages, row.tools or [], origin, row.group)
 
 
 def split(every: Sequence[Conversation], share: float, seed: int) -> tuple[list[Conversation], list[Conversation]]:

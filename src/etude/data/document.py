@@ -39,6 +39,9 @@ class Document:
     kind: str = "file"  # file, commit or row
     language: str = ""  # tag of the library `identify`: python, markdown, plain-text, …
     licence: str = UNKNOWN  # SPDX expression
+    identity: str = (
+        ""  # what duplicates are compared by, if not by the text: the repair of one function is one in any surroundings
+    )
     evidence: str = ""  # for the licence: spdx-tag, header, text-hash, classifier, metadata, declared
 
 

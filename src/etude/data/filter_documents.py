@@ -16,10 +16,12 @@ the dear ones see little, and no step reads what an earlier one dropped:
 7. `private`: secrets and personal data are replaced, not dropped; in batches, because the detector is a program to start.
    Before duplicates, so that two copies that differ in a scrubbed address only count as copies.           filters/private.py
 8. `contamination`, against benchmark tasks: needs to see final texts, as `deduplicate.py` does.     filters/contamination.py
+9. `repair`: where a source asks for it, each document gives way to what is made of it.                     tasks/repairs.py
 """
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import hashlib
 import re
@@ -29,7 +31,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -44,11 +46,20 @@ from etude.data.manifest import SourceEntry
 from etude.files import publish_folder, read_json, write_json
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from etude.data.filters.contamination import TaskIndex
     from etude.data.settings import DataSettings, SourceSettings
+
+    class Maker(Protocol):
+        """Makes documents of documents, those of one unit in their order. A copy of it works on each unit."""
+
+        def make(self, document: Document, made: Counter[str]) -> list[Document] | str:
+            """Return what is made of one document, or why nothing is; count what was made, and what could not be."""
+            ...
+
 
 UNIT_BYTES = 64_000_000
 BATCH_BYTES = 48_000_000  # of text held in memory at once: the secret detector takes a second to start for each batch
@@ -68,6 +79,7 @@ class UnitJob:
     parts: list[Part]
     tasks: TaskIndex
     folder: Path  # where its result goes
+    maker: Maker | None = None  # of what is made from its documents, if they are not what is wanted
 
     @property
     def size(self) -> int:
@@ -106,6 +118,7 @@ class _Filtering:
         self.hits: list[dict[str, Any]] = []  # documents that share code with benchmark tasks
         self.seconds: dict[str, float] = defaultdict(float)  # by step
         self.clock = time.perf_counter()
+        self.maker = copy.deepcopy(job.maker)
 
     def run(self) -> dict[str, Any]:
         """Write the unit's folder, whole or not at all."""
@@ -184,7 +197,30 @@ class _Filtering:
         self._timed("private")
         kept = [document for document in batch if not self._contaminated(document)]
         self._timed("contamination")
-        texts = [document.text for document in kept]
+        if self.maker is None:
+            self._write(kept, work, writer)
+            return
+        made = chain.from_iterable(map(self._made, kept))
+        for some in chain(in_groups(made, lambda each: max(len(each.text), SMALLEST), BATCH_BYTES), [[]]):
+            self._timed("make")
+            self._write(some, work, writer)
+
+    def _made(self, document: Document) -> list[Document]:
+        """Return what is made of a document, which comes in in its place."""
+        assert self.maker is not None
+        made, size = self.maker.make(document, self.entry.made), len(document.text.encode())
+        if isinstance(made, str):
+            self._drop(Drop(document.repository, document.path, "repair", made, size, document.text[:EXCERPT]))
+            return []
+        self.entry.made_of += 1
+        self.entry.add(
+            {"documents_in": len(made) - 1, "bytes_in": sum(len(each.text.encode()) for each in made) - size}
+        )
+        return made
+
+    def _write(self, kept: list[Document], work: Path, writer: pq.ParquetWriter) -> None:
+        """Sign documents and write them."""
+        settings, texts = self.job.data, [document.identity or document.text for document in kept]
         _append(work / HASHES, np.array([text_hash(text) for text in texts], np.uint64))
         self._timed("hashes")
         if settings.duplicates.near:
@@ -192,7 +228,7 @@ class _Filtering:
             _append(work / SIGNATURES, matrix)
             _append(work / KEYS, band_keys(matrix, settings.duplicates))
         self._timed("signatures")
-        sizes = [len(text.encode()) for text in texts]
+        sizes = [len(document.text.encode()) for document in kept]
         self.entry.add({"kept": len(kept), "kept_bytes": sum(sizes)})
         columns = {name: [getattr(document, name) for document in kept] for name in Document.__slots__}
         writer.write_table(pa.table({**columns, "bytes": sizes}, schema=SCHEMA))

@@ -57,8 +57,12 @@ class SourceEntry(Entry):
     text_bytes: Counter[str] = Counter(train=0, heldout=0)  # what bits per byte are counted over
     tokens_in: int = 0  # estimated: the text that came in, at the bytes a token of what stayed
     fim: int = 0  # files with their middle at the end
+    made_of: int = 0  # files, or commits, that gave way to the examples made of them
+    made: Counter[str] = (
+        Counter()
+    )  # examples by what is wrong in them, and by reason what could not be made; before duplicates go
 
-    @field_serializer("drops", "dropped_bytes", "scrubbed", "licences", "languages", "evidence")
+    @field_serializer("drops", "dropped_bytes", "scrubbed", "licences", "languages", "evidence", "made")
     def _largest_first(self, counts: Counter[str]) -> dict[str, int]:
         return dict(sorted((+counts).items(), key=lambda entry: (-entry[1], entry[0])))
 

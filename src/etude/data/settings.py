@@ -30,6 +30,19 @@ class Settings(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
 Licences = Literal["permissive", "copyleft", "any"] | list[str]
 
 
+class RepairSettings(Settings):
+    """Examples of repairs made from code: functions with an error in one of them, or in none, and the answer."""
+
+    each: int = Field(
+        4, ge=1, le=32, description="errors made in a function, at most, one an example and each of another kind"
+    )
+    nothing_wrong: float = Field(
+        0.1, ge=0, le=0.5, description="share of examples in which nothing is wrong, and the answer says so"
+    )
+    functions: int = Field(4, ge=1, description="functions shown at most, neighbours in their file")
+    characters: int = Field(3000, ge=200, description="characters of code shown at most")
+
+
 class SourceSettings(Settings):
     """One place documents come from: exactly one of folder, git, pypi, jsonl, parquet and dataset."""
 
@@ -50,6 +63,10 @@ class SourceSettings(Settings):
     folder: str | None = Field(None, description="a folder with files")
     git: str | None = Field(None, description="a git repository: a folder, or anything git can clone")
     revision: str = Field("HEAD", description="git: the commit, tag or branch to read")
+    kind: Literal["files", "repair"] = Field(
+        "files", description="the files as they are, or repairs made of their functions"
+    )
+    repair: RepairSettings = RepairSettings()
     history: int = Field(0, ge=0, description="git: read this many last commits (message and diff) instead of files")
     reports: str | None = Field(None, description="git history: where bug reports lie, such as issues/{number}.md")
     pypi: list[str] = Field([], description="packages at versions: name==version")
@@ -89,6 +106,10 @@ class SourceSettings(Settings):
             if given and location not in places:
                 where = " and ".join(sorted(places))
                 raise ValueError(f"`{key}` has no effect on a source with `{location}`; it is for {where}")
+        if self.kind == "files" and self.repair != RepairSettings():
+            raise ValueError('`repair` has no effect on a source of files; it is for kind = "repair"')
+        if self.kind == "repair" and self.keep != "all":
+            raise ValueError("`keep` has no effect on repairs: they are made of code")
         if self.reports and not self.history:
             raise ValueError("`reports` goes with `history`")
 

@@ -147,7 +147,7 @@ def open_git(settings: SourceSettings, most_bytes: int, cache: Path, reporter: R
     files, blobs = _files(folder, commit, most_bytes), partial(_blobs, folder)
     licences = licences_among(files, blobs)
     if settings.history:
-        history = History(folder, commit, settings.reports, most_bytes)
+        history = History(folder, commit, settings.reports, most_bytes, whole=settings.kind == "repair")
         parts = share_out(name, history.commits(settings.history), partial(map, history.document), licences, "commit")
     else:
         parts = share_out(name, files, blobs, licences)
@@ -239,6 +239,7 @@ class History:
     commit: str
     reports: str | None
     most_bytes: int
+    whole: bool = False  # show functions whole that a change is in
 
     def commits(self, most: int) -> list[Entry]:
         """List the last ones that are no merges, oldest first; a broken one hides all that are older."""
@@ -254,10 +255,10 @@ class History:
 
     def document(self, commit: str) -> bytes | str:
         """Return a commit as a document, or why it is none."""
-        whole = self._output(*CHANGES, commit)
-        if isinstance(whole, str):
-            return whole
-        message, _, changes = whole.partition(b"\0")
+        shown = self._output(*CHANGES, *["--function-context"] * self.whole, commit)
+        if isinstance(shown, str):
+            return shown
+        message, _, changes = shown.partition(b"\0")
         files = re.split(rb"^(?=diff --git )", changes, flags=re.MULTILINE)[1:]
         textual = OBJECT_NAMES.sub(b"", b"".join(file for file in files if b"\n@@ " in file))
         if not textual:

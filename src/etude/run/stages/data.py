@@ -16,6 +16,7 @@ from etude.lineage.record import DataUse
 from etude.models.load import choose_device
 from etude.report.corpus import shown, write_report
 from etude.run.stage import Ahead, Job, Outcome, Stage
+from etude.tasks.repairs import Repairs, benchmark_packages
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -33,6 +34,7 @@ class DataStage(Stage):
         for source in settings.source:
             identify_source(source)
         read_tasks(_tasks(settings))
+        benchmark_packages(_tasks(settings))
         for folder in _tokeniser(settings):
             if not folder.is_dir():
                 named = settings.tokeniser.source
@@ -58,7 +60,9 @@ class DataStage(Stage):
         }
 
     def run(self, settings: DataSettings, job: Job) -> Outcome:
-        manifest = Build(settings, job.work, _seed(settings, job.seed), job.parent.folder if job.parent else None).run()
+        seed, named = _seed(settings, job.seed), benchmark_packages(_tasks(settings))
+        base = job.parent.folder if job.parent else None
+        manifest = Build(settings, job.work, seed, base, lambda source: Repairs(source.repair, seed, named)).run()
         write_report(job.work.folder, job.work.folder, in_run=True)
         teachers = [job.model] if any(source.generated_by for source in manifest.sources) else []
         return Outcome(

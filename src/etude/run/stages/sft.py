@@ -11,11 +11,13 @@ from pydantic import Field, model_validator
 
 from etude.data.chat import ChatTemplate, choose_template, conversations_from_code, pack_chat, read_conversations, split
 from etude.data.codebase import read_codebase
+from etude.data.filters.contamination import read_tasks
 from etude.data.filters.licence import canonical
 from etude.data.heldout import choose_heldout
 from etude.data.loader import Batch, Corpus, Loader
+from etude.data.sources import identify_source
 from etude.errors import UserError
-from etude.files import digest_of, link_or_copy, sha256_file
+from etude.files import digest_of, files_below, link_or_copy, sha256_file
 from etude.models.load import load_tokeniser, tell_apart
 from etude.models.shape import model_shape
 from etude.progress import counted
@@ -25,6 +27,7 @@ from etude.run.stage import Job, Outcome, code_used, file_used
 from etude.run.stages.training import TrainingStage
 from etude.tasks.demos import DemoSettings, licences_of, make_demos, read_samples, refuse_benchmarks, tokeniser_digest
 from etude.tasks.manifest import find_manifest, picked, read_rows
+from etude.tasks.repairs import ACCOUNT, TalkSettings, benchmark_packages, licences_of_talks, make_talks
 from etude.training.settings import JointMtpSettings, LoraSettings, OptimiserSettings, TrainSettings, mtp_or_lora
 
 if TYPE_CHECKING:
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
     from etude.work import Work
 
 CONTEXT = 2048  # longest default row
-DEMOS, QUESTIONS = "demos", "questions"  # the folders they are made in
+DEMOS, QUESTIONS, REPAIRS = "demos", "questions", "repairs"  # the folders they are made in
 
 
 class SftSettings(TrainSettings):
@@ -50,6 +53,7 @@ class SftSettings(TrainSettings):
     traces: list[str] = Field(default=[], description="JSONL files of episodes, from `etude tasks demos`")
     demos: DemoSettings | None = Field(default=None, description="demonstrations to make and train on")
     questions: QuestionDemoSettings | None = Field(default=None, description="question sets to answer and train on")
+    repairs: TalkSettings | None = Field(default=None, description="repairs to make of code and train on")
     code: str | None = Field(default=None, description="folder of Python code to make conversations from")
     licence: str | None = Field(default=None, description="SPDX expression of `conversations` and `code`")
     template: str = Field(default="auto", description="chat template: auto (base or chatml), base, chatml, a .jinja")
@@ -64,8 +68,8 @@ class SftSettings(TrainSettings):
     @model_validator(mode="after")
     def _has_data(self) -> SftSettings:
         mtp_or_lora(self)
-        if not (self.conversations or self.traces or self.demos or self.questions or self.code):
-            ways = "name `conversations` or `traces` (JSONL files), `demos`, `questions`, or a folder of `code`"
+        if not (self.conversations or self.traces or self.demos or self.questions or self.repairs or self.code):
+            ways = "name `conversations` or `traces` (JSONL files), `demos`, `questions`, `repairs`, or a folder of `code`"
             raise ValueError(f"nothing to train on; {ways}")
         if self.shares:
             raise ValueError("`shares` has no effect here: the corpus is only measured on")
@@ -95,6 +99,8 @@ class SftStage(TrainingStage):
             picked(f"sft.demos: {manifest}", read_rows(manifest)[2], settings.demos.only)
         if settings.questions:
             settings.questions.read()
+        if settings.repairs:
+            _identity(settings.repairs)
         if settings.template not in {"auto", "base", "chatml"} and not Path(settings.template).is_file():
             named = f"sft.template {settings.template!r}"
             raise UserError(f'{named} is not "auto", "base", "chatml" or a file (looked in {Path.cwd()})')
@@ -112,7 +118,8 @@ class SftStage(TrainingStage):
         content += [read_codebase(Path(settings.code).expanduser()).digest] if settings.code else []
         content += [settings.questions.read().digest] if settings.questions else []
         inputs = super().inputs(settings, parent_digest, seed)
-        paths = {"conversations", "traces", "code", "demos", "questions"}
+        content += [digest_of(_identity(settings.repairs))] if settings.repairs else []
+        paths = {"conversations", "traces", "code", "demos", "questions", "repairs"}
         kept = {k: v for k, v in inputs["settings"].items() if k not in paths}
         if settings.demos:
             kept["demos"] = settings.demos.model_dump(mode="json", exclude={"tasks"})
@@ -140,6 +147,14 @@ class SftStage(TrainingStage):
             made = job.work.folder.absolute() / QUESTIONS / settings.questions.path.name
             demonstrate(settings.questions, tokeniser, tokeniser_digest(tokeniser), made, job.work.reporter.say)
             settings = settings.model_copy(update={"traces": [*settings.traces, str(made)]})
+        if settings.repairs:
+            work = job.work
+            place = work.folder.parent / f".{REPAIRS}-{digest_of([*_identity(settings.repairs), job.seed])[:16]}"
+            file = make_talks(settings.repairs, place, work.cache, work.reporter, job.seed)
+            for each in (file, file.with_name(ACCOUNT)):
+                link_or_copy(each, work.folder / REPAIRS / each.name)
+            made_of = str((work.folder / REPAIRS / file.name).absolute())
+            settings = settings.model_copy(update={"conversations": [*settings.conversations, made_of]})
         return super().run(settings, job)
 
     def train(self, training: Training, world: World, work: Work | None) -> None:
@@ -197,6 +212,9 @@ class SftStage(TrainingStage):
         for name in [*settings.conversations, *settings.traces]:
             path = Path(name).expanduser()
             known = licences_of(path) if name in settings.traces else _stated(settings, path.stat().st_size)
+            if settings.repairs and path.parent == job.work.folder.absolute() / REPAIRS:
+                uses.append(file_used(path, "repairs", licences_of_talks(path)))
+                continue
             use = file_used(path, path.name, known)
             if settings.demos and path.parent == job.work.folder.absolute() / DEMOS:  # a place that is soon another
                 tasks = Path(settings.demos.tasks).expanduser()
@@ -211,6 +229,16 @@ class SftStage(TrainingStage):
             code = read_codebase(folder)
             uses.append(code_used(folder, code, _stated(settings, code.bytes)))
         return uses
+
+
+def _identity(repairs: TalkSettings) -> list[Any]:
+    """Return what decides the repairs that are made; refuse sources and tasks that are not there."""
+    tasks = [Path(name).expanduser() for name in repairs.contamination.tasks]
+    read_tasks(tasks)
+    benchmark_packages(tasks)
+    files = [file for path in tasks for file in ([path] if path.is_file() else files_below(path))]
+    settings = repairs.model_dump(mode="json", exclude={"contamination": {"tasks"}})
+    return [settings, [identify_source(each) for each in repairs.source], [sha256_file(file) for file in files]]
 
 
 def _stated(settings: SftSettings, size: int) -> dict[str, int]:

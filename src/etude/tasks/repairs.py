@@ -1,0 +1,426 @@
+"""Repairs: functions of any code as their file shows them, an error in one of them or in none, and the answer.
+
+    file ── its functions, each once ──▶ errors by their shares in real fixes ──▶ a window of neighbours ──▶ request and answer
+    commit that says fix ── its functions before and after ──────────────────────────────────────────────▶ request and answer
+
+What is wrong with a function is drawn by its meaning (the digest of its syntax tree without docstring): first a kind, in proportion
+to what people mend (`WEIGHTS` of the operators) among the kinds that it has a place for, then one of these places. So the same function
+in two packages or two versions of one gets the same errors, whatever stands around it, and the second is an exact duplicate; within a
+unit of work it is not looked at again. (A wrong name is one that the file uses, so it may differ between files.) An error must parse and change the meaning. Every example in which nothing is wrong shows a function that is broken in another one,
+under a request from the same templates: the answer can only be told from the code. Their share is exact in every unit of work.
+
+An example is plain text for a corpus (the answer a unified difference, or the lines before and after), or a conversation in the
+agent's own format for SFT (the answer calls of `edit`, which find their text once in the file; or first `read` or `grep`).
+Tasks of a set become conversations too: their errors were noticed by a test, and what it showed is in the request.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import difflib
+import json
+import re
+import shutil
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from textwrap import dedent
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, model_validator
+
+from etude.agent.calls import Call
+from etude.agent.formats import schema
+from etude.agent.harness import SYSTEM
+from etude.agent.tools import SPECS
+from etude.data.build import Build
+from etude.data.document import Document
+from etude.data.heldout import draw
+from etude.data.manifest import SourceEntry
+from etude.data.settings import (
+    ContaminationSettings,
+    DataSettings,
+    DuplicateSettings,
+    RepairSettings,
+    Settings,
+    SourceSettings,
+)
+from etude.data.tokenise import read_kept
+from etude.files import digest_of, read_json, whole_file, write_json
+from etude.jsonl import MetricsLog
+from etude.syntax import parse_python
+from etude.tasks.generators.mutation import WEIGHTS, sites_of
+from etude.tasks.generators.parsed import Cut, Function, Parsed, cut_text, is_test_path, shape
+from etude.tasks.manifest import read_rows
+from etude.tasks.prompts import changes, phrases
+from etude.work import Work
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Iterator, Sequence
+
+    from etude.progress import Reporter
+    from etude.tasks.generators.mutation import Site
+    from etude.tasks.prompts import Change
+
+SHORTEST, LONGEST = 3, 80  # lines of a function that is broken
+MOST_FIXED = 10  # lines of a fix
+NOTHING = "nothing wrong"
+CONVERSATIONS, ACCOUNT = "repairs.jsonl", "repairs-manifest.json"
+FIX = re.compile(r"\b(fix(e[sd])?|bug|regression|crash(es|ed)?|wrong(ly)?|incorrect(ly)?)\b", re.IGNORECASE)
+NO_FIX = re.compile(
+    r"\b(typo|docs?|docstrings?|documentation|readme|changelog|lint|flake8|pep ?8|mypy|typing|annotations?|tests?|ci|travis|build|"
+    r"style|format(ting)?|spelling|grammar|comments?|warnings?|coverage|imports?|pylint|ruff|release|merge|revert)\b",
+    re.IGNORECASE,
+)
+NOT_PYTHON = (SyntaxError, ValueError, RecursionError)
+
+
+class TalkSettings(Settings):
+    """Repairs as conversations, for SFT."""
+
+    source: list[SourceSettings] = Field(
+        min_length=1, description="code to make repairs of, as the sources of a corpus"
+    )
+    tools: list[Literal["read", "grep", "edit"]] = Field(
+        ["edit"], description="tools offered; with read and grep half the requests show no code"
+    )
+    contamination: ContaminationSettings = ContaminationSettings()
+
+    @model_validator(mode="after")
+    def _usable(self) -> TalkSettings:
+        if "edit" not in self.tools:
+            raise ValueError("repairs are answered with calls of `edit`; name it in `tools`")
+        if wrong := [each.name for each in self.source if each.kind != "repair"]:
+            raise ValueError(f'the source {wrong[0]!r} must have kind = "repair"')
+        return self
+
+
+@dataclass(frozen=True)
+class Repair:
+    """One example. `file` is the text the agent's tools see: a whole file, or all that is known of it."""
+
+    path: str
+    name: str  # of the function that is broken, or could be
+    file: str  # broken, if anything is
+    fixed: str
+    first: int  # lines of `file` that are shown
+    last: int
+    kind: str
+    subject: str = ""  # of the commit
+    seen: str = ""  # of a failing test
+
+    @cached_property
+    def code(self) -> str:
+        """The lines that are shown."""
+        return "".join(self.file.splitlines(keepends=True)[self.first - 1 : self.last]).rstrip("\n") + "\n"
+
+    @cached_property
+    def changes(self) -> list[Change]:
+        return changes(self.path, self.file, self.fixed) if self.file != self.fixed else []
+
+    @property
+    def facts(self) -> dict[str, str]:
+        return {"path": self.path, "name": self.name, "code": self.code, "subject": self.subject, "seen": self.seen}
+
+
+class Repairs:
+    """Makes the repairs of one unit of work. `talk`: conversations with these tools; `benchmarks`: packages not made use of."""
+
+    def __init__(
+        self, settings: RepairSettings, seed: int, benchmarks: frozenset[str], talk: Sequence[str] | None = None
+    ) -> None:
+        self.settings, self.seed, self.benchmarks, self.talk = settings, seed, benchmarks, talk
+        self.known: set[str] = set()  # functions
+        self.owed = 0.0  # examples in which nothing is wrong
+
+    def make(self, document: Document, made: Counter[str]) -> list[Document] | str:
+        """Return the examples made of a file or a commit, or why there are none."""
+        folders = {
+            _plain(part) for part in [re.sub(r"-v?\d.*", "", document.repository), *document.path.split("/")[:-1]]
+        }
+        if folders & self.benchmarks:
+            return "named as a package of a benchmark"
+        if document.kind == "commit":
+            found = of_commit(document.text)
+            if isinstance(found, str):
+                return found
+            repairs = [(found, digest_of([found.file, found.fixed]))]
+        else:
+            if not document.path.endswith(".py") or is_test_path(document.path):
+                return "not Python" if not document.path.endswith(".py") else "tests"
+            try:
+                repairs = list(self._of_file(Parsed(document.path, document.text), made))
+            except NOT_PYTHON:
+                return "not Python of this version"
+        made.update(repair.kind for repair, _ in repairs)
+        return [self._written(repair, identity, document) for repair, identity in repairs] or "no function to break"
+
+    def _of_file(self, file: Parsed, made: Counter[str]) -> Iterator[tuple[Repair, str]]:
+        """Yield the repairs of a file's functions, each with what makes it the same as another."""
+        functions = {name: node for name, node in file.definitions if isinstance(node, Function)}
+        sites: dict[str, list[Site]] = {}
+        for site in sites_of(file):
+            sites.setdefault(site.function, []).append(site)
+        twice = Counter(name for name, _ in file.definitions)
+        for name, mine in sites.items():
+            node = functions[name]
+            if not SHORTEST <= (node.end_lineno or 0) - node.lineno + 1 <= LONGEST or twice[name] > 1:
+                made["left out: function too short, too long or not the only one of its name"] += 1
+                continue
+            meaning = digest_of(shape(_without_docstring(node)))
+            if meaning in self.known:
+                made["left out: function again"] += 1
+                continue
+            self.known.add(meaning)
+            rng, right = draw(self.seed, "repair", meaning), 0
+            for kind, text, identity in broken_versions(file, node, mine, self.settings.each, rng, made):
+                repair = self._shown(file, node, functions, kind, name, text, rng)
+                if repair is None:
+                    made["left out: the edit would need lines that are not shown"] += 1
+                    continue
+                yield repair, digest_of([meaning, identity])
+                self.owed += self.settings.nothing_wrong / (1 - self.settings.nothing_wrong)
+                if self.owed >= 1 - 1e-9:
+                    self.owed -= 1
+                    last = repair.last + file.text.count("\n") - repair.file.count("\n")
+                    right += 1
+                    yield replace(repair, file=file.text, kind=NOTHING, last=last), digest_of([meaning, NOTHING, right])
+
+    def _shown(
+        self,
+        file: Parsed,
+        node: Function,
+        functions: dict[str, Function],
+        kind: str,
+        name: str,
+        text: str,
+        rng: random.Random,
+    ) -> Repair | None:
+        """Return a repair with a window around the function; None if the edit that mends it needs more than is shown."""
+        starts = sorted((file.first_line(each), each.end_lineno or 0) for each in functions.values())
+        here, count = (
+            starts.index((file.first_line(node), node.end_lineno or 0)),
+            rng.randint(1, self.settings.functions),
+        )
+        before = rng.randint(0, count - 1)
+        rows = file.lines
+        first, last = starts[here]
+        for one, two in [*reversed(starts[max(0, here - before) : here]), *starts[here + 1 : here + count - before]]:
+            if sum(map(len, rows[min(first, one) - 1 : max(last, two)])) <= self.settings.characters:
+                first, last = min(first, one), max(last, two)
+        if sum(map(len, rows[first - 1 : last])) > self.settings.characters:
+            return None
+        last += text.count("\n") - file.text.count("\n")
+        repair = Repair(file.path, name, text, file.text, first, last, kind)
+        return (
+            repair if all((each.old or "") in repair.code and each.new is not None for each in repair.changes) else None
+        )
+
+    def _written(self, repair: Repair, identity: str, document: Document) -> Document:
+        rng = draw(self.seed, "words", identity)
+        text = as_document(repair, rng) if self.talk is None else json.dumps(
+            {"messages": conversation(repair, self.talk, rng), "tools": [schema(SPECS[each]) for each in self.talk],
+             "group": document.repository}, ensure_ascii=False)  # fmt: skip
+        path = f"{document.path}#{repair.name}-{repair.kind}-{identity[:8]}".replace(" ", "-")
+        licence, evidence = document.licence, document.evidence
+        return Document(
+            document.repository, path, text, "repair", licence=licence, identity=identity, evidence=evidence
+        )
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _without_docstring(node: Function) -> Function:
+    whole = copy.copy(node)
+    whole.body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
+    return whole
+
+
+def broken_versions(
+    file: Parsed, node: Function, sites: Sequence[Site], most: int, rng: random.Random, made: Counter[str]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield up to `most` kinds of errors, with the broken text of the file and that of the function.
+
+    A kind is drawn by its share in real fixes among those that the function has a place for, each kind once; then one of its places.
+    """
+    by_kind: dict[str, list[Site]] = {}
+    for site in sites:
+        by_kind.setdefault(site.kind, []).append(site)
+    begin, end = file.starts[node.lineno - 1], file.starts[node.end_lineno or 0]
+    whole = file.content[begin:end].decode()
+    meaning = shape(parse_python(dedent(whole)))
+    while by_kind and most:
+        kind = rng.choices([*by_kind], [WEIGHTS[each] for each in by_kind])[0]
+        cuts = rng.choice(by_kind.pop(kind)).cuts
+        if not all(begin <= cut.first and cut.last <= end for cut in cuts):
+            continue
+        broken = cut_text(whole, [Cut(first - begin, last - begin, new) for first, last, new in cuts])
+        try:
+            if shape(parse_python(dedent(broken))) == meaning:
+                made["left out: means the same"] += 1
+                continue
+        except NOT_PYTHON:
+            made["left out: does not parse"] += 1
+            continue
+        most -= 1
+        yield kind, file.cut(cuts), dedent(broken)
+
+
+def of_commit(text: str) -> Repair | str:
+    """Return the repair that a commit is, shown with whole functions; or why it is none."""
+    subject = re.search(r"(?m)^commit (.*)$", text)
+    if subject is None or not FIX.search(subject[1]) or NO_FIX.search(subject[1]):
+        return "its message does not say fix"
+    files = re.split(r"(?m)^diff --git ", text)[1:]
+    sources = [each for each in files if (path := _path_of(each)).endswith(".py") and not is_test_path(path)]
+    if len(sources) != 1:
+        return "changes several files, or none of Python"
+    hunks = re.split(r"(?m)^@@ .*\n", sources[0])[1:]
+    if len(hunks) != 1:
+        return "changes several functions"
+    rows = [row for row in hunks[0].split("\n") if not row.startswith("\\")]
+    rows = rows[:-1] if rows[-1] == "" else rows
+    if max(sum(row.startswith(sign) for row in rows) for sign in "+-") > MOST_FIXED:
+        return "changes more lines"
+    before, after = ("".join(row[1:] + "\n" for row in rows if row[:1] != sign) for sign in "+-")
+    try:
+        trees = [parse_python(dedent(each)) for each in (before, after)]
+    except NOT_PYTHON:
+        return "not a whole function"
+    names = [node.name for node in ast.walk(trees[0]) if isinstance(node, Function)]
+    if not names:
+        return "not a whole function"
+    if len({shape(_bare(tree)) for tree in trees}) == 1:
+        return "changes no meaning"
+    said = re.sub(r"\s*\(?#\d+\)?", "", subject[1])[:120]
+    return Repair(_path_of(sources[0]), names[0], before, after, 1, before.count("\n"), "commit", said)
+
+
+def _bare(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        if isinstance(node, Function):
+            node.body = _without_docstring(node).body
+    return tree
+
+
+def _path_of(file: str) -> str:
+    match = re.search(r"(?m)^\+\+\+ b/(.*?)\t?$", file)
+    return match[1] if match else ""
+
+
+def as_document(repair: Repair, rng: random.Random) -> str:
+    """Return a repair as plain text."""
+    words, facts = phrases("repairs.toml"), repair.facts
+
+    def say(part: str, kind: str) -> str:
+        return rng.choice(words[part][kind]).format(**facts)
+
+    head = say("document", "subject" if repair.subject else "request")
+    found = repair.changes
+    if not found:
+        answer = say("said", "nothing")
+    elif rng.random() < 0.5:
+        texts, names = (repair.file.splitlines(), repair.fixed.splitlines()), (f"a/{repair.path}", f"b/{repair.path}")
+        rows = difflib.unified_diff(*texts, *names, lineterm="")
+        answer = f"{say('document', 'diff')}\n\n```diff\n" + "\n".join(rows) + "\n```"
+    else:
+        pieces = [f"```python\n{each.old}\n```\nshould be\n```python\n{each.new}\n```" for each in found]
+        answer = "\n\n".join([say("document", "pair"), *pieces])
+    return f"{head}\n\n```python\n{repair.code}```\n\n{answer}\n"
+
+
+def conversation(repair: Repair, tools: Sequence[str], rng: random.Random) -> list[dict[str, Any]]:
+    """Return the messages of a repair as the agent's harness has them."""
+    words, facts = phrases("repairs.toml"), repair.facts
+    whole = not repair.subject and not repair.seen
+    opened = whole and "read" in tools and rng.random() < 0.5
+    kind = (
+        "subject"
+        if repair.subject
+        else "observed"
+        if repair.seen
+        else rng.choice(["located", "file", "vague"][: 2 if opened else 3])
+    )
+    fits = len(repair.file) <= 2 * len(repair.code) + 1000
+    opened = opened and (fits or (kind == "located" and "grep" in tools))
+    request = rng.choice(words["open" if opened else "shown"][kind]).format(**facts)
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": request}]
+    if opened:
+        messages += _looked_up(repair, fits=fits)
+    found = repair.changes
+    if found:
+        text = repair.file
+        answers = []
+        for each in found:
+            line = text.count("\n", 0, text.index(each.old or "")) + 1
+            text = text.replace(each.old or "", each.new or "", 1)
+            answers.append(f"edited {repair.path} at line {line}; syntax ok")
+        messages += [_calls([each.call() for each in found]), *({"role": "tool", "content": text} for text in answers)]
+    short = found[0].line if len(found) == 1 else {}
+    said = rng.choice(words["said"]["nothing" if not found else "line" if short else "lines"])
+    return [*messages, {"role": "assistant", "content": said.format(**facts, **short)}]
+
+
+def _looked_up(repair: Repair, *, fits: bool) -> list[dict[str, Any]]:
+    """Return the calls, and their answers, that show the code: the file if it is short, else a search and the lines that it finds."""
+    rows, messages, first, last = repair.file.split("\n"), [], 1, repair.file.count("\n")
+    window: dict[str, Any] = {"path": repair.path}
+    if not fits:
+        pattern = f"def {repair.name.rpartition('.')[2]}\\b"
+        matches = [f"{repair.path}:{number}:{row}" for number, row in enumerate(rows, 1) if re.search(pattern, row)]
+        messages = [
+            _calls([Call("grep", {"pattern": pattern, "path": repair.path})]),
+            {"role": "tool", "content": "\n".join(matches)},
+        ]
+        first, last = repair.first, repair.last
+        window |= {"start": first, "end": last}
+    shown = "\n".join(f"{number:5}\t{rows[number - 1]}" for number in range(first, last + 1))
+    return [*messages, _calls([Call("read", window)]), {"role": "tool", "content": shown}]
+
+
+def _calls(calls: Sequence[Call]) -> dict[str, Any]:
+    made = [{"type": "function", "function": {"name": each.name, "arguments": dict(each.arguments)}} for each in calls]
+    return {"role": "assistant", "content": "", "tool_calls": made}
+
+
+def make_talks(settings: TalkSettings, folder: Path, cache: Path, reporter: Reporter, seed: int) -> Path:
+    """Make conversations of all sources, filtered and compared as for a corpus; return their file. Their account is beside it."""
+    file = folder / CONVERSATIONS
+    if file.exists():
+        return file
+    named = benchmark_packages([Path(name).expanduser() for name in settings.contamination.tasks])
+    alike = DuplicateSettings(near=False)  # two repairs of one function are nearly alike, and both are wanted
+    data = DataSettings(source=settings.source, contamination=settings.contamination, duplicates=alike, seed=seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    with MetricsLog(folder / "log.jsonl") as log:
+        work = Work(folder, log, reporter, cache)
+        build = Build(data, work, seed, None, lambda each: Repairs(each.repair, seed, named, settings.tools))
+        units, _ = build.compared()
+    with whole_file(file) as beside, beside.open("w", encoding="utf-8") as lines:
+        for unit in units:
+            for document in chain.from_iterable(read_kept(unit.folder)):
+                lines.write(document.text + "\n")
+                build.entries[unit.source.name].licences[document.licence] += len(document.text.encode())
+        write_json(folder / ACCOUNT, [entry.model_dump(mode="json") for entry in build.entries.values()])
+    shutil.rmtree(units[0].folder.parent)
+    return file
+
+
+def licences_of_talks(file: Path) -> dict[str, int]:
+    """Return the licences of the code that a file of conversations was made of, in bytes of conversations."""
+    return dict(
+        sum((SourceEntry.model_validate(each).licences for each in read_json(file.with_name(ACCOUNT))), Counter[str]())
+    )
+
+
+def benchmark_packages(paths: Sequence[Path]) -> frozenset[str]:
+    """Return the names of the packages whose tasks some manifests of task sets hold; other files name none."""
+    files = [path for path in paths if path.is_file() and path.suffix == ".jsonl"]
+    rows = chain.from_iterable(read_rows(path)[1] for path in files if b'"codebase"' in path.read_bytes())
+    return frozenset(_plain(row["codebase"].partition("==")[0]) for row in rows)
