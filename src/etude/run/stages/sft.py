@@ -69,7 +69,9 @@ class SftSettings(TrainSettings):
     def _has_data(self) -> SftSettings:
         mtp_or_lora(self)
         if not (self.conversations or self.traces or self.demos or self.questions or self.repairs or self.code):
-            ways = "name `conversations` or `traces` (JSONL files), `demos`, `questions`, `repairs`, or a folder of `code`"
+            ways = (
+                "name `conversations` or `traces` (JSONL files), `demos`, `questions`, `repairs` or a folder of `code`"
+            )
             raise ValueError(f"nothing to train on; {ways}")
         if self.shares:
             raise ValueError("`shares` has no effect here: the corpus is only measured on")
@@ -87,25 +89,10 @@ class SftStage(TrainingStage):
 
     def check(self, settings: SftSettings) -> None:
         """Refuse files that are not there, or not what they should be: stages before this one may take days."""
-        for field in ("conversations", "traces"):
-            for name in getattr(settings, field):
-                if not Path(name).expanduser().is_file():
-                    raise UserError(f"sft.{field}: {name!r} is not a file (looked in {Path.cwd()})")
-        for name in settings.conversations:
-            read_conversations(Path(name).expanduser())
-        if settings.demos:
-            manifest = find_manifest(settings.demos.tasks, "sft.demos.tasks")
-            refuse_benchmarks(manifest)
-            picked(f"sft.demos: {manifest}", read_rows(manifest)[2], settings.demos.only)
-        if settings.questions:
-            settings.questions.read()
-        if settings.repairs:
-            _identity(settings.repairs)
+        _refuse_sources(settings)
         if settings.template not in {"auto", "base", "chatml"} and not Path(settings.template).is_file():
             named = f"sft.template {settings.template!r}"
             raise UserError(f'{named} is not "auto", "base", "chatml" or a file (looked in {Path.cwd()})')
-        if settings.code:
-            read_codebase(Path(settings.code).expanduser())
         if settings.licence and canonical(settings.licence) is None:
             raise UserError(f"sft.licence: {settings.licence!r} is not an SPDX expression, such as Apache-2.0 or MIT")
 
@@ -229,6 +216,26 @@ class SftStage(TrainingStage):
             code = read_codebase(folder)
             uses.append(code_used(folder, code, _stated(settings, code.bytes)))
         return uses
+
+
+def _refuse_sources(settings: SftSettings) -> None:
+    """Refuse conversations that are not there, and what none can be made of."""
+    for field in ("conversations", "traces"):
+        for name in getattr(settings, field):
+            if not Path(name).expanduser().is_file():
+                raise UserError(f"sft.{field}: {name!r} is not a file (looked in {Path.cwd()})")
+    for name in settings.conversations:
+        read_conversations(Path(name).expanduser())
+    if settings.demos:
+        manifest = find_manifest(settings.demos.tasks, "sft.demos.tasks")
+        refuse_benchmarks(manifest)
+        picked(f"sft.demos: {manifest}", read_rows(manifest)[2], settings.demos.only)
+    if settings.questions:
+        settings.questions.read()
+    if settings.repairs:
+        _identity(settings.repairs)
+    if settings.code:
+        read_codebase(Path(settings.code).expanduser())
 
 
 def _identity(repairs: TalkSettings) -> list[Any]:
