@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import etude
 from etude.agent.trace import from_json
@@ -42,8 +44,11 @@ def environment(folder: Path) -> Path:
 @pytest.mark.skipif(not VLLM.is_file(), reason="no vLLM: set VLLM_PYTHON to the Python of an environment that has it")
 def test_one_of_ours_and_one_of_vllm_sample_for_two_ranks(cluster: Any, tmp_path: Path) -> None:
     """What either wrote is, token by token, as likely to the trainer as the engine said."""
+    model = tmp_path / "model"  # in float32: in bf16 engine and trainer are hundredths apart
+    AutoModelForCausalLM.from_pretrained(SPROUT, dtype=torch.float32).save_pretrained(model)
+    AutoTokenizer.from_pretrained(SPROUT).save_pretrained(model)
     words = [f"vllm={environment(tmp_path)}", "steps=3", "groups=4", "length=512", 'mode="sync"']
-    command = [sys.executable, "-m", "tests.cluster.toy", str(SPROUT), str(tmp_path / "run"), cluster.address, *words]
+    command = [sys.executable, "-m", "tests.cluster.toy", str(model), str(tmp_path / "run"), cluster.address, *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1800)
     assert done.returncode == 0, done.stderr
     reports = [Exchange(tmp_path / "run/exchange").report(step) for step in (1, 2, 3)]

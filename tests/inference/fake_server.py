@@ -144,6 +144,7 @@ class FakeServer:
         changes: dict[str, Any] = {
             "no_ids": {"token_ids": None}, "uneven": {"token_ids": [1, 2]}, "beyond": {"token_ids": [VOCABULARY]},
             "words": {"token_ids": ["one"], "logprobs": {"content": [{"logprob": "a"}]}},
+            "off": {"logprobs": {"content": [{"logprob": -0.5}] * len(choice["token_ids"])}},
             "abort": {"finish_reason": "abort"} if choice["finish_reason"] else {},
         }  # fmt: skip
         return {**event, "choices": [choice | changes.get(what, {})]}

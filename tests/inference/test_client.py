@@ -126,6 +126,21 @@ def test_the_meaning_shows_in_two_probes() -> None:
     assert meaning_of([-1e-7, -2.0], [0.0, -2.0]) == "raw"
 
 
+@pytest.mark.parametrize("meaning", ["raw", "processed"])
+def test_a_probe_that_came_out_otherwise_is_made_again(meaning: str) -> None:
+    """In bf16, beside other requests, or while weights change, the same tokens may not come twice."""
+
+    async def found(fake: FakeServer) -> Any:
+        async with fake:
+            policy = await RemotePolicy.open(fake.url, VOCABULARY, settings=QUICK)
+            await policy.close()
+            return policy.info.details["logprobs"]
+
+    assert asyncio.run(found(FakeServer(meaning, faults=["", "off", "off", ""]))) == meaning
+    with pytest.raises(UserError, match="after temperature"):
+        asyncio.run(found(FakeServer("scaled")))
+
+
 def test_alternatives_are_the_likeliest_at_temperature_one() -> None:
     completion = ask(FakeServer(), Sampling(6, alternatives=3))
     for place, token in enumerate(completion.tokens):

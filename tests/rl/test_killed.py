@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,15 +10,20 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from etude.errors import storage_error
+from etude.inference.weight_sync import WeightStore
+from etude.models.load import load_tokeniser
 from etude.rl.exchange import Exchange, episode_file
 from etude.rl.ledger import Batched, Finished, Ledger, Opened, Trained
 from etude.rl.processes import JOB, LEDGER, load_job
 from etude.rl.trainer import Trainer
 from tests import tiny
+from tests.rl import toy
 from tests.rl.toy import settings_of
 from tests.sandbox.test_launcher import children, left_behind, wait_for_ends
 
@@ -118,6 +124,39 @@ class Run:
         trainer.export(folder / "model")
         trainer.session.close()
         return weights(folder / "model")
+
+
+def test_a_full_disk_in_the_weight_store_ends_a_run_that_can_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was sampled and trained by then stays; nothing is sampled or trained twice, and the weights are those without the fault."""
+    run, publish, full = Run(tmp_path), WeightStore.publish, [3]
+
+    def write(store: WeightStore, weights: Any, version: int, step: int) -> Any:
+        if version in full:
+            full.remove(version)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(store.folder))
+        return publish(store, weights, version, step)
+
+    def play() -> None:
+        toy.play(
+            run.model, run.folder, settings_of(**SETTINGS), toy.Toy(load_tokeniser(run.model), tasks=40, tokens=24)
+        )
+
+    monkeypatch.setattr(WeightStore, "publish", write)
+    with pytest.raises(OSError) as raised:
+        play()
+    said = str(storage_error(raised.value))
+    assert str(run.folder / "weights") in said
+    assert "no space left" in said
+    run.look()
+    assert [event.step for event in run.events(Trained)] == [1, 2]
+    play()
+    run.look()
+    assert [event.step for event in run.events(Trained)] == list(range(1, STEPS + 1))
+    finished = [(event.group, event.episode) for event in run.events(Finished)]
+    assert len(finished) == len(set(finished))
+    assert run.trained_alone(tmp_path / "alone") == weights(run.folder / "model")
 
 
 def weights(model: Path) -> bytes:

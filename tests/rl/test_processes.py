@@ -14,7 +14,7 @@ from typing import NoReturn
 import pytest
 
 from etude.errors import UserError
-from etude.rl.processes import BIND, LAUNCH, Child, as_child
+from etude.rl.processes import BIND, LAUNCH, WITH_ALL, Child, as_child
 
 UP = "exec 3>fifo; echo up >&3; "  # says so, and holds the other end of the test's pipe open as long as it lives
 
@@ -134,6 +134,50 @@ asyncio.run(Child("worker", command, pathlib.Path("{tmp_path}") / "log").run())
         assert await asyncio.wait_for(pipe.read(), 60) == b""
 
     asyncio.run(main())
+
+
+def test_with_a_parent_that_is_killed_dies_what_a_child_has_started(tmp_path: Path) -> None:
+    """As vLLM: the process that was started has others below it, which do not look at whether it lives."""
+    os.mkfifo(tmp_path / "fifo")
+    program = f"""
+import asyncio, pathlib, sys
+from etude.rl.processes import WITH_ALL, Child
+command = [sys.executable, "-I", "-S", "-c", WITH_ALL, "sh", "-c", "cd {tmp_path}; {UP} sleep 1000 & sleep 1000 & wait"]
+asyncio.run(Child("worker", command, pathlib.Path("{tmp_path}") / "log").run())
+"""
+
+    async def main() -> None:
+        with subprocess.Popen([sys.executable, "-c", program]) as parent:
+            pipe = await up(tmp_path)
+            parent.send_signal(signal.SIGKILL)
+        assert await asyncio.wait_for(pipe.read(), 60) == b""
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("script", "status"), [("exit 7", 7), ("kill -KILL $$", -9), ("kill -SEGV $$", -11), ("true", 0)]
+)
+def test_who_stands_before_a_program_ends_as_it_does(tmp_path: Path, script: str, status: int) -> None:
+    before = [sys.executable, "-I", "-S", "-c", WITH_ALL, "sh", "-c", f"ulimit -c 0; {script}"]
+    assert asyncio.run(Child("worker", before, tmp_path / "log").run_once()) == status
+
+
+def test_a_program_with_another_before_it_may_end_in_order(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    script = f"trap 'echo saved > done; exit 0' TERM; cd {tmp_path}; {UP} while :; do sleep 0.05; done"
+    child = Child(
+        "worker", [sys.executable, "-I", "-S", "-c", WITH_ALL, "sh", "-c", script], tmp_path / "log", grace=60
+    )
+
+    async def main() -> None:
+        running = asyncio.create_task(child.run_once())
+        await up(tmp_path)
+        await child.end()
+        assert await running == 0
+
+    asyncio.run(main())
+    assert (tmp_path / "done").read_text() == "saved\n"
 
 
 def test_a_child_whose_parent_died_before_it_began_does_nothing(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from etude.errors import UserError
 from etude.inference.client import OUTLIVING, RemotePolicy, ServerFailed
 from etude.models.load import saved_dtype
 from etude.rl.engine import Follower, VllmWeights
-from etude.rl.processes import DEATHS, NOT_OURS
+from etude.rl.processes import DEATHS, NOT_OURS, WITH_ALL
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -98,7 +98,10 @@ class Engine:
         serve += ["--max-model-len", str(job.settings.length)] if job.settings.length else []
         # By itself it makes float32 half of that.
         serve += ["--dtype", str(saved_dtype(job.model)).removeprefix("torch.")]
-        return [own.python, "-P", *serve], {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": self.fleet.token}
+        return [OWN, "-I", "-S", "-c", WITH_ALL, own.python, "-P", *serve], {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_API_KEY": self.fleet.token,
+        }
 
     async def _use(self, address: str) -> None:
         """Bring it the newest weights, then let it be asked and follow the store, until it hangs or fails."""

@@ -23,6 +23,7 @@ the connection, on which servers abort the request.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import random
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 Meaning = Literal["both", "raw", "processed"]
 PROBE_TOKENS = 4
+PROBES = 5
 ADDRESS = r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d+)?(/\S*)?|unix:/.+"
 # what reading a reply of another shape raises
 MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError)
@@ -318,9 +320,14 @@ class RemotePolicy:
         """Ask for the same tokens twice; the prompt is the largest id the caller may send, so a smaller vocabulary shows."""
         probe = [max(0, self.info.vocabulary - 1)]
         self._meaning = "raw"  # numbers as they come, whatever was found of a server before
-        greedy = await self._sample(probe, Sampling(PROBE_TOKENS, temperature=0.0))
-        hot = await self._sample(probe, Sampling(PROBE_TOKENS, temperature=2.0, top_k=1))
-        return meaning_of(greedy.raw_logprobs, hot.raw_logprobs)
+        for left in reversed(
+            range(PROBES)
+        ):  # bf16 beside other requests may say something else, and weights may change in between
+            greedy = await self._sample(probe, Sampling(PROBE_TOKENS, temperature=0.0))
+            hot = await self._sample(probe, Sampling(PROBE_TOKENS, temperature=2.0, top_k=1))
+            with contextlib.suppress(*([UserError] if left else [])):
+                return meaning_of(greedy.raw_logprobs, hot.raw_logprobs)
+        raise AssertionError
 
     async def _card(self, model: str) -> dict[str, Any]:
         """Return what the server says of the model asked for, or of its first. An adapter has its base's context; 0: not told."""

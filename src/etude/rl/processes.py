@@ -40,6 +40,21 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit("the parent has gone")
 os.execvp(sys.argv[2], sys.argv[2:])
 """
+# A program that starts processes of its own, as vLLM does, is killed with its parent, but they are not. This one stands before it, is
+# told of the parent's death by another signal, and ends the whole session; it ends as the program does.
+WITH_ALL = """
+import ctypes, os, signal, sys
+signal.signal(signal.SIGUSR2, lambda *_: os.killpg(0, signal.SIGKILL))
+signal.signal(signal.SIGTERM, lambda *_: None)
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, int(signal.SIGUSR2))
+if not (child := os.fork()):
+    os.execvp(sys.argv[1], sys.argv[1:])
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+if status < 0:
+    os.killpg(0, -status)
+sys.exit(status)
+"""
 # Imports leave no garbage, and looking for it takes a sixth of their time: `as_child` has it looked for again.
 LAUNCH = "import gc, runpy, sys; gc.disable(); runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 
