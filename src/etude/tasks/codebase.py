@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import replace
 from email.parser import HeaderParser
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
@@ -40,9 +40,11 @@ from etude.data.sources import open_source
 from etude.errors import UserError
 from etude.files import digest_of, read_json, sha256_file, write_json
 from etude.sandbox.layers import prepare
-from etude.tasks.generators.parsed import TEST_FOLDERS, is_test_path
+from etude.tasks.generators.languages import LANGUAGES
+from etude.tasks.generators.parsed import TEST_FOLDERS, is_test_path, paths_below
+from etude.tasks.readers import ReaderName
 from etude.tasks.seal import clean
-from etude.tasks.task import Codebase
+from etude.tasks.task import Codebase, Command
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -81,6 +83,16 @@ class PackageSettings(BaseModel):
     pytest: list[str] = Field([], description="options for pytest, such as -p asyncio or -o python_files=*.py")
     older: list[str] = Field([], description="pypi: earlier versions, newest first, for `version` tasks")
     licence: str = Field("", description="its licence (SPDX), where its metadata do not say")
+    language: str = Field(
+        "", description="language: javascript, typescript, go, rust, c, java or ruby; empty: Python, by pytest"
+    )
+    build: str | None = Field(
+        None, description="command that builds the tests of another language; none: the language's usual"
+    )
+    test: str = Field("", description="command that runs them; empty: the language's usual")
+    reader: str = Field("", description="what reads their output; empty: the language's usual")
+    report: str = Field("", description="file that they write their outcome to; empty: standard output")
+    fails: str = Field("", description="statement that fails a test; empty: the language's usual")
     share: float = Field(1.0, gt=0, le=1, description="share of mutations and deletions; lower where tests are slow")
 
     @model_validator(mode="after")
@@ -89,7 +101,31 @@ class PackageSettings(BaseModel):
             raise ValueError("a package must have exactly one of pypi, folder and git")
         if self.older and not self.pypi:
             raise ValueError("`older` is for packages of the index")
+        if self.language and self.language not in LANGUAGES:
+            raise ValueError(f"language {self.language!r} is none of {', '.join(LANGUAGES)}")
+        if self.reader not in {"", *get_args(ReaderName)}:
+            raise ValueError(f"reader {self.reader!r} is none of {', '.join(get_args(ReaderName))}")
+        given = {name for name in ("needs", "drop", "pytest", "older", "pypi") if getattr(self, name)}
+        own = {name for name in ("test", "reader", "report", "fails") if getattr(self, name)} | (
+            {"build"} - {"build" if self.build is None else ""}
+        )
+        if wrong := given if self.language else own:
+            raise ValueError(
+                f"`{min(wrong)}` is {'for Python alone' if self.language else 'for other languages: set `language`'}"
+            )
         return self
+
+    @property
+    def command(self) -> Command | None:
+        """How tests in another language are run."""
+        if not self.language:
+            return None
+        usual = LANGUAGES[self.language]
+        reader = cast("ReaderName", self.reader or usual.reader)
+        build, test = usual.build if self.build is None else self.build, self.test or usual.test
+        if not test:
+            raise UserError(f"{self.name}: set `test`, the command that runs its tests, and `reader`")
+        return Command(self.language, build, test, reader, self.report, self.fails)
 
     @property
     def name(self) -> str:
@@ -115,6 +151,10 @@ def unpack(settings: PackageSettings, cache: Path, reporter: Reporter) -> Codeba
         _write(folder, documents or [each for part in source.parts for each in part.read()])
     metadata = read_json(folder / "about.json")["metadata"]
     version = settings.pypi.partition("==")[2] if settings.pypi else (source.revision or digest)[:12]
+    if settings.command:
+        sources, tests = find_other_layout(folder / "tree", settings)
+        return Codebase(settings.name, version, digest, folder / "tree", sources, tests, Path("python3"), licence=settings.licence,
+                        metadata=metadata, command=settings.command)  # fmt: skip
     sources, tests, paths = find_layout(folder / "tree", settings.sources, settings.tests, settings.name)
     licence = settings.licence or stated_in(metadata.get("PKG-INFO", "").encode()) or ""
     return Codebase(settings.name, version, digest, folder / "tree", sources, tests, paths=paths, licence=licence,
@@ -154,6 +194,20 @@ def find_layout(tree: Path, sources: Iterable[str], tests: Iterable[str], name: 
             raise UserError(f"{name}: no {what} found at {where}; set `sources` and `tests`")
     roots = tuple(dict.fromkeys(place.rpartition("/")[0] or "." for place in given)) if sources else (root,)
     return given, checks, roots
+
+
+def find_other_layout(tree: Path, settings: PackageSettings) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return where code and tests in another language lie: what is named, or every file with its suffix."""
+    suffixes = LANGUAGES[settings.language].suffixes
+    paths = [path for path in paths_below(tree, ["."]) if path.endswith(suffixes)]
+    tests = settings.tests or [path for path in paths if is_test_path(path)]
+    named = settings.sources or [
+        path for path in paths if not is_test_path(path) and not any(map(NO_PACKAGE.fullmatch, path.split("/")[:-1]))
+    ]
+    for what, places in {"code": named, "tests": tests}.items():
+        if not places or any(not (tree / place).exists() for place in places):
+            raise UserError(f"{settings.name}: no {what} in {settings.language} found; set `sources` and `tests`")
+    return tuple(named), tuple(tests)
 
 
 def _code_in(folder: Path) -> list[Path]:
@@ -243,6 +297,8 @@ READERS = {"PKG-INFO": _in_headers, "requires.txt": _in_egg_info, "pyproject.tom
 
 def with_environment(codebase: Codebase, settings: PackageSettings, cache: Path, pins: Sequence[str] = ()) -> Codebase:
     """Give a codebase its Python, built now or there already. `pins`: exactly these packages, from a manifest."""
+    if codebase.command:
+        return codebase
     wanted = list(pins) or requirements(codebase, settings)
     key = digest_of([f"{sys.version_info.major}.{sys.version_info.minor}", bool(pins), wanted])
     folder = cache.absolute() / "environments" / key[:16]
