@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import replace
 from email.parser import HeaderParser
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
@@ -43,11 +43,13 @@ from etude.errors import UserError
 from etude.files import digest_of, read_json, sha256_file, write_json, write_text
 from etude.sandbox.layers import prepare
 from etude.syntax import parse_python
-from etude.tasks.generators.parsed import TEST_FOLDERS, is_test_path
+from etude.tasks.generators.languages import LANGUAGES
+from etude.tasks.generators.parsed import TEST_FOLDERS, is_test_path, paths_below
 from etude.tasks.locks import APT, find_lock, unpack_system_packages, wrong_hashes
+from etude.tasks.readers import ReaderName
 from etude.tasks.seal import clean
 from etude.tasks.services import ServiceSettings
-from etude.tasks.task import Codebase
+from etude.tasks.task import Codebase, Command
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -95,6 +97,16 @@ class PackageSettings(BaseModel):
     )
     apt: list[str] = Field([], description="packages of Debian or Ubuntu its tests need, unpacked without installing")
     services: list[ServiceSettings] = Field([], description="programs that are started before tests: a database")
+    language: str = Field(
+        "", description="language: javascript, typescript, go, rust, c, java or ruby; empty: Python, by pytest"
+    )
+    build: str | None = Field(
+        None, description="command that builds the tests of another language; none: the language's usual"
+    )
+    test: str = Field("", description="command that runs them; empty: the language's usual")
+    reader: str = Field("", description="what reads their output; empty: the language's usual")
+    report: str = Field("", description="file that they write their outcome to; empty: standard output")
+    fails: str = Field("", description="statement that fails a test; empty: the language's usual")
     share: float = Field(1.0, gt=0, le=1, description="share of mutations and deletions; lower where tests are slow")
 
     @model_validator(mode="after")
@@ -103,6 +115,19 @@ class PackageSettings(BaseModel):
             raise ValueError("a package must have exactly one of pypi, folder and git")
         if self.older and not self.pypi:
             raise ValueError("`older` is for packages of the index")
+        if self.language and self.language not in LANGUAGES:
+            raise ValueError(f"language {self.language!r} is none of {', '.join(LANGUAGES)}")
+        if self.reader not in {"", *get_args(ReaderName)}:
+            raise ValueError(f"reader {self.reader!r} is none of {', '.join(get_args(ReaderName))}")
+        python = ("needs", "drop", "pytest", "older", "pypi", "extras", "apt", "services")
+        given = {name for name in python if getattr(self, name)} | ({"lock"} - {"lock" if self.lock == "auto" else ""})
+        own = {name for name in ("test", "reader", "report", "fails") if getattr(self, name)} | (
+            {"build"} - {"build" if self.build is None else ""}
+        )
+        if wrong := given if self.language else own:
+            raise ValueError(
+                f"`{min(wrong)}` is {'for Python alone' if self.language else 'for other languages: set `language`'}"
+            )
         return self
 
     @field_validator("licence")
@@ -113,6 +138,18 @@ class PackageSettings(BaseModel):
                 f"{licence!r} is no SPDX licence expression, such as MIT, or proprietary for code of your own"
             )
         return canonical(licence) or ""
+
+    @property
+    def command(self) -> Command | None:
+        """How tests in another language are run."""
+        if not self.language:
+            return None
+        usual = LANGUAGES[self.language]
+        reader = cast("ReaderName", self.reader or usual.reader)
+        build, test = usual.build if self.build is None else self.build, self.test or usual.test
+        if not test:
+            raise UserError(f"{self.name}: set `test`, the command that runs its tests, and `reader`")
+        return Command(self.language, build, test, reader, self.report, self.fails)
 
     @property
     def name(self) -> str:
@@ -138,8 +175,12 @@ def unpack(settings: PackageSettings, cache: Path, reporter: Reporter) -> Codeba
         _write(folder, documents or [each for part in source.parts for each in part.read()])
     metadata = read_json(folder / "about.json")["metadata"]
     version = settings.pypi.partition("==")[2] if settings.pypi else (source.revision or digest)[:12]
-    sources, tests, paths = find_layout(folder / "tree", settings.sources, settings.tests, settings.name)
     licence = settings.licence or _stated(metadata) or _written(source.parts[0].licences())
+    if settings.command:
+        sources, tests = find_other_layout(folder / "tree", settings)
+        return Codebase(settings.name, version, digest, folder / "tree", sources, tests, Path("python3"), licence=licence,
+                        metadata=metadata, command=settings.command)  # fmt: skip
+    sources, tests, paths = find_layout(folder / "tree", settings.sources, settings.tests, settings.name)
     return Codebase(settings.name, version, digest, folder / "tree", sources, tests, paths=paths, licence=licence,
                     metadata=metadata, options=tuple(settings.pytest), services=tuple(settings.services))  # fmt: skip
 
@@ -192,6 +233,20 @@ def find_layout(tree: Path, sources: Iterable[str], tests: Iterable[str], name: 
             raise UserError(f"{name}: no {what} found at {where}; set `sources` and `tests`")
     roots = tuple(dict.fromkeys(place.rpartition("/")[0] or "." for place in given)) if sources else (root,)
     return given, checks, roots
+
+
+def find_other_layout(tree: Path, settings: PackageSettings) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return where code and tests in another language lie: what is named, or every file with its suffix."""
+    suffixes = LANGUAGES[settings.language].suffixes
+    paths = [path for path in paths_below(tree, ["."]) if path.endswith(suffixes)]
+    tests = settings.tests or [path for path in paths if is_test_path(path)]
+    named = settings.sources or [
+        path for path in paths if not is_test_path(path) and not any(map(NO_PACKAGE.fullmatch, path.split("/")[:-1]))
+    ]
+    for what, places in {"code": named, "tests": tests}.items():
+        if not places or any(not (tree / place).exists() for place in places):
+            raise UserError(f"{settings.name}: no {what} in {settings.language} found; set `sources` and `tests`")
+    return tuple(named), tuple(tests)
 
 
 def _code_in(folder: Path) -> list[Path]:
@@ -332,6 +387,8 @@ READERS = {"PKG-INFO": _in_headers, "requires.txt": _in_egg_info, "pyproject.tom
 
 def with_environment(codebase: Codebase, settings: PackageSettings, cache: Path, pins: Sequence[str] = ()) -> Codebase:
     """Give a codebase its Python, built now or there already. `pins`: exactly these packages, from a manifest."""
+    if codebase.command:
+        return codebase
     pins = [
         pin for pin in pins if not pin.startswith(f"{APT}:")
     ]  # of the system's packages the newest there is is taken

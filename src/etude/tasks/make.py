@@ -35,13 +35,13 @@ from etude.progress import counted
 from etude.sandbox.box import SandboxError
 from etude.tasks import prompts
 from etude.tasks.codebase import PackageSettings, permissive, unpack, with_environment
-from etude.tasks.generators import deletion, history, mutation
+from etude.tasks.commanded import spoilt_tests, written
+from etude.tasks.generators import deletion, history, mutation, other_languages
 from etude.tasks.generators.parsed import Parsed, changed_line_numbers
 from etude.tasks.losses import lost_candidates, lost_packages, lost_tests
 from etude.tasks.manifest import built_codebase, codebase_row, task_of, task_row, write_set
 from etude.tasks.score import check, visible
 from etude.tasks.seal import gate
-from etude.tasks.spoil import spoilt
 from etude.tasks.suite import FAST, entries_of, layers_of, run_tests, side_by_side, write_entries
 from etude.tasks.task import Codebase, Generator, Split, Task, function_of
 from etude.toml import read_layer, validated
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 TRIES = 4  # candidates for every task wanted
 CATEGORIES = {"deletion": "new feature", "version": "iterate on feature"}  # the others are "debugging"
 GENERATORS = {"mutation": mutation, "deletion": deletion}
+OTHER = {"mutation": other_languages.mutations, "deletion": other_languages.deletions}
 KEPT_TRACES = 3
 ATTEMPTS = 3  # where the sandbox fails, which says nothing of the candidate
 Row = dict[str, Any]
@@ -150,7 +151,7 @@ async def examine(codebase: Codebase) -> tuple[Codebase, Coverage, dict[str, int
     files = {path: {test: tests[test] for test in tests if test in known} for path, tests in first.covered.items()}
     codebase = replace(codebase, ids=ids, seconds={test: runs[2].seconds[test] for test in ids})
     functions, drawn = {*map(function_of, ids)}, random.Random(codebase.digest)  # noqa: S311 - which error is no secret here
-    async with layers_of(codebase.tree, spoilt(codebase.tree, functions, functions, drawn)) as layers:
+    async with layers_of(codebase.tree, spoilt_tests(codebase, functions, functions, drawn)) as layers:
         unspoilable = frozenset((await run_tests(codebase, layers, ids)).passed(ids))
     flaky = sum(1 for test in first.outcomes if len({run.outcomes.get(test) for run in runs}) > 1)
     counts = {"stable": len(ids), "flaky": flaky, "never passed": len(first.outcomes) - len(ids) - flaky,
@@ -187,7 +188,7 @@ async def try_candidate(codebase: Codebase, coverage: Coverage, candidate: Candi
         for _ in range(2):
             runs.append(await run_tests(codebase, layers, tests, traces=not runs))
             failed = len(tests) - len(runs[-1].passed(tests))
-            if runs[-1].state in {"timeout", "memory"}:
+            if runs[-1].state in {"timeout", "memory", "no build"}:
                 return Verdict(f"tests end by {runs[-1].state}")
             if not failed or failed > MOST_FAILING * len(codebase.ids):
                 return Verdict("most tests fail" if failed else "no test fails")
@@ -248,8 +249,12 @@ class Maker:
         codebase, coverage = await self._examined(package)
         for name, generator in GENERATORS.items():
             rng = random.Random(f"{self.settings.seed}/{codebase.digest}/{name}")  # noqa: S311
-            run = coverage.run_by_tests()
-            candidates = generator.candidates(codebase.tree, codebase.sources, rng, run, self.passed_over)
+            if codebase.command:
+                language = codebase.command.language
+                candidates = OTHER[name](codebase.tree, codebase.sources, language, rng, self.passed_over)
+            else:
+                run = coverage.run_by_tests()
+                candidates = generator.candidates(codebase.tree, codebase.sources, rng, run, self.passed_over)
             await self._generated(codebase, coverage, candidates, wanted[name])
         if wanted["version"]:
             await self._releases(package)
@@ -457,17 +462,22 @@ def sealed(codebase: Codebase, candidate: Candidate, verdict: Verdict, rng: rand
         shutil.copytree(codebase.tree, tree, symlinks=True)
         write_entries(tree, seen)
         leaks = gate(tree, candidate, codebase)
-    leaks += gate(codebase.python.parent.parent / "lib", candidate, codebase, environment=True)
+    if not codebase.command:
+        leaks += gate(codebase.python.parent.parent / "lib", candidate, codebase, environment=True)
     return task, f"leak: {leaks[0]}" if leaks else ""
 
 
 def hidden_of(codebase: Codebase, verdict: Verdict, rng: random.Random) -> tuple[str, ...]:
     """Draw the test functions that the agent does not see: at least half of those that fail, the only one if there is one."""
     functions = sorted(set(map(function_of, verdict.fail_to_pass)))
-    written = set()  # in the test files themselves: not inherited, not made by a loop
+    if codebase.command:
+        known = written(codebase)
+        can = [each for each in functions if each.partition("::")[2] in known]
+        return tuple(sorted(rng.sample(can, (len(functions) + 1) // 2))) if len(can) * 2 >= len(functions) else ()
+    in_files = set()  # in the test files themselves: not inherited, not made by a loop
     for path in {function.partition("::")[0] for function in functions if ".py::" in function}:
         text = (codebase.tree / path).read_text(encoding="utf-8", errors="replace")
-        written |= {f"{path}::{name.replace('.', '::')}" for name, _ in Parsed(path, text).definitions}
-    can = [each for each in functions if each in written]
+        in_files |= {f"{path}::{name.replace('.', '::')}" for name, _ in Parsed(path, text).definitions}
+    can = [each for each in functions if each in in_files]
     wanted = (len(functions) + 1) // 2
     return tuple(sorted(rng.sample(can, wanted))) if len(can) >= wanted else ()

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
 from etude.agent.calls import Call
+from etude.tasks.generators.languages import Source, language_of
 from etude.tasks.generators.parsed import Parsed, changed_lines, differing
 from etude.tasks.seal import code_pieces
 from etude.tasks.task import PointedStyle, Split, StoredStyle, Style
@@ -186,6 +187,8 @@ def not_at_fault(candidate: Candidate) -> list[str]:
     touched = {*(span.name for span in candidate.spans), *about.get("names", []), about.get("name", "")} - {""}
     files = [Parsed(e.path, e.broken) for e in candidate.edits if e.broken and e.fixed and e.path.endswith(".py")]
     names = {name for file in files for name, _ in file.definitions if not name.rpartition(".")[2].startswith("__")}
+    others = [Source(e.path, e.broken, kind) for e in candidate.edits if e.broken and (kind := language_of(e.path))]
+    names |= {found.name for file in others for found in file.definitions}
     near = {n for n in names for t in touched if f"{t}.".startswith(f"{n}.") or f"{n}.".startswith(f"{t}.")}
     return sorted(names - near)
 
@@ -323,13 +326,14 @@ def _dictation(edit: Edit) -> dict[str, str] | None:
 @lru_cache(maxsize=4096)
 def _broken_code(edit: Edit) -> dict[str, str] | None:
     """Return the function that is wrong, or the lines around what is."""
-    if edit.broken is None or edit.fixed is None or not edit.path.endswith(".py"):
+    if edit.broken is None or edit.fixed is None:
         return None
     file, spans = Parsed(edit.path, edit.broken), changed_lines(edit.fixed, edit.broken)
     lines = edit.broken.splitlines(keepends=True)
     first, last = max(1, min(span[0] for span in spans)), max(span[1] for span in spans)
     whole = (edit.path, 1, len(lines))
-    name, begin, end = min(file.around(first, last), key=lambda each: each[2] - each[1], default=whole)
+    around = file.around(first, last) if edit.path.endswith(".py") else []
+    name, begin, end = min(around, key=lambda each: each[2] - each[1], default=whole)
     if end - begin >= MOST_SHOWN:
         begin, end = max(begin, first - MOST_SHOWN // 2), min(end, first + MOST_SHOWN // 2)
     if last > end:

@@ -39,9 +39,10 @@ from typing import TYPE_CHECKING, Literal
 from etude.files import digest_of
 from etude.sandbox.box import Entry, SandboxError
 from etude.syntax import parse_python
+from etude.tasks.commanded import own, rewritten, spoilt_tests
+from etude.tasks.generators.languages import emptied
 from etude.tasks.generators.parsed import is_test_path
 from etude.tasks.seal import hide
-from etude.tasks.spoil import spoilt
 from etude.tasks.suite import entries_of, file_entry, layers_of, longest_run, run_tests
 from etude.tasks.task import Codebase, Task, function_of
 from etude.work import cores
@@ -80,6 +81,7 @@ NOT_TAKEN = re.compile(
 )
 How = Literal["run", "known", "idle"]
 FEWEST_RUNS, MOST_RUNS = 3, 5
+OTHER_RUNS = 2  # of other languages, where each run is a build
 OPENING = 30.0  # seconds for the sandboxes of one scoring, on a busy machine
 MOST_BYTES, MOST_LEFT = (
     4 << 20,
@@ -198,6 +200,8 @@ class Score:
 def visible(task: Task, codebase: Codebase) -> list[Entry]:
     """Return how the tree that the agent sees differs from the pristine one: broken, and without the hidden tests."""
     entries = entries_of(task.candidate.edits, "broken")
+    if codebase.command:
+        return [*entries, *rewritten(codebase, task.hidden, emptied)]
     for path in sorted({function.partition("::")[0] for function in task.hidden}):
         functions = tuple(function for function in task.hidden if function.partition("::")[0] == path)
         entries.append(file_entry(path, _without((codebase.tree / path).read_bytes(), functions)))
@@ -219,7 +223,7 @@ def taken(task: Task, codebase: Codebase, entries: Sequence[Entry]) -> tuple[lis
         name = path.encode(errors="backslashreplace").decode()  # one that is no text cannot be written into a result
         if entry.kind == "folder":
             continue  # comes with what is in it
-        code = path in places or path.startswith(inside)
+        code = (path in places or path.startswith(inside)) and own(codebase, path)
         fits = size <= min(MOST_BYTES, room) and len(name.encode()) <= LONGEST_PATH and len(changes) < MOST_FILES
         plain = fits and name == path and (entry.kind == "gone" or (entry.kind == "file" and entry.content is not None))
         test = is_test_path(path) or any(f"{place}/".startswith(f"{path}/") for place in codebase.tests)
@@ -272,17 +276,17 @@ async def tried(
     """
     drawn = random.Random(secrets.randbits(64))  # noqa: S311 - seeded by what nobody can guess
     until = time.monotonic() + 2 * longest_run(codebase, task.fail_to_pass)
-    tree, broken = codebase.tree, entries_of(task.candidate.edits, "broken")
+    broken = entries_of(task.candidate.edits, "broken")
     plain, why, seconds = None, "", 0.0
     try:
-        runs = drawn_runs(spoilable(task), drawn)
+        runs = drawn_runs(spoilable(task), drawn, OTHER_RUNS if codebase.command else 0)
         sure = {each: drawn.choice([wrong for wrong in runs if each in wrong]) for each in spoilable(task)}
         for wrong in (
             runs
         ):  # each function has one error that surely makes it fail, though it may show, and others that do not show
             unseen = [each for each in wrong if sure[each] is not wrong]
-            files = spoilt(tree, spoilable(task), wrong, drawn, unseen)
-            async with layers_of(tree, broken, changes, files) as layers:
+            files = spoilt_tests(codebase, spoilable(task), wrong, drawn, unseen)
+            async with layers_of(codebase.tree, broken, changes, files) as layers:
                 run = await run_tests(codebase, layers, task.fail_to_pass, longest=until - time.monotonic())
             seconds += run.wall
             true = [test for test in task.fail_to_pass if function_of(test) not in wrong]
@@ -346,13 +350,13 @@ def spoilable(task: Task) -> list[str]:
     return sorted(task.hidden) or sorted({*map(function_of, task.fail_to_pass)})
 
 
-def drawn_runs(functions: Sequence[str], drawn: random.Random) -> list[set[str]]:
+def drawn_runs(functions: Sequence[str], drawn: random.Random, runs: int = 0) -> list[set[str]]:
     """Return which functions are spoilt in each run: each of them in one at least, and never in all.
 
     Who forges outcomes at will must guess all of this. Few functions are run more often, so that even who knows the number of
     each run, by the clock, guesses right once in thirty times at the most.
     """
-    runs = max(FEWEST_RUNS, MOST_RUNS + 1 - len(functions))
+    runs = runs or max(FEWEST_RUNS, MOST_RUNS + 1 - len(functions))
     ways = [way for way in product((False, True), repeat=runs) if any(way) and not all(way)]
     drawn_ways = {function: drawn.choice(ways) for function in functions}
     return [{function for function, way in drawn_ways.items() if way[number]} for number in range(runs)]

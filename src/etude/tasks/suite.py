@@ -14,6 +14,8 @@ import asyncio
 import json
 import os
 import secrets
+import shutil
+import subprocess
 import tempfile
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -25,12 +27,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from etude.sandbox import cgroups
-from etude.sandbox.box import WORKSPACE, Entry, Limits, Place, SandboxError
+from etude.sandbox.box import WORKSPACE, Entry, Limits, Missing, Place, SandboxError
 from etude.sandbox.layers import write_layer
 from etude.sandbox.local import open_sandbox
 from etude.tasks.codebase import RUNNER
+from etude.tasks.generators.languages import LANGUAGES
 from etude.tasks.generators.parsed import is_below, is_test_path, paths_below
 from etude.tasks.locks import system_paths
+from etude.tasks.readers import ONE_STREAM, read
 from etude.tasks.services import start_lines
 from etude.work import cores
 
@@ -45,7 +49,7 @@ Message = (
     | tuple[Literal["end"], int, int]
 )
 MESSAGE: TypeAdapter[Message] = TypeAdapter(Message)
-State = Literal["complete", "timeout", "memory", "crash", "tampered"]
+State = Literal["complete", "timeout", "memory", "crash", "tampered", "no build"]
 FAST = "/dev/shm"  # noqa: S108 - a private folder is made in it
 LIMITS = Limits(output=32 << 20)
 ENVIRONMENT = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONHASHSEED": "0", "TZ": "UTC", "COLUMNS": "80"}
@@ -72,12 +76,27 @@ class Run:
 
 def place_of(codebase: Codebase, layers: Sequence[Path]) -> Place:
     """Return a sandbox with layers above the pristine tree, as tests and agents get it."""
+    if codebase.command:
+        folders, env = toolchain(codebase.command.language)
+        return Place((*layers, codebase.tree), folders, env={"TZ": "UTC", **env}, limits=LIMITS)
     prefix = codebase.python.parent.parent
     system = system_paths(prefix)
     path = ":".join(filter(None, [f"{prefix}/bin", system.get("PATH"), "/usr/local/bin:/usr/bin:/bin"]))
     paths = {**system, "PYTHONPATH": ":".join(codebase.python_path), "PATH": path}
     started = (codebase.python, (RUNNER,))
     return Place((*layers, codebase.tree), (prefix,), codebase.hidden, ENVIRONMENT | paths, started, LIMITS)
+
+
+@lru_cache(maxsize=16)
+def toolchain(language: str) -> tuple[tuple[Path, ...], dict[str, str]]:
+    """Return the folders of a language's tools that lie outside of /usr, and the variables that they need."""
+    env, folders = dict(LANGUAGES[language].env), list[Path]()
+    rustc = shutil.which("rustc") if language == "rust" else None
+    if rustc and not rustc.startswith("/usr/"):
+        asked = subprocess.run([rustc, "--print", "sysroot"], capture_output=True, text=True, check=False, cwd="/")
+        folders = [Path(asked.stdout.strip())] if asked.returncode == 0 else []
+        env["PATH"] = ":".join([*(f"{folder}/bin" for folder in folders), "/usr/local/bin:/usr/bin:/bin"])
+    return tuple(folders), env
 
 
 @lru_cache(maxsize=64)
@@ -96,6 +115,8 @@ async def run_tests(
     `cold`: in a Python that starts afresh, with another order of hashes. `cover`: also find which lines each test runs.
     `longest`: seconds it may take, if that is less than usual.
     """
+    if codebase.command:
+        return await _run_command(codebase, layers, ids, longest)
     nonce = secrets.token_hex(16)
     order = {"nonce": nonce, **order_of(codebase, ids, traces=traces, cover=cover)}
     sandbox = await open_sandbox(replace(place_of(codebase, layers), fixed=tests_and_data(codebase)))
@@ -119,6 +140,41 @@ async def run_tests(
     finally:
         await sandbox.close()
     return _gathered(messages, state, wall=result.seconds, printed=printed, covered=json.loads(content))
+
+
+async def _run_command(codebase: Codebase, layers: Sequence[Path], ids: Collection[str] | None, longest: float) -> Run:
+    """Build and run all tests of another language; what counts is read here, from what came out and how the process ended.
+
+    Tests in files with code count for nothing: an agent may change these files.
+    """
+    command = codebase.command
+    assert command
+    sandbox = await open_sandbox(replace(place_of(codebase, layers), fixed=tests_and_data(codebase)))
+    limit = min(longest, longest_run(codebase, None if ids is None else codebase.ids))
+    try:
+        if command.build:
+            built = await sandbox.exec(f"{{ {command.build}\n}} 2>&1", timeout=limit)
+            if built.rc or built.timed_out:
+                return Run("no build", wall=built.seconds, printed=built.out[-4000:].decode(errors="replace"))
+        one = "" if command.reader in ONE_STREAM else " 2>&1"
+        result = await sandbox.exec(f"{{ {command.test}\n}}{one}", timeout=limit)
+        out = await sandbox.read(command.report, LIMITS.output) if command.report else result.out
+    except Missing as error:
+        return Run("crash", printed=f"no report: {error}; {result.err[-2000:].decode(errors='replace')}")
+    finally:
+        await sandbox.close()
+    report = read(command.reader, out.decode(errors="replace"))
+    failed = "failed" in report.outcomes.values()
+    state: State = (
+        "timeout" if result.timed_out else "memory" if result.oom else "crash" if report.faults else "complete"
+    )
+    if state == "complete" and (result.cut[0] or bool(result.rc) != failed):
+        state = "tampered"
+    own = {path for path in paths_below(codebase.tree, codebase.sources) if not is_test_path(path)}
+    outcomes = {test: str(it) for test, it in report.outcomes.items() if test.partition("::")[0] not in own}
+    printed = "; ".join(report.faults) + "\n" + (result.err or result.out)[-4000:].decode(errors="replace")
+    seconds = dict.fromkeys(outcomes, result.seconds / max(len(outcomes), 1))
+    return Run(state, outcomes, seconds, report.traces, wall=result.seconds, printed=printed)
 
 
 def order_of(

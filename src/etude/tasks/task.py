@@ -9,6 +9,7 @@ functions are not in the tree the agent sees, so that writing code for the tests
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +19,7 @@ from etude.sandbox.box import WORKSPACE
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from etude.tasks.readers import ReaderName
     from etude.tasks.services import ServiceSettings
 
 Generator = Literal["mutation", "deletion", "version", "history"]
@@ -27,6 +29,7 @@ StoredStyle = Literal["terse", "trace", "premise", "full", "vague"]
 PointedStyle = Literal["shown", "told"]
 Style = Literal[StoredStyle, PointedStyle]
 Split = Literal["train", "bench"]
+GO_TEST = re.compile(r"((?:Test|Example|Fuzz)\w*)(/.*)?")  # and its subtests
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,18 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Command:
+    """How a codebase that is not Python's is built and tested, and what reads the outcome."""
+
+    language: str
+    build: str
+    test: str
+    reader: ReaderName
+    report: str = ""  # a file that the tests' runner writes; none: standard output
+    fails: str = ""  # a statement that fails a test, where the language's usual one does not
+
+
+@dataclass(frozen=True)
 class Codebase:
     """A package at a version: first unpacked and cleaned, then with a Python for its tests, then with its tests known."""
 
@@ -82,6 +97,7 @@ class Codebase:
     # Tests that pass even when spoilt (`spoil.py`).
     unspoilable: frozenset[str] = field(default=frozenset(), compare=False)
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)  # of each test
+    command: Command | None = None  # None: Python, tested by pytest
 
     @property
     def key(self) -> str:
@@ -117,6 +133,9 @@ class Task:
 
 
 def function_of(test: str) -> str:
-    """Return the test function of a test id: its path and names, without the parameters."""
+    """Return the test function of a test id: its path and names without the parameters; of other languages its group and title."""
     path, separator, names = test.partition("::")
+    if not path.endswith(".py"):
+        of_go = GO_TEST.fullmatch(names)
+        return path + separator + (of_go[1] if of_go else re.split(" > |::", names)[-1])
     return path + separator + names.partition("[")[0]

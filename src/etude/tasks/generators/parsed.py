@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 import warnings
 from functools import cached_property
 from itertools import accumulate
@@ -26,6 +27,10 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 LONG = 2000  # lines from which on a difference need not be the shortest: difflib is quadratic
 LARGEST_FILE = 300_000  # bytes; longer ones are data or generated
 TEST_FOLDERS = frozenset({"test", "tests", "testing"})
+OTHER_TESTS = re.compile(  # of languages other than Python
+    r"(.*/)?(t|spec|__tests__)/.+\.[a-z]+|(.*/)?([^/]*(_test\.go|[._-](test|spec)\.[cm]?[jt]sx?|[-_](test|spec)s?\.(rs|[ch]|rb)|\.t)|[^/]*Tests?\.java"
+    r"|tests?\.([ch]|rs|go|rb|[cm]?[jt]s))"
+)
 
 
 class Cut(NamedTuple):
@@ -53,7 +58,8 @@ def is_test_path(path: str) -> bool:
     """Whether a file holds tests or what tests need."""
     *folders, name = path.split("/")
     named = name.startswith("test_") or name.endswith(("_test.py", "_tests.py"))
-    return named or name in {"conftest.py", "tests.py", "test.py"} or not TEST_FOLDERS.isdisjoint(folders)
+    other = not name.endswith(".py") and OTHER_TESTS.fullmatch(path) is not None
+    return named or other or name in {"conftest.py", "tests.py", "test.py"} or not TEST_FOLDERS.isdisjoint(folders)
 
 
 def is_below(path: str, places: Iterable[str]) -> bool:
