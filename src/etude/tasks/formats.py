@@ -21,6 +21,7 @@ from etude.files import files_below, read_json, write_json, write_text
 from etude.sandbox.box import WORKSPACE
 from etude.tasks.codebase import PLUGIN, RUNNER, PackageSettings
 from etude.tasks.generators.parsed import is_below, is_test_path
+from etude.tasks.locks import APT
 from etude.tasks.manifest import built_codebase, codebase_row, task_of, task_row
 from etude.tasks.score import visible
 from etude.tasks.suite import entries_of, order_of, write_entries
@@ -78,6 +79,10 @@ def write_harbor(task: Task, codebase: Codebase, folder: Path) -> None:
     """Write a task as a folder that Harbor runs."""
     if folder.exists():
         raise UserError(f"{folder} is there already; choose another folder, or remove it")
+    if codebase.services or any(pin.startswith(f"{APT}:") for pin in codebase.installed):
+        raise UserError(
+            f"{codebase.key} has services or packages of the system, which its Harbor folder would lack; leave --harbor out"
+        )
     removals = "".join(f'rm -f "{WORKSPACE}/{edit.path}"\n' for edit in task.candidate.edits if edit.fixed is None)
     texts = {"instruction.md": _request(task) + "\n", "task.toml": _config(task, codebase),
              "environment/Dockerfile": _dockerfile(codebase), "tests/test.sh": TEST.format(workspace=WORKSPACE),

@@ -39,10 +39,12 @@ OF_PACKAGE = [(re.compile(said, re.IGNORECASE), reason, fix) for said, reason, f
     (r"no (code|tests) found", "no code or no tests found", "`sources` and `tests`: folders and files"),
     (r"no environment for its tests", "no environment", "`needs`, `drop`, `lock = \"none\"`; what must be built needs its compiler"),
     (r"tests would need .* which needs it", "its tests need a package that needs it", "`drop` what brings it"),
-    (r"not ready after", "a service does not start", "try its command with `etude sandbox`; the log is in the message"),
+    (r"anonymous shared memory|shmget", "needs shared memory",
+     "none: the sandbox denies it, and with it PostgreSQL; Redis and SQLite work"),
+    (r"not ready after|ended with 97", "a service does not start", "run its command by hand; the example has the end of its log"),
     (r"tests end as timeout", "too slow", "`tests` or `pytest = [\"--ignore=PATH\"]`: the suite has 10 minutes"),
     (r"tests end as memory", "too much memory", "`tests`: fewer; a sandbox has 2 GB"),
-    (r"apt", "no packages of the system", "`apt-get update`, or install them and leave `apt` out"),
+    (r"\bapt", "no packages of the system", "`apt-get update`, or install them and leave `apt` out"),
 ]]  # fmt: skip
 OF_CANDIDATE = {
     "no test fails": "none: no test notices the change; more tests make more tasks",
