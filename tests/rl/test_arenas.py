@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +18,12 @@ from etude.agent.harness import HarnessSettings
 from etude.agent.policies import ScriptedPolicy
 from etude.agent.trace import read_traces
 from etude.bench.trials import read_results
+from etude.errors import UserError
+from etude.inference.client import ServerFailed
 from etude.lineage.record import load_record
 from etude.questions.settings import QuestionSettings
 from etude.rl.arenas import Choice, QuestionArena
-from etude.rl.environment import Episode
+from etude.rl.environment import Episode, InfrastructureError
 from tests import tiny
 from tests.conftest import Etude
 from tests.questions.test_question import CITY, HEADER, WHICH, write
@@ -154,6 +157,38 @@ def test_a_rubric_is_judged_and_its_cost_counted(desk: Path, monkeypatch: pytest
     assert passed.trace.counts["judge_written"] == len("Verdict: pass") + 1
     assert said[0].startswith("judge scripted judge: agreement with labels 100%, 1 of 1;")
     assert said[1].startswith("judge scripted judge: 3 verdicts, 1 of them malformed; ")
+
+
+def test_a_judge_that_is_gone_excludes_episodes_and_ends_a_run_that_begins(
+    desk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = {
+        "id": "w",
+        "question": "Why?",
+        "kind": "rubric",
+        "rubric": "Any.",
+        "labels": [{"answer": "x", "passed": False}],
+    }
+    arena = opened(why, judge="anybody")
+
+    class Gone(ScriptedPolicy):
+        async def generate(self, *_: object, **__: object) -> Any:
+            raise ServerFailed("http://judge does not answer")
+
+    class Source:
+        name = "gone"
+
+        async def open(self) -> object:
+            return Gone([], TALK), TALK
+
+    async def find(*_: object) -> Source:
+        return Source()
+
+    monkeypatch.setattr("etude.rl.arenas.find", find)
+    with pytest.raises(InfrastructureError, match="JudgeFailed: judge gone: http://judge does not answer"):
+        play(arena, "w", "Answer: because")
+    with pytest.raises(UserError, match="judge gone: http://judge does not answer"):
+        asyncio.run(opened(why, judge="anybody").ready(lambda _: None))
 
 
 def test_the_example_of_the_page_runs(etude: Etude, desk: Path) -> None:

@@ -29,14 +29,15 @@ from etude.models.load import load_tokeniser
 from etude.rl.orchestrator import PATIENCE, Parts, orchestrate
 from etude.rl.processes import LAUNCH, RlJob
 from etude.run.stages import STAGES
-from etude.run.stages.rl import RlStage, environment_of
+from etude.run.stages.rl import RlStage, closing, environment_of
 from etude.run.stages.training import TrainingStage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
 
     from etude.recipe.cluster import ClusterSettings
-    from etude.rl.environment import Environment
+    from etude.rl.arenas import Arena
+    from etude.rl.environment import CodingEnvironment, Environment
     from etude.rl.settings import RlSettings
     from etude.run.stage import Job, Stage
     from etude.run.stages.rl import Before
@@ -167,11 +168,20 @@ class ClusterRlStage(RlStage):
                     f"rl.{name} is of one machine, and [cluster] says where parts are; leave one of them out"
                 )
 
-    def play(self, environment: Environment, model: Path, settings: RlSettings, job: Job, before: Before) -> None:
-        named = Path(settings.tasks).expanduser()  # nodes may have another working directory
-        tasks = str(named.absolute()) if named.exists() else settings.tasks
-        make = partial(environment_of, settings.model_copy(update={"tasks": tasks}), job.work.cache)
-        asyncio.run(self.on.play(environment, make, model, settings, job.work, job.seed, before))
+    def play(
+        self, environment: CodingEnvironment | Arena, model: Path, settings: RlSettings, job: Job, before: Before
+    ) -> None:
+        def found(name: str) -> str:
+            """Return a file by its whole path: nodes may have another working directory."""
+            path = Path(name).expanduser()
+            return str(path.absolute()) if name and path.exists() else name
+
+        own = settings.questions
+        questions = own.model_copy(update={"corpus": found(own.corpus), "judge": found(own.judge)})
+        whole = settings.model_copy(update={"tasks": found(settings.tasks), "questions": questions})
+        make = partial(environment_of, whole, job.work.cache)
+        playing = self.on.play(environment, make, model, settings, job.work, job.seed, before)
+        asyncio.run(closing(environment, playing, job.work.reporter.say))
 
 
 def _default(name: str) -> Any:

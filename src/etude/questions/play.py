@@ -18,7 +18,7 @@ from etude.agent.search import Chunk, Searcher, chunks, installed_embedder
 from etude.errors import UserError
 from etude.questions.grade import Verdict, grade, marked
 from etude.rewards.interaction import final_message
-from etude.sandbox.box import Place, SandboxError
+from etude.sandbox.box import Limits, Place, SandboxError
 from etude.sandbox.local import open_sandbox
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from etude.questions.judge import Judge
     from etude.questions.question import Question
 
-CHECKING = 20.0  # seconds of a program
+CHECKING, WAITING = 20, 120.0  # seconds of a program: of a core, and on a busy machine
 SHOWN = 600  # characters of a passage
 
 
@@ -115,11 +115,12 @@ async def verdict_on(question: Question, trace: Trace, judge: Judge | None, seed
 
 async def accepted(program: str, answer: str) -> bool:
     """Return whether a program accepts an answer, which it reads from stdin: one that hangs or crashes on it does not."""
-    sandbox = await open_sandbox(Place((), readonly=(Path(sys.prefix), Path(sys.base_prefix))))
+    limits = Limits(cpu_seconds=CHECKING)
+    sandbox = await open_sandbox(Place((), readonly=(Path(sys.prefix), Path(sys.base_prefix)), limits=limits))
     try:
         await sandbox.write("check.py", program.encode())
         command = [sys.executable, "-I", "check.py"]
-        done = await sandbox.exec(command, timeout=CHECKING, stdin=answer.encode("utf-8", "replace"))
+        done = await sandbox.exec(command, timeout=WAITING, stdin=answer.encode("utf-8", "replace"))
         if done.rc == 127:
             raise SandboxError(f"Python could not be started: {done.err[-200:].decode(errors='replace')}")
         return done.rc == 0 and not done.timed_out

@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import math
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,7 +25,7 @@ from etude.agent.trace import Trace
 from etude.errors import UserError, nearest, one_line
 from etude.files import digest_of, sha256_file
 from etude.progress import Reporter
-from etude.questions.judge import Judge, refuse_without
+from etude.questions.judge import Judge, JudgeFailed, refuse_without
 from etude.questions.play import Library, SearchTools, faults, oracle, verdict_on
 from etude.questions.question import by_id, read_set
 from etude.questions.settings import PYTHON, QUESTIONS, QuestionSettings
@@ -40,6 +41,7 @@ from etude.rl.environment import (
     ReplayTools,
     infrastructure,
 )
+from etude.work import cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,7 +115,7 @@ class QuestionArena:
         self.about = {"arena": QUESTIONS, "answers": "one marked line, read strictly", "corpus": known, "judge": settings.judge,
                       "results": settings.results}  # fmt: skip
         self._judge: Judge | None = None
-        self._opening = asyncio.Lock()
+        self._opening, self._checking = asyncio.Lock(), asyncio.Semaphore(cores())
 
     async def judge(self) -> Judge | None:
         """Return the judge, opened when it is first needed. UserError: there is none at its address."""
@@ -126,7 +128,10 @@ class QuestionArena:
     async def ready(self, say: Callable[[str], None]) -> None:
         if judge := await self.judge():
             labelled = [question for question in self.set.questions if question.labels]
-            say(f"judge {judge.name}: {await judge.measure(labelled)}")
+            try:
+                say(f"judge {judge.name}: {await judge.measure(labelled)}")
+            except JudgeFailed as error:
+                raise UserError(str(error)) from None
         if wrong := await faults(self.set.questions, CHECKED):
             raise UserError(wrong[0])
 
@@ -152,7 +157,9 @@ class QuestionArena:
                 journal.unlink()
                 trace = await self._rollout(question, policy, talk, name, seed, Journal(journal, **owner))
                 trace.counts["restarted"] = 1
-            verdict = await verdict_on(question, trace, await self.judge() if question.kind == "rubric" else None, seed)
+            async with self._checking if question.kind == "program" else nullcontext():
+                judge = await self.judge() if question.kind == "rubric" else None
+                verdict = await verdict_on(question, trace, judge, seed)
         trace.made_by["score"] = {"outcome": "pass" if verdict.passed else "fail", "reason": verdict.why}
         faulty = trace.counts.get("malformed", 0) + REFUSED * trace.counts.get("failed_calls", 0)
         trace.rewards = {"outcome": float(verdict.passed), "conduct": penalty(faulty),

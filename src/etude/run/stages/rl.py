@@ -116,14 +116,8 @@ class RlStage(Stage):
         """Let episodes be played and learnt from, on this machine."""
         from etude.rl.orchestrator import orchestrate
 
-        async def played() -> None:
-            try:
-                await orchestrate(environment, model, settings, job.work, job.seed, before=before)
-            finally:
-                if not isinstance(environment, CodingEnvironment):
-                    await environment.close(job.work.reporter.say)
-
-        asyncio.run(played())
+        playing = orchestrate(environment, model, settings, job.work, job.seed, before=before)
+        asyncio.run(closing(environment, playing, job.work.reporter.say))
 
     def _train(self, settings: RlSettings, job: Job) -> None:
         from etude.run.train import UNTRAINED_HEADS, complete_model
@@ -147,6 +141,15 @@ class RlStage(Stage):
 
     def show(self, folder: Path) -> list[str]:
         return [*verdict(steps_of(folder)), *read_json(folder / RESULTS)["notes"], f"report: {folder / PAGE}"]
+
+
+async def closing(environment: CodingEnvironment | Arena, playing: Awaitable[None], say: Callable[[str], None]) -> None:
+    """Let episodes be played, then close what an arena has opened."""
+    try:
+        await playing
+    finally:
+        if not isinstance(environment, CodingEnvironment):
+            await environment.close(say)
 
 
 async def _answers(address: str) -> None:
