@@ -5,6 +5,7 @@ from __future__ import annotations
 import html.parser
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,7 +126,7 @@ def test_every_answer_carries_the_policy(app: Guard, path: str) -> None:
     {"origin": "http://127.0.0.1:8888"}, {"origin": "https://localhost:7777"},
 ])  # fmt: skip
 @pytest.mark.parametrize("path", ["/index.html", "/events?run=friendly", "/static/web.js", "/login"])
-def test_a_page_from_elsewhere_gets_nothing(app: Guard, given: dict[str, str], path: str) -> None:
+def test_a_page_from_elsewhere_gets_nothing(app: Guard, given: dict[str, Any], path: str) -> None:
     answer = ask(app, path, **given)
     assert answer.status == 403
     assert "friendly" not in answer.text
@@ -212,17 +213,19 @@ def test_what_changes_something_needs_the_token_of_our_own_pages(runs: Path) -> 
         return {"said": "done"}
 
     pages = Pages(Shelf([runs]), gate_for("127.0.0.1", None, allow_open=False), {"note": act})
-    app, right = pages.app(), {"method": "POST", "body": b'{"a": 1}', "content_type": "application/json"}
+    app, token = pages.app(), {TOKEN: pages.token}
+    right: dict[str, Any] = {"method": "POST", "body": b'{"a": 1}', "content_type": "application/json"}
+    ours: dict[str, Any] = right | token
     assert ask(app, "/do/note", **right).status == 403
-    assert ask(app, "/do/note", **right, **{TOKEN: "guess"}).status == 403
-    assert ask(app, "/do/note", **right, **{TOKEN: pages.token}, origin="http://evil.example").status == 403
-    assert ask(app, "/do/note", **right, **{TOKEN: pages.token}, sec_fetch_site="cross-site").status == 403
-    assert ask(app, "/do/note", **{**right, "content_type": "text/plain"}, **{TOKEN: pages.token}).status == 415
-    assert ask(app, "/do/note", **{**right, "body": b"no json"}, **{TOKEN: pages.token}).status == 400
-    assert ask(app, "/do/other", **right, **{TOKEN: pages.token}).status == 404
-    assert ask(app, "/do/note", **{TOKEN: pages.token}).status == 404
+    assert ask(app, "/do/note", **{**right, TOKEN: "guess"}).status == 403
+    assert ask(app, "/do/note", **ours, origin="http://evil.example").status == 403
+    assert ask(app, "/do/note", **ours, sec_fetch_site="cross-site").status == 403
+    assert ask(app, "/do/note", **{**ours, "content_type": "text/plain"}).status == 415
+    assert ask(app, "/do/note", **{**ours, "body": b"no json"}).status == 400
+    assert ask(app, "/do/other", **ours).status == 404
+    assert ask(app, "/do/note", x_etude_token=pages.token).status == 404
     assert done == []
-    assert ask(app, "/do/note", **right, **{TOKEN: pages.token}).status == 200
+    assert ask(app, "/do/note", **ours).status == 200
     assert done == [{"a": 1}]
 
 
