@@ -98,7 +98,7 @@ async def run_tests(
     """
     nonce = secrets.token_hex(16)
     order = {"nonce": nonce, **order_of(codebase, ids, traces=traces, cover=cover)}
-    sandbox = await open_sandbox(replace(place_of(codebase, layers), fixed=tests_and_data(codebase)))
+    sandbox = await open_sandbox(replace(place_of(codebase, layers), fixed=tests_and_data(codebase)), codebase.sandbox)
     try:
         words = [str(codebase.python), "-m", RUNNER]
         if codebase.services:
