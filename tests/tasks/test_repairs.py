@@ -190,7 +190,7 @@ def history(folder: Path, *steps: tuple[str, str]) -> Path:
     (folder / "LICENSE").write_text(MIT)
     run = lambda *words: subprocess.run(
         ["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True
-    )
+    )  # noqa: E731
     run("init", "-q")
     for message, text in steps:
         (folder / "m.py").write_text(text)
