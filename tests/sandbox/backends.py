@@ -43,7 +43,10 @@ def engine(name: str, folder: Path) -> str:
     if name == "podman":
         real += " --runtime runc" if shutil.which("runc") else ""
         image, options = f"--rootfs {root}", f"{options} --read-only-tmpfs=false"
-    line = f'[ "$1" = run ] || exec {real} "$@"\nwords="${{*@Q}}"\neval exec {real} "${{words/\'IMAGE\'/{options} {image}}}"'
+    line = f"""[ "$1" = run ] || exec {real} "$@"
+words=()
+for word in "$@"; do [ "$word" = IMAGE ] && words+=({options} {image}) || words+=("$word"); done
+exec {real} "${{words[@]}}\""""
     if name == "podman":
         return program(folder / f"bin-{name}", name, line)
     packed = subprocess.run(["tar", "-C", str(root), "-cf", "-", "."], capture_output=True, check=True).stdout

@@ -180,7 +180,7 @@ def test_the_container_is_shut_in(tmp_path: Path, layer: Path) -> None:
 
 def test_an_engine_that_fails_is_told(tmp_path: Path, layer: Path) -> None:
     script = program(tmp_path / "bin", "podman", "echo 'no such image' >&2; exit 125")
-    with pytest.raises(SandboxError, match="podman started no container of IMAGE: no such image"):
+    with pytest.raises(SandboxError, match="podman:IMAGE: no container was started: no such image"):
         asyncio.run(ContainerSandbox.open(script, "IMAGE", Place((layer,))))
 
 

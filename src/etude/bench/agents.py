@@ -30,6 +30,7 @@ from etude.inference.policy import Policy, PolicyInfo
 from etude.lineage.record import LINEAGE_FILE
 from etude.questions.settings import QuestionSettings, check_arena, idle_in
 from etude.rewards.quality import measure
+from etude.sandbox.images import WHERE, Backend, settled
 from etude.sandbox.probe import strongest
 from etude.tasks.attempt import judge, searcher_for, work_on
 from etude.tasks.demos import solution_calls
@@ -75,6 +76,7 @@ class BenchSettings(Settings):
     arena: str = Field(default="code", description="arena of the tasks: code, questions, or python:module.Class")
     questions: QuestionSettings = QuestionSettings()
     style: Style = Field(default="terse", description="style of the requests, where a task has it")
+    sandbox: Backend = Field(default="auto", description=WHERE)
     k: int = Field(default=5, ge=1, description="attempts of every agent at every task")
     limit: int = Field(default=0, ge=0, description="number of tasks (0 = all); a larger number includes a smaller")
     concurrency: int = Field(default=0, ge=0, description="concurrent attempts (0 = two a core)")
@@ -142,24 +144,26 @@ class Attempt:
 
 async def run_benchmark(
     task_set: TaskSet, agents: Sequence[Agent], settings: BenchSettings, folder: Path, cache: Path, reporter: Reporter,
-    scorer: Scorer = score,
+    scorer: Scorer = score, kind: type[CodeBenchmark] | None = None,
 ) -> None:  # fmt: skip
-    """Make all attempts that the folder does not hold yet, one agent after another."""
+    """Make all attempts that the folder does not hold yet, one agent after another. `kind`: of benchmark; none: of our own."""
+    kind = kind or CodeBenchmark
     measure({}, {})  # says now, not after the first attempt, that ruff is missing
     asks = {task.id: asked(task, settings.style) for task in task_set.tasks}
     if others := sum(style != settings.style for style, _ in asks.values()):
         reporter.say(f"{others} tasks have no {settings.style} request: asked in another style, see the report")
     sampling = settings.model_dump(mode="json", include={"harness", "tools", "style"})
-    about = set_statistics(task_set.tasks, {name: prompt for name, (_, prompt) in asks.items()})
-    integrity = {**INTEGRITY, "sandbox": await strongest()}
-    header = Header(integrity=integrity, harness=VERSION, tasks=task_set.digest, sampling=sampling, about=about)
+    about = kind.about(task_set.tasks, {name: prompt for name, (_, prompt) in asks.items()})
+    header = Header(
+        integrity=await kind.rules(settings), harness=VERSION, tasks=task_set.digest, sampling=sampling, about=about
+    )
     tasks = sorted(task_set.tasks, key=lambda task: digest_of(task.id))[: settings.limit or None]
     numbered = [(task, number) for number in range(1, settings.k + 1) for task in tasks]
     total, tested = len(numbered) * len(agents), one_a_core(scorer)
     searcher, known = searcher_for(settings.tools, cache), Scores(tested).of
     with TrialLog(folder, header) as log, reporter.task(f"benchmark {task_set.name}", total, "trials") as progress:
         for agent in agents:
-            benchmark = CodeBenchmark(
+            benchmark = kind(
                 settings, folder, log, reporter, progress, task_set, searcher, tested if agent.probe else known
             )
             await benchmark.measure(agent, [Attempt(agent, task, number, *asks[task.id]) for task, number in numbered])
@@ -233,6 +237,17 @@ class CodeBenchmark(Benchmark):
     task_set: TaskSet
     searcher: Searcher | None
     score: Scorer
+
+    @classmethod
+    async def rules(cls, settings: BenchSettings) -> dict[str, Any]:
+        """Return by which rules attempts are made."""
+        backend = settled(settings.sandbox)
+        return {**INTEGRITY, "sandbox": await strongest() if backend == "auto" else backend}
+
+    @classmethod
+    def about(cls, tasks: Sequence[Task], prompts: dict[str, str]) -> dict[str, float]:
+        """Return what the tasks are like."""
+        return set_statistics(tasks, prompts)
 
     async def _scored(self, policies: Policies, attempt: Attempt) -> tuple[Trial, Trace]:
         """Let the agent work, and measure what it did along all four axes."""

@@ -29,7 +29,7 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
     model: Annotated[str, typer.Option(help="Model: run folder, model folder, base, or a server's URL.")] = "sprout",
     repo: Annotated[Path, typer.Option(help="Repository; the agent works on a copy of it.")] = Path(),
     yes: Annotated[bool, typer.Option("--yes", help="Apply the changes without asking.")] = False,
-    sandbox: Annotated[str, typer.Option(help="Backend: auto, namespaces, docker:IMAGE or podman:IMAGE.")] = "auto",
+    sandbox: options.SandboxName = "auto",
     name: Annotated[str, typer.Option(help="Name of the server's model; default: its first.")] = "",
     token_file: options.TokenFile = None,
     tokeniser: options.Tokeniser = "",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,6 +19,7 @@ from etude.agent.tools import ToolSettings
 from etude.agent.trace import Trace
 from etude.bench.agents import BUILT_IN, Agent, BenchSettings, Policies, model_agent, run_benchmark
 from etude.bench.arenas import run_arena
+from etude.bench.public import PublicBenchmark, PublicSet, public_set, write_runs
 from etude.bench.trials import read_results
 from etude.errors import UserError
 from etude.files import digest_of, read_json
@@ -31,10 +32,12 @@ from etude.recipe.recipe import load_recipe
 from etude.report.benchmark import Scored, write_report
 from etude.rl.arenas import Choice
 from etude.run.folder import lock_run
+from etude.sandbox.images import settled
 from etude.tasks.attempt import searcher_for, work_on
 from etude.tasks.formats import read_task
 from etude.tasks.manifest import TaskSet, load_set
 from etude.tasks.prompts import asked
+from etude.tasks.public import is_public
 from etude.tasks.score import Score, score
 
 if TYPE_CHECKING:
@@ -114,11 +117,12 @@ class Episode:
 
 def play(  # noqa: PLR0913 - an argument for every option
     tasks: str | Path, task: str, model: Policy | str, *, style: Style = "terse", turns: int = 50, minutes: float = 30.0,
-    temperature: float = 0.7, seed: int = 0, cache: str | Path | None = None,
+    temperature: float = 0.7, seed: int = 0, sandbox: str = "auto",
+    cache: str | Path | None = None,
 ) -> Episode:  # fmt: skip
     """Have a model (or "oracle", "noop") work on one task of a set in a sandbox, and score what it left."""
     place = _cache(cache)
-    task_set = load_set(Path(tasks), place, Reporter(), task)
+    task_set = load_set(Path(tasks), place, Reporter(), task, sandbox)
     chosen, tools = task_set.tasks[0], ToolSettings()
     codebase = task_set.codebase(chosen)
 
@@ -157,7 +161,7 @@ def benchmark(
 
 async def measure(
     models: Sequence[str], tasks: Path, settings: BenchSettings, out: Path | None, cache: Path, reporter: Reporter | None = None,
-    **server: str,
+    only: str = "", **server: str,
 ) -> Path:  # fmt: skip
     """Make the trials that are missing; return their folder. `server`: see `agents`."""
     reporter = reporter or Reporter()
@@ -170,10 +174,15 @@ async def measure(
         with lock_run(folder, reporter.say):
             await run_arena(choice, chosen, settings, folder, reporter)
         return folder
-    chosen, task_set = await agents(models, cache, **server), read_tasks(tasks, cache, reporter)
+    chosen, task_set = await agents(models, cache, **server), read_tasks(tasks, cache, reporter, settings.sandbox, only)
     folder = out or Path("runs", "bench", task_set.name)
     with lock_run(folder, reporter.say):
-        await run_benchmark(task_set, chosen, settings, folder, cache, reporter)
+        public = isinstance(task_set, PublicSet)
+        await run_benchmark(
+            task_set, chosen, settings, folder, cache, reporter, kind=PublicBenchmark if public else None
+        )
+        if isinstance(task_set, PublicSet):
+            write_runs(folder, task_set)
     return folder
 
 
@@ -201,16 +210,19 @@ def _agent_of(policy: Policy) -> Agent:
     return Agent(policy.name, opened)
 
 
-def read_tasks(path: Path, cache: Path, reporter: Reporter) -> TaskSet:
-    """Build a set from its manifest, or from task folders that `etude tasks build --harbor` wrote."""
+def read_tasks(path: Path, cache: Path, reporter: Reporter, sandbox: str = "auto", only: str = "") -> TaskSet:
+    """Build a set from its manifest, or from task folders: those that `etude tasks build --harbor` wrote, or a public benchmark's."""
+    if path.is_dir() and (is_public(path) or any(map(is_public, path.iterdir()))):
+        return public_set(path, only)
     if path.is_dir():
         folders = [path] if (path / "task.toml").exists() else sorted(each.parent for each in path.glob("*/task.toml"))
         read = [read_task(folder, cache, reporter) for folder in folders]
-        codebases = {f"{codebase.name}=={codebase.version}": codebase for _, codebase in read}
+        backend = settled(sandbox)
+        codebases = {f"{codebase.name}=={codebase.version}": replace(codebase, sandbox=backend) for _, codebase in read}
         digest = digest_of([read_json(folder / "tests" / "etude.json") for folder in folders])
         task_set = TaskSet(path.absolute().name, digest, tuple(task for task, _ in read), codebases)
     else:
-        task_set = load_set(path, cache, reporter)
+        task_set = load_set(path, cache, reporter, only, sandbox)
     if not task_set.tasks:
         raise UserError(f"{path} holds no tasks; make a set with `etude tasks make`")
     return task_set

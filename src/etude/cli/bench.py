@@ -49,8 +49,10 @@ def run(  # noqa: PLR0913, PLR0917 - an argument for every option
     corpus: Annotated[str, typer.Option(help="Questions: JSONL or folder that the tool `search` looks in.")] = "",
     judge: Annotated[str, typer.Option(help="Questions: model or address that judges rubrics.")] = "",
     style: Annotated[str, typer.Option(help="Style of the requests: terse, trace, premise, full, vague, shown or told.")] = "terse",
+    only: Annotated[str, typer.Option(help="Prefixes of the ids of tasks to use, separated by spaces; default: all.")] = "",
     limit: Annotated[int, typer.Option(help="Number of tasks (0 = all); a larger number includes a smaller one's tasks.")] = 0,
     concurrency: Annotated[int, typer.Option(help="Concurrent attempts (0 = two a core).")] = 0,
+    sandbox: options.SandboxName = "auto",
     tools: options.ToolNames = "", turns: options.Turns = 50, minutes: options.Minutes = 30.0, temperature: options.Temperature = 1.0,
     price_read: PriceRead = 0.0, price_cached: PriceCached = 0.0, price_written: PriceWritten = 0.0,
     token_file: options.TokenFile = None, tokeniser: options.Tokeniser = "", device: options.Device = "auto",
@@ -62,8 +64,8 @@ def run(  # noqa: PLR0913, PLR0917 - an argument for every option
     from etude.tasks.manifest import find_manifest, read_rows
 
     offered = options.chosen_tools(tools).tools
-    given = {"k": k, "limit": limit, "concurrency": concurrency, "style": style, "tools": {"tools": offered}, "arena": arena,
-             "questions": {"corpus": corpus, "judge": judge},
+    given = {"k": k, "limit": limit, "concurrency": concurrency, "style": style, "sandbox": sandbox, "tools": {"tools": offered},
+             "arena": arena, "questions": {"corpus": corpus, "judge": judge},
              "harness": {"turns": turns, "seconds": 60.0 * minutes, "temperature": temperature}}  # fmt: skip
     settings, reporter = options.checked(BenchSettings, given), Reporter()
     code = arena == "code"
@@ -76,7 +78,7 @@ def run(  # noqa: PLR0913, PLR0917 - an argument for every option
 
     server = {"device": device, "token": options.token_in(token_file), "tokeniser": tokeniser}
     with options.interruptible(reporter, "all finished trials are kept; run the same command to resume"):
-        folder = asyncio.run(measure(models, tasks, settings, out, place, reporter, **server))
+        folder = asyncio.run(measure(models, tasks, settings, out, place, reporter, only, **server))
     _report([folder], folder, read=price_read, cached=price_cached, written=price_written)
 
 

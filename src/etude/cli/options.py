@@ -43,6 +43,7 @@ RecipeFiles = Annotated[list[Path], _recipes]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="Sampling temperature (0 = greedy).")]
 TokenFile = Annotated[Path | None, typer.Option("--token-file", help="File with the bearer token of the server.")]
 _tools = typer.Option("--tools", help="Comma-separated tools; default: all but bash. `bash` alone: as mini-swe-agent.")
+SandboxName = Annotated[str, typer.Option(help="Sandbox: auto, namespaces, podman:IMAGE or docker:IMAGE.")]
 ToolNames = Annotated[str, _tools]
 Turns = Annotated[int, typer.Option("--turns", min=1, help="Turn limit of an episode.")]
 

@@ -84,10 +84,10 @@ def _show_unused(rows: list[dict[str, Any]], folder: Path) -> None:
     options.echo(f"{more}with examples: {folder / 'unused.jsonl'}")
 
 
-def _loaded(manifest: Path, cache: Path | None, only: str) -> TaskSet:
+def _loaded(manifest: Path, cache: Path | None, only: str, sandbox: str = "auto") -> TaskSet:
     from etude.tasks.manifest import load_set
 
-    return load_set(manifest, options.cache_folder(cache), Reporter(), only)
+    return load_set(manifest, options.cache_folder(cache), Reporter(), only, sandbox)
 
 
 @app.command(epilog="Example: etude tasks build recipes/tasks/bench.jsonl --harbor tasks")
@@ -141,6 +141,7 @@ def check(
     log: Annotated[Path | None, typer.Option(help="File of results, from which the same command resumes.")] = None,
     results: Annotated[list[Path] | None, typer.Option(help="Results of `etude bench`, to set unsolved tasks aside.")] = None,
     drop: Annotated[Path | None, typer.Option(metavar="OUT", help="Manifest to write without the invalid tasks.")] = None,
+    sandbox: options.SandboxName = "auto",
 ) -> None:  # fmt: skip
     """Validate tasks: the reference solution passes, doing nothing fails. Exit code 1 if a task is invalid."""
     from etude.bench.trials import unsolved
@@ -148,7 +149,7 @@ def check(
 
     if drop and (only or sample):
         raise UserError("--drop writes a whole set, so all of it must be checked; leave out --only and --sample")
-    loaded = _loaded(manifest, cache, only)
+    loaded = _loaded(manifest, cache, only, sandbox)
     tasks = loaded.tasks[:: max(1, len(loaded.tasks) // sample)][:sample] if sample else loaded.tasks
     with tempfile.TemporaryDirectory() as scratch, MetricsLog(log or Path(scratch) / "checked.jsonl") as checked:
         reasons = asyncio.run(_checked(loaded, tasks, checked))
@@ -191,6 +192,7 @@ def demos(  # noqa: PLR0913, PLR0917 - an argument for every option
     most: Annotated[int, typer.Option(min=0, help="Limit of demonstrations, spread over the set (0 = none).")] = 0,
     tools: options.ToolNames = "",
     only: Only = "",
+    sandbox: options.SandboxName = "auto",
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     cache: CacheFolder = None,
 ) -> None:  # fmt: skip
@@ -201,7 +203,7 @@ def demos(  # noqa: PLR0913, PLR0917 - an argument for every option
     from etude.tasks.demos import DemoSettings, make_demos, refuse_benchmarks
 
     refuse_benchmarks(manifest)
-    given = {"tasks": str(manifest), "only": only, "each": each, "most": most, "styles": styles.split(","),
+    given = {"tasks": str(manifest), "only": only, "each": each, "most": most, "styles": styles.split(","), "sandbox": sandbox,
              "tools": options.chosen_tools(tools).tools}  # fmt: skip
     settings, reporter = options.checked(DemoSettings, given), Reporter()
     tokeniser = load_tokeniser(locate(model, cache, reporter)[1])

@@ -12,6 +12,7 @@ from etude.errors import nearest
 from etude.questions.settings import QuestionSettings, check_arena, idle_in
 from etude.rewards.reward import RewardSettings
 from etude.rl.algorithm import ALGORITHMS
+from etude.sandbox.images import WHERE, Backend
 from etude.tasks.task import Style  # noqa: TC001 - pydantic reads it
 from etude.training.settings import LoraSettings, OptimiserSettings, Settings, TrainerSettings
 
@@ -67,6 +68,7 @@ class RlSettings(TrainerSettings):
     late: Literal["drop", "wait"] = Field(
         default="drop", description="stale groups: drop and requeue the task; wait: start none that could become stale"
     )
+    sandbox: Backend = Field(default="auto", description=WHERE)
     concurrency: int = Field(default=0, ge=0, description="concurrent rollouts (0 = those of one step)")
     seconds: float = Field(default=900.0, gt=0, description="time limit of a rollout with its scoring, in seconds")
 

@@ -24,31 +24,48 @@ import secrets
 import tarfile
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from etude.errors import UserError
 from etude.sandbox import inside, isolate
 from etude.sandbox.box import WORKSPACE, Result, Sandbox, SandboxError, answered, plain_path
 from etude.sandbox.keeper import Clip
 from etude.sandbox.layers import Below
+from etude.sandbox.local import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from etude.sandbox.box import Place
 
 BLOCK = 4096
 
 
-def pack_layers(layers: Iterable[Path], file: IO[bytes]) -> int:
-    """Write what the layers show as a tar; return the bytes that takes in memory."""
-    held = 0
-    with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as out:
+def pack_layers(
+    layers: Iterable[Path], file: IO[bytes], fixed: Collection[str] = (), owned: IO[bytes] | None = None
+) -> int:
+    """Write what the layers show as a tar; return the bytes that takes in memory.
+
+    `fixed` files and the folders above them go into a tar of their own, which root unpacks: what is in a folder with the sticky bit,
+    nobody but its owner can remove or rename, nor can the folder be.
+    """
+    held, kept = 0, {path.rpartition("/")[0] for path in fixed}
+    kept |= {"/".join(folder.split("/")[:depth]) for folder in kept for depth in range(1, folder.count("/") + 1)}
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as out, ExitStack() as stack:
+        own = stack.enter_context(tarfile.open(fileobj=owned, mode="w", format=tarfile.GNU_FORMAT)) if owned else out
         for path, place in _shown(Below(tuple(layers)), ""):
-            out.inodes = {}  # type: ignore[attr-defined]  # two names of one file in a layer are two files
-            out.add(place, path, recursive=False)
+            about = own if path in kept or path in fixed else out
+            about.inodes = {}  # type: ignore[attr-defined]  # two names of one file in a layer are two files
+            about.add(place, path, recursive=False, filter=_fixed if about is own and owned else None)
             held += (place.lstat().st_size // BLOCK + 2) * BLOCK
     return held
+
+
+def _fixed(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    entry.mode = 0o1777 if entry.isdir() else entry.mode & 0o755 | 0o444
+    return entry
 
 
 def _shown(below: Below, prefix: str) -> Iterator[tuple[str, Path]]:
@@ -59,6 +76,7 @@ def _shown(below: Below, prefix: str) -> Iterator[tuple[str, Path]]:
 
 
 WORKLOAD = "61185:61185"
+_runs: set[tuple[str, str, Path]] = set()  # engines, images and Pythons of this machine that were tried and work
 PATIENCE = 60.0  # seconds for what the engine itself has to do
 BASE_ENV = {"HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONNOUSERSITE": "1"}  # noqa: S108 - inside
 RUN = '(cd "$0" && exec "$@"); rc=$?; kill -9 -1 2>/dev/null; exit $rc'  # a daemon must not hold the call's pipes open
@@ -68,13 +86,7 @@ def run_words(engine: str, image: str, place: Place, name: str, held: int, filte
     """Return the command that starts a container whose layers hold so many bytes, under the filter in a file."""
     limits = place.limits
     disk = limits.disk + held
-    hard = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC}
-    own = {key: resource.getrlimit(which)[1] for key, which in hard.items()}
-    most = {key: bound if bound >= 0 else 1 << 20 for key, bound in own.items()}
-    bounds = {
-        "nofile": min(4096, most["nofile"]), "nproc": min(20_000, most["nproc"]),  # of an id that other containers use too
-        "core": 0, "cpu": limits.cpu_seconds, "fsize": disk,
-    }  # fmt: skip
+    bounds = {"core": 0, "cpu": limits.cpu_seconds, "fsize": disk}
     special = f"nr_inodes={limits.files}" if Path(engine).name == "docker" else "notmpcopyup"
     shared = f"rw,exec,nosuid,nodev,size={disk},{special}"
     words = [engine, "run", "-i", "--rm", "--name", name, "--log-driver", "none", "--pull", "never"]
@@ -83,11 +95,25 @@ def run_words(engine: str, image: str, place: Place, name: str, held: int, filte
     words += ["--security-opt", "no-new-privileges", "--security-opt", f"seccomp={filtering}"]
     words += ["--memory", str(limits.memory + held), "--memory-swap", str(limits.memory + held)]
     words += ["--pids-limit", str(limits.processes + 2), "--cpus", str(limits.cpus)]  # process 1 and what `exec` needs
-    words += [word for key, bound in bounds.items() for word in ("--ulimit", f"{key}={bound}:{bound}")]
+    words += [*bounded(), *(word for key, bound in bounds.items() for word in ("--ulimit", f"{key}={bound}:{bound}"))]
     words += ["--tmpfs", f"{WORKSPACE}:{shared},mode=0777", "--tmpfs", f"/tmp:{shared},mode=1777"]  # noqa: S108 - inside
-    words += [word for folder in place.readonly for word in ("--volume", f"{folder}:{folder}:ro")]
+    mounts = {str(folder): str(folder) for folder in place.readonly} | shown(place)
+    if any(f"{path}/".startswith("/root/") for path in mounts):  # which images close to all but root
+        words += ["--tmpfs", "/root:rw,size=65536,mode=0755"]
+    words += [word for path, source in mounts.items() for word in ("--volume", f"{source}:{path}:ro")]
     words += [word for folder in place.hidden for word in ("--tmpfs", f"{folder}:ro,size=4096,mode=0755")]
     return [*words, image, *_python()]
+
+
+def bounded() -> list[str]:
+    """Return how many files and processes an engine is to allow: what it would set itself may be more than this process may."""
+    words = []
+    # Processes are counted by id, and other containers use the same.
+    for key, which, wanted in (("nofile", resource.RLIMIT_NOFILE, 4096), ("nproc", resource.RLIMIT_NPROC, 20_000)):
+        own = resource.getrlimit(which)[1]
+        most = min(wanted, own if own >= 0 else wanted)
+        words += ["--ulimit", f"{key}={most}:{most}"]
+    return words
 
 
 def profile() -> dict[str, Any]:
@@ -106,6 +132,8 @@ def profile() -> dict[str, Any]:
     rules = [{"names": sorted(isolate.REFUSED), **refuse}, {"names": absent, **refuse, "errnoRet": errno.ENOSYS}]
     rules += [{"names": ["clone"], **refuse, "args": [masked(0, flag, flag)]} for flag in flags]
     rules += [{"names": ["socket"], **refuse, "args": [equal(0, family)]} for family in families]
+    routes = {"index": 2, "value": 0, "op": "SCMP_CMP_NE"}
+    rules += [{"names": ["socket"], **refuse, "args": [equal(0, isolate.NETLINK), routes]}]
     rules += [{"names": ["ioctl"], **refuse, "args": [equal(1, number)]} for number in isolate.TERMINAL_INJECTION]
     rules += [{"names": ["ioctl"], **refuse, "args": [masked(1, 0xFF00, kind)]} for kind in isolate.FILE_SYSTEM_IOCTLS]
     rules += [{"names": ["fcntl"], **refuse, "args": [equal(1, number)]} for number in isolate.FILE_CONTROLS]
@@ -130,7 +158,7 @@ class ContainerSandbox(Sandbox):
 
     def __init__(self, engine: str, image: str, place: Place) -> None:
         self.engine, self.image, self.place = engine, image, place
-        self.backend = Path(engine).name
+        self.backend = f"{Path(engine).name}:{image}"
         self.name = f"etude-{secrets.token_hex(8)}"
         self.lock = asyncio.Lock()
         self.process: asyncio.subprocess.Process | None = None
@@ -148,14 +176,27 @@ class ContainerSandbox(Sandbox):
         return box
 
     async def _start(self) -> None:
-        with tempfile.TemporaryFile() as packed:
-            self.held = await asyncio.to_thread(pack_layers, self.place.layers, packed)
-            packed.seek(0)
+        with tempfile.TemporaryFile() as packed, tempfile.TemporaryFile() as owned:
+            fixed = frozenset(self.place.fixed)
+            self.held = await asyncio.to_thread(pack_layers, self.place.layers, packed, fixed, owned)
             await self._run()
-            words = ["tar", "-x", "-p", "--no-same-owner", "-f", "-"]
-            done = await self._call(words, stdin=packed, timeout=PATIENCE * 10)
-        if done.rc != 0:
-            raise SandboxError(f"the layers do not fit: {done.err.decode(errors='replace')[:300]}")
+            for file, user in ((owned, "0:0"), (packed, WORKLOAD)) if fixed else ((packed, WORKLOAD),):
+                file.seek(0)
+                words = ["tar", "-x", "-p", "--no-same-owner", "-f", "-"]
+                done = await self._call(words, stdin=file, timeout=PATIENCE * 10, user=user)
+                if done.rc != 0:
+                    raise SandboxError(f"the layers do not fit: {done.err.decode(errors='replace')[:300]}")
+        if self.place.warm and (self.engine, self.image, self.place.warm[0]) not in _runs:
+            await self._try_python(str(self.place.warm[0]))
+
+    async def _try_python(self, python: str) -> None:
+        """Refuse an image that cannot run the Python of a codebase: one of this machine, which needs its C library or a newer one."""
+        done = await self.exec([python, "-c", "import ssl, ctypes, zlib"], timeout=PATIENCE)
+        if done.rc:
+            said = done.err.decode(errors="replace").strip().split("\n")[-1][:200]
+            needs = "its C library must be as new as this machine's, and for a Python of /usr it must have the same version itself"
+            raise UserError(f"the image {self.image} cannot run {python} ({said}): {needs}; choose another image")
+        _runs.add((self.engine, self.image, Path(python)))
 
     async def _run(self) -> None:
         pipe = asyncio.subprocess.PIPE
@@ -169,7 +210,7 @@ class ContainerSandbox(Sandbox):
             first = await asyncio.wait_for(self.process.stdout.readline(), PATIENCE)
         if not first.strip().isdigit():
             said = (await self.process.stderr.read(2000)).decode(errors="replace").split("\n")[0]
-            raise SandboxError(f"{self.backend} started no container of {self.image}: {said or 'no python3?'}")
+            raise SandboxError(f"{self.backend}: no container was started: {said or 'no python3?'}")
 
     async def exec(
         self, command: str | Sequence[str], *, timeout: float | None = None, env: Mapping[str, str] | None = None, stdin: bytes = b"",
@@ -184,12 +225,12 @@ class ContainerSandbox(Sandbox):
             return await self._call(words, stdin=given, timeout=bound, env=env, cwd=cwd, keep=limits.output)
 
     async def _call(self, words: list[str], *, stdin: IO[bytes], timeout: float, env: Mapping[str, str] | None = None,
-                    cwd: str = ".", keep: int = 1 << 20, out: IO[bytes] | None = None) -> Result:  # fmt: skip
+                    cwd: str = ".", keep: int = 1 << 20, out: IO[bytes] | None = None, user: str = WORKLOAD) -> Result:  # fmt: skip
         """Run words, alone; kill what they leave."""
         pairs = {**BASE_ENV, **self.place.env, **(env or {})}
         given = [word for key, value in pairs.items() for word in ("--env", f"{key}={value}")]
         place = ["--workdir", WORKSPACE, self.name, "sh", "-c", RUN, posixpath.join(WORKSPACE, plain_path(cwd))]
-        call = [self.engine, "exec", "-i", "--user", WORKLOAD, *given, *place, *words]
+        call = [self.engine, "exec", "-i", "--user", user, *given, *place, *words]
         clips = Clip(keep), Clip(keep)
         async with self.lock:
             began = time.monotonic()

@@ -291,8 +291,10 @@ def init() -> None:
     """Be process 1 of a container: at every line on the input kill all others, and say how many were killed for want of memory."""
     if os.getpid() != 1:
         sys.exit("not process 1: would kill the machine's processes")
-    os.chmod(WORKSPACE, 0o777)  # noqa: S103 - Podman gives it the mode of the image's folder
+    os.chmod(WORKSPACE, 0o1777)  # noqa: S103 - Podman gives it the mode of the image's folder; files that are root's stay
     os.chmod("/tmp", 0o1777)  # noqa: S103, S108
+    if os.path.ismount("/root"):
+        os.chmod("/root", 0o755)  # noqa: S103 - an environment lies below it
     print(_kills(), flush=True)  # noqa: T201
     for _ in sys.stdin:
         while _kill_others():

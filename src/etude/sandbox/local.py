@@ -174,17 +174,22 @@ class LocalSandbox(Sandbox):
 
 def describe(place: Place) -> dict[str, Any]:
     """Return what a keeper must know, with all paths resolved: links of the host lead nowhere once its root has changed."""
-    folders = [*place.readonly, *([place.warm[0].parent.parent] if place.warm else [])]
-    shown = {str(path.absolute()): str(path.resolve()) for each in folders for path in (each, *_python_base(each))}
     warm = place.warm and {"python": str(place.warm[0]), "modules": place.warm[1], "settings": warm_settings(place)}
     return {
         "layers": [str(layer.resolve()) for layer in place.layers],
-        "readonly": sorted((source, path) for path, source in shown.items() if not f"{path}/".startswith("/usr/")),
+        "readonly": sorted((source, path) for path, source in shown(place).items()),
         "hidden": list(place.hidden),
         "fixed": list(place.fixed),
         "warm": warm,
         "limits": dataclasses.asdict(place.limits),
     }
+
+
+def shown(place: Place) -> dict[str, str]:
+    """Return the host's folders that are seen inside, by the paths they are seen at: environments and their Pythons, but /usr."""
+    folders = [*place.readonly, *([place.warm[0].parent.parent] if place.warm else [])]
+    paths = {str(path.absolute()): str(path.resolve()) for each in folders for path in (each, *_python_base(each))}
+    return {path: source for path, source in paths.items() if not f"{path}/".startswith("/usr/")}
 
 
 def warm_settings(place: Place) -> dict[str, str]:
@@ -204,8 +209,8 @@ def _python_base(folder: Path) -> list[Path]:
 
 
 async def open_sandbox(place: Place, backend: str = "auto") -> Sandbox:
-    """Open a sandbox by a backend's name: namespaces, docker:IMAGE or podman:IMAGE; auto: namespaces, if they work here."""
-    from etude.sandbox import container, probe
+    """Open a sandbox by a backend's name: namespaces, docker:IMAGE or podman:IMAGE (see images.py); auto: namespaces."""
+    from etude.sandbox import container, images, probe
 
     if backend == "auto":
         backend = await probe.strongest()
@@ -216,8 +221,24 @@ async def open_sandbox(place: Place, backend: str = "auto") -> Sandbox:
         return await LocalSandbox.open(place)
     engine, _, image = backend.partition(":")
     if engine in ENGINES and image:
+        image = image if image.startswith("sha256:") else await asyncio.to_thread(images.digest, engine, image)
         return await container.ContainerSandbox.open(engine, image, place)
+    raise UserError(wrong_name(backend))
+
+
+def wrong_name(backend: str, *, bare: bool = False) -> str:
+    """Say what is wrong with a backend's name, if anything is. `bare`: an engine may go without an image."""
+    engine, _, image = backend.partition(":")
+    if backend in {"auto", NAMESPACES} or (engine in ENGINES and (image or bare)):
+        return ""
     if engine in ENGINES:
-        raise UserError(f"{engine} needs an image: {engine}:IMAGE, one with python3, sh and tar")
+        return f"{engine} needs an image: {engine}:IMAGE, one with python3, sh and tar"
     known = [NAMESPACES, *(f"{name}:IMAGE" for name in ENGINES), "auto"]
-    raise UserError(f"there is no sandbox backend {backend!r}{nearest(backend, known)}")
+    return f"there is no sandbox backend {backend!r}{nearest(backend, known)}"
+
+
+def checked_name(backend: str) -> str:
+    """Return a backend's name as it is, for settings. An engine may lack an image: tasks of public benchmarks have their own."""
+    if why := wrong_name(backend, bare=True):
+        raise ValueError(why)
+    return backend

@@ -19,7 +19,7 @@ BOUNDS = {
     False: "no cgroup v2 to write to: memory and processes bounded by resource limits and a watchdog, CPU by process; disk by a tmpfs",
 }
 CONTAINERS = (
-    "only `etude agent --sandbox {engine}:IMAGE` and `etude sandbox shell --backend {engine}:IMAGE` use containers"
+    '`--sandbox {engine}:IMAGE`, in recipes `sandbox = "{engine}:IMAGE"`, uses it; IMAGE must have python3, sh and tar'
 )
 _works: bool = False
 
@@ -80,7 +80,7 @@ async def strongest() -> str:
         if not tried.works:
             raise UserError(
                 f"no sandbox works here ({tried.backend}: {tried.detail}): allow user namespaces (sysctl "
-                f"user.max_user_namespaces) or run as root; {CONTAINERS.format(engine='docker')}"
+                f"user.max_user_namespaces), run as root, or use containers: {CONTAINERS.format(engine='podman')}"
             )
         _works = True
     return local.NAMESPACES

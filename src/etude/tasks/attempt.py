@@ -99,7 +99,7 @@ async def work_on(
     SandboxError: the sandbox has ended, or could not be opened. Cancelled, nothing is left behind.
     """
     async with layers_of(codebase.tree, visible(task, codebase)) as layers:
-        async with _opened(place_of(codebase, layers)) as sandbox:
+        async with _opened(place_of(codebase, layers), codebase.sandbox) as sandbox:
             trace.made_by["sandbox"] = sandbox.backend
             toolset = PunctualToolset(sandbox, tools, searcher, str(codebase.python))
             toolset.before = start_lines(codebase.services)
@@ -119,9 +119,9 @@ async def work_on(
 
 
 @asynccontextmanager
-async def _opened(place: Place) -> AsyncIterator[Sandbox]:
+async def _opened(place: Place, backend: str) -> AsyncIterator[Sandbox]:
     """Open a sandbox. One that does not end when it should is left to its launcher, which ends it with this process."""
-    sandbox = await open_sandbox(place)
+    sandbox = await open_sandbox(place, backend)
     try:
         yield sandbox
     finally:

@@ -40,6 +40,7 @@ from etude.files import digest_of, whole_file
 from etude.jsonl import MetricsLog
 from etude.progress import counted
 from etude.sandbox.box import SandboxError
+from etude.sandbox.images import WHERE, Backend
 from etude.tasks.attempt import searcher_for, work_on
 from etude.tasks.generators.mutation import OPERATORS
 from etude.tasks.generators.parsed import Parsed, changed_line_numbers, changed_lines, parse
@@ -80,6 +81,7 @@ class DemoSettings(BaseModel):
     each: int = Field(default=1, ge=1, le=6, description="demonstrations of each task, in different styles")
     most: int = Field(default=0, ge=0, description="limit of demonstrations, spread over the set (0 = none)")
     tools: list[ToolName] = Field(default=ToolSettings().tools, min_length=1, description="tools offered and used")
+    sandbox: Backend = Field(default="auto", description=WHERE)
 
     @model_validator(mode="after")
     def _can_be_done(self) -> DemoSettings:
@@ -456,7 +458,7 @@ def make_demos(
     """
     manifest = Path(settings.tasks).expanduser()
     refuse_benchmarks(manifest)
-    tasks = load_set(manifest, cache, reporter, settings.only)
+    tasks = load_set(manifest, cache, reporter, settings.only, settings.sandbox)
     tools = ToolSettings(tools=settings.tools)
     talk = choose_format(tokeniser)
     assert isinstance(talk, ChatFormat)

@@ -33,6 +33,7 @@ from etude.errors import UserError, one_line
 from etude.files import digest_of, read_json, write_json, write_text
 from etude.progress import counted
 from etude.sandbox.box import SandboxError
+from etude.sandbox.images import WHERE, Backend, settled
 from etude.tasks import prompts
 from etude.tasks.codebase import PackageSettings, permissive, unpack, with_environment
 from etude.tasks.commanded import spoilt_tests, written
@@ -82,6 +83,7 @@ class SetSettings(BaseModel):
         0, ge=0, description="changes wanted from the history of every package that is a git repository"
     )
     history_lines: int = Field(1, ge=1, description="fewest changed lines of a task from history")
+    sandbox: Backend = Field("auto", description=WHERE)
     package: list[PackageSettings] = Field(min_length=1, description="codebases to make tasks from")
 
     def wanted(self, package: PackageSettings) -> dict[str, int]:
@@ -322,7 +324,7 @@ class Maker:
         if not note.exists():
             began = time.monotonic()
             plain = await asyncio.to_thread(with_environment, unpacked, package, self.cache)
-            codebase, coverage, counts, lost = await examine(plain)
+            codebase, coverage, counts, lost = await examine(replace(plain, sandbox=settled(self.settings.sandbox)))
             facts = {
                 "coverage": coverage.files,
                 "counts": counts,
@@ -333,6 +335,7 @@ class Maker:
             self.reporter.say(f"{unpacked.key}: tests: {counted(counts)}")
         facts = read_json(note)
         codebase = await asyncio.to_thread(built_codebase, facts["row"], self.cache, self.reporter)
+        codebase = replace(codebase, sandbox=settled(self.settings.sandbox))
         self.codebases[codebase.key] = codebase, facts["row"]
         self.lost += [{"package": codebase.key, **row} for row in facts.get("lost", [])]
         return codebase, Coverage(facts["coverage"])
@@ -414,7 +417,8 @@ class Maker:
                 kept[generator][name] += 1
             reasons[f"{generator}: {reason.partition(':')[0] or 'kept'}"] += 1
         header = {"name": self.settings.name, "seed": self.settings.seed, "split": self.settings.split, "tasks": len(tasks),
-                  "python": platform.python_version(), "kept": {name: counts for name, counts in kept.items() if counts},
+                  "python": platform.python_version(), "sandbox": settled(self.settings.sandbox),
+                  "kept": {name: counts for name, counts in kept.items() if counts},
                   "tries": dict(sorted(reasons.items())), "passed_over": dict(sorted(self.passed_over.items())),
                   "left_out": self.failed, "seconds": round(self.log.total("seconds"))}  # fmt: skip
         if not tasks:  # a manifest of nothing would be refused by whoever reads it

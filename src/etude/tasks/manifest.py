@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError
 from etude.files import digest_of, write_text
+from etude.sandbox.images import settled
 from etude.tasks.codebase import PackageSettings, unpack, with_environment
 from etude.tasks.generators.parsed import Cut, cut_text, differing
 from etude.tasks.score import visible
@@ -226,8 +227,8 @@ def picked(named: str, tasks: Iterable[Row], only: str) -> list[Row]:
     return [row for row in rows if row["task"].startswith(tuple(words))]
 
 
-def load_set(path: Path, cache: Path, reporter: Reporter, only: str = "") -> TaskSet:
-    """Build a set from its manifest, or only the tasks whose ids begin with a word of `only`."""
+def load_set(path: Path, cache: Path, reporter: Reporter, only: str = "", sandbox: str = "auto") -> TaskSet:
+    """Build a set from its manifest, or only the tasks whose ids begin with a word of `only`, to be run in a sandbox of a kind."""
     header, rows, tasks = read_rows(path)
     _refuse_incomplete(path, "codebase", rows, CODEBASE_KEYS)
     _refuse_incomplete(path, "task", tasks, TASK_KEYS)
@@ -236,12 +237,12 @@ def load_set(path: Path, cache: Path, reporter: Reporter, only: str = "") -> Tas
         versions = f"made and validated with Python {'.'.join(made)}, and this is {'.'.join(here)}"
         reporter.say(f"{header['name']} was {versions}: some tests may differ; `etude tasks check` shows which")
     wanted = picked(str(path), tasks, only)
-    named = {row["codebase"] for row in wanted}
+    named, backend = {row["codebase"] for row in wanted}, settled(sandbox)
     codebases = {}
     with reporter.task(f"building {header['name']}", len(named), "codebases") as progress:
         for row in rows:
             if row["codebase"] in named:
-                codebases[row["codebase"]] = built_codebase(row, cache, reporter)
+                codebases[row["codebase"]] = replace(built_codebase(row, cache, reporter), sandbox=backend)
                 progress.advance()
     split = header.get("split", "bench")
     built = tuple(replace(task_of(row, codebases[row["codebase"]]), split=split) for row in wanted)

@@ -119,7 +119,7 @@ async def run_tests(
         return await _run_command(codebase, layers, ids, longest)
     nonce = secrets.token_hex(16)
     order = {"nonce": nonce, **order_of(codebase, ids, traces=traces, cover=cover)}
-    sandbox = await open_sandbox(replace(place_of(codebase, layers), fixed=tests_and_data(codebase)))
+    sandbox = await open_sandbox(replace(place_of(codebase, layers), fixed=tests_and_data(codebase)), codebase.sandbox)
     try:
         words = [str(codebase.python), "-m", RUNNER]
         if codebase.services:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from etude.tasks.services import ServiceSettings
 
 Generator = Literal["mutation", "deletion", "version", "history"]
+Source = Literal[Generator, "swebench", "harbor"]  # the last two: of public benchmarks, which are read and not made
 # How a task is asked. Stored in a manifest: a short report; a stack trace and "fix"; a wrong premise; everything; hardly anything.
 StoredStyle = Literal["terse", "trace", "premise", "full", "vague"]
 # Made when asked for, easier: the request shows the code that is wrong (`shown`) or dictates the change (`told`).
@@ -55,7 +56,7 @@ class Span:
 class Candidate:
     """A way to break a tree, not yet known to be a task."""
 
-    generator: Generator
+    generator: Source
     kinds: tuple[str, ...]  # which operators or removals
     edits: tuple[Edit, ...]
     spans: tuple[Span, ...]
@@ -94,6 +95,7 @@ class Codebase:
     services: tuple[ServiceSettings, ...] = ()  # started before its tests
     lock: Mapping[str, str] = field(default_factory=dict, compare=False)  # the file that decided versions: file, sha256
     ids: tuple[str, ...] = ()  # tests that pass whenever they run
+    sandbox: str = field(default="auto", compare=False)  # the backend that its tests and agents run in
     # Tests that pass even when spoilt (`spoil.py`).
     unspoilable: frozenset[str] = field(default=frozenset(), compare=False)
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)  # of each test

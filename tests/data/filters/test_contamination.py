@@ -90,3 +90,31 @@ def test_a_task_too_short_for_the_hits_needs_all_it_has() -> None:
 def test_json_files_are_read_as_json(tmp_path: Path) -> None:
     (tmp_path / "task.json").write_text(json.dumps({"task_id": 7, "code": TASK}, indent=1))
     assert read_tasks([tmp_path / "task.json"]) == [("7", TASK)]
+
+
+def test_public_benchmarks_are_read_from_their_own_folders(tmp_path: Path) -> None:
+    """Solutions and hidden tests are patches: what they add is found without their marks, and Dockerfiles mark nothing."""
+    marked = "".join(f"+{line}\n" for line in TASK.splitlines())
+    patch = f"diff --git a/x.py b/x.py\n--- a/x.py\n+++ b/x.py\n@@ -0,0 +1,9 @@\n{marked}"
+    swebench, harbor, docker = (
+        tmp_path / "tasks/org__repo-1",
+        tmp_path / "harbor-1",
+        "RUN apt-get install -y " + " ".join("abcdefghijklmnop"),
+    )
+    for path, text in {
+        swebench / "task.yaml": "", swebench / "gold.patch": patch, swebench / "Dockerfile": docker,
+        swebench / "problem_statement.md": "short", harbor / "task.toml": "", harbor / "solution/solve.py": TASK,
+        harbor / "environment/Dockerfile": docker, harbor / "tests/picture.png": "",
+    }.items():  # fmt: skip
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (harbor / "tests/picture.png").write_bytes(b"\xff\xfe\x00")
+    texts = read_tasks([tmp_path / "tasks", harbor])
+    assert {name for name, _ in texts} == {"org__repo-1", "harbor-1"}
+    index = index_tasks(texts[:2], 13, 3)  # the request and the patch of the first
+    assert (hit := index.hit(FILLER + TASK)) is not None
+    assert hit.tasks == ["org__repo-1"]
+    assert index_tasks(texts, 13, 1).hit(docker) is None
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"instance_id": "a", "patch": patch}) + "\n")
+    assert index_tasks(read_tasks([rows]), 13, 3).hit(TASK) is not None

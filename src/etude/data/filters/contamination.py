@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     Hashes = npt.NDArray[np.uint64]
     Offsets = npt.NDArray[np.int64]
 
+PUBLIC, REQUESTS = ("task.yaml", "task.toml"), ("problem_statement.md", "instruction.md")  # of SWE-bench, of Harbor
 SHOWN = 3  # runs of words listed for one document
 LEADING_COMMENT = re.compile(r"\s*(?:(?:(?:#|//|--|;|%)[^\n]*\n)+|/\*.*?\*/)\s*", re.DOTALL)  # the first one only
 NOTICE = re.compile(r"licen[cs]e|copyright", re.IGNORECASE)
@@ -161,12 +163,16 @@ def index_tasks(texts: Sequence[tuple[str, str]], ngram: int, hits: int) -> Task
 
 
 def read_tasks(paths: Sequence[Path]) -> list[tuple[str, str]]:
-    """Read tasks from files and folders: every string in a line of JSONL, or a whole file of plain text."""
+    """Read tasks from files and folders: every string in a line of JSONL, a whole file of plain text, or public benchmarks."""
     texts: list[tuple[str, str]] = []
     for path in paths:
         if not path.exists():
             raise UserError(f"benchmark tasks {str(path)!r} do not exist; put data.contamination.tasks right")
-        for file in [path] if path.is_file() else files_below(path):
+        public = [] if path.is_file() else sorted({each.parent for name in PUBLIC for each in path.glob(f"*/{name}")})
+        public += [path] if any((path / name).is_file() for name in PUBLIC) else []
+        for folder in public:
+            texts += _read_public(folder)
+        for file in [path] if path.is_file() else [] if public else files_below(path):
             texts += _read_file(file)
     if paths and not texts:
         raise UserError(f"{', '.join(map(str, paths))} hold no text; put data.contamination.tasks right")
@@ -191,9 +197,29 @@ def _read_file(file: Path) -> Iterator[tuple[str, str]]:
         yield from ((str(named or f"{file.name}:{number}"), each) for each in _strings(row))
 
 
+def _read_public(folder: Path) -> Iterator[tuple[str, str]]:
+    """Read a task's request, solution and tests. Its Dockerfile and settings are like those of all others, and mark nothing."""
+    for file in files_below(folder):
+        place = file.relative_to(folder).parts
+        wanted = (
+            file.name in REQUESTS or file.suffix == ".patch" or (len(place) > 1 and place[0] in {"solution", "tests"})
+        )
+        if wanted and file.suffix != ".json":
+            with suppress(UnicodeDecodeError):  # pictures and the like hold no code
+                yield folder.name, _without_marks(file.read_text(encoding="utf-8"))
+
+
+def _without_marks(text: str) -> str:
+    """Return the new side of a patch as the code it is; other texts as they are."""
+    if not text.startswith(("diff --git ", "--- ")):
+        return text
+    kept = [line for line in text.split("\n") if line.startswith((" ", "+")) and not line.startswith("+++ ")]
+    return "\n".join(line[1:] for line in kept)
+
+
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
-        yield value
+        yield _without_marks(value)
     elif isinstance(value, (list, dict)):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _strings(inner)

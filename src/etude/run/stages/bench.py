@@ -29,6 +29,7 @@ from etude.rl.arenas import Choice, check_judge
 from etude.rl.metrics import sampling_flops
 from etude.run.folder import readable_record
 from etude.run.stage import Ahead, Job, Outcome, Stage, file_used, free_gpu_memory
+from etude.sandbox.images import decides
 from etude.tasks.manifest import find_manifest, load_set, picked, read_rows
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     Numbers = dict[str, float | int | str | None]
 
 RESULTS = "results.json"
-WITHOUT_EFFECT = {"tasks", "against", "concurrency", "device", "engine_memory"}
+WITHOUT_EFFECT = {"sandbox", "tasks", "against", "concurrency", "device", "engine_memory"}
 
 
 class BenchStageSettings(BenchSettings):
@@ -88,6 +89,7 @@ class BenchStage(Stage):
             "settings": settings.model_dump(mode="json", exclude=without),
             "tasks": tasks,
             "against": {word: _identity(word) for word in settings.against},
+            **decides(settings.sandbox),
         }
 
     def run(self, settings: BenchStageSettings, job: Job) -> Outcome:
@@ -97,7 +99,7 @@ class BenchStage(Stage):
         agents = _agents(settings, folders, job)
         if settings.arena == CODE:
             manifest = find_manifest(settings.tasks, "bench.tasks")
-            tasks = load_set(manifest, work.cache, work.reporter, settings.only)
+            tasks = load_set(manifest, work.cache, work.reporter, settings.only, settings.sandbox)
             count, began = len(tasks.tasks), time.monotonic()
             asyncio.run(run_benchmark(tasks, agents, settings, folder, work.cache, work.reporter))
         else:

@@ -26,6 +26,7 @@ from etude.rl.settings import RlSettings
 from etude.run.folder import MODEL
 from etude.run.stage import Ahead, Job, Outcome, Stage, file_used
 from etude.run.stages.training import is_trained, refuse_long, without_later
+from etude.sandbox.images import settled
 from etude.tasks.demos import refuse_benchmarks
 from etude.tasks.manifest import TaskSet, find_manifest, load_set, picked, read_rows
 from etude.tasks.score import check
@@ -44,7 +45,7 @@ WITHOUT_EFFECT = {
     "micro", "checkpoint_every", "checkpoint_seconds", "keep",
     "ranks", "anchor_every", "engine_memory", "processes", "keep_traces", "tasks"
 }  # fmt: skip
-LATER = {"algorithm", "window", "tau", "lora", "attention", "engine", "router_replay"}
+LATER = {"sandbox", "algorithm", "window", "tau", "lora", "attention", "engine", "router_replay"}
 SCRATCH = ("exchange", "weights", "trainer", "job.json", "engine.log", "trainer.log", "reward_weights.json", "cluster")
 CHECKED = 2  # tasks whose check is tried before any time is spent on episodes
 
@@ -134,6 +135,7 @@ class RlStage(Stage):
         results = {
             "device": device_name(choose_device(settings.device).type),
             "tasks": len(environment.items),
+            "sandbox": settled(settings.sandbox),
             "summary": _summary(work.folder),
             "notes": [UNTRAINED_HEADS] if carried else [],
         }
@@ -168,7 +170,8 @@ def environment_of(settings: RlSettings, cache: Path, reporter: Reporter | None 
 
     if settings.arena != CODE:
         return arena_of(settings, cache)
-    tasks = load_set(find_manifest(settings.tasks, "rl.tasks"), cache, reporter or Quiet(quiet=True), settings.only)
+    manifest, say = find_manifest(settings.tasks, "rl.tasks"), reporter or Quiet(quiet=True)
+    tasks = load_set(manifest, cache, say, settings.only, settings.sandbox)
     return CodingEnvironment(tasks, settings, cache)
 
 

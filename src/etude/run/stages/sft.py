@@ -25,6 +25,7 @@ from etude.questions.demos import QuestionDemoSettings, demonstrate
 from etude.run.folder import MODEL
 from etude.run.stage import Job, Outcome, code_used, file_used
 from etude.run.stages.training import TrainingStage
+from etude.sandbox import images
 from etude.tasks.demos import DemoSettings, licences_of, make_demos, read_samples, refuse_benchmarks, tokeniser_digest
 from etude.tasks.manifest import find_manifest, picked, read_rows
 from etude.tasks.repairs import ACCOUNT, TalkSettings, benchmark_packages, licences_of_talks, make_talks
@@ -109,7 +110,7 @@ class SftStage(TrainingStage):
         paths = {"conversations", "traces", "code", "demos", "questions", "repairs"}
         kept = {k: v for k, v in inputs["settings"].items() if k not in paths}
         if settings.demos:
-            kept["demos"] = settings.demos.model_dump(mode="json", exclude={"tasks"})
+            kept["demos"] = _decides(settings.demos)
         if settings.questions:
             kept["questions"] = settings.questions.model_dump(mode="json", exclude={"tasks"})
         return {**inputs, "settings": kept, "content": content}
@@ -121,7 +122,7 @@ class SftStage(TrainingStage):
             choose_template(tokeniser, settings.template)
             # Beside the work folders of all settings: what decides the demonstrations is not all that decides the training.
             decides = sha256_file(Path(settings.demos.tasks).expanduser()), tokeniser_digest(tokeniser), job.seed
-            key = digest_of([*decides, settings.demos.model_dump(mode="json", exclude={"tasks"})])[:16]
+            key = digest_of([*decides, _decides(settings.demos)])[:16]
             place = work.folder.parent / f".{DEMOS}-{key}"
             made, _ = make_demos(settings.demos, tokeniser, place, work.cache, work.reporter, job.seed)
             link_or_copy(made, work.folder / DEMOS / made.name)
@@ -306,3 +307,8 @@ def _measurement(settings: SftSettings, heldout: list[Batch], tokeniser: Any, co
         return answers | bits_by_domain(nats, corpus, length=length, rows=rows, micro=micro, device=device)
 
     return measure
+
+
+def _decides(demos: DemoSettings) -> dict[str, Any]:
+    """Return the settings that decide what is demonstrated."""
+    return demos.model_dump(mode="json", exclude={"tasks", "sandbox"}) | images.decides(demos.sandbox)
