@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Operators = dict[type[ast.AST], Callable[[Parsed, Any], Iterator[Offer]]]
 
 # Shares in percent of what 3,732 small fixes of 30 repositories change (benchmarks/bug_kinds.py, results/bug_kinds-cpu.json). Where
-# operators share a kind it is divided: a wrong function by half, a quarter for a method's name and a quarter for its twin; a negation by half;
+# operators share a kind it is divided: a wrong function by half, a quarter each for a method's name and its twin; a negation by half.
 # 0.1 is for what was seen less often, or never.
 WEIGHTS = {
     "del_if": 9.04, "del_assign": 6.19, "text": 6.18, "drop_operand": 5.24, "drop_keyword": 3.4, "wrong_variable": 3.26,
