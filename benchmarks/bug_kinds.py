@@ -26,7 +26,7 @@ from etude.data.sources.repository import _blobs
 from etude.git import commit_id, git, repository_of
 from etude.lineage import environment
 from etude.syntax import parse_python
-from etude.tasks.generators.mutation import WEIGHTS as SHARES
+from etude.tasks.generators.mutation import WEIGHTS
 from etude.tasks.generators.parsed import Function, Parsed, differing, is_test_path
 from etude.tasks.repairs import FIX, NO_FIX
 
@@ -168,13 +168,13 @@ def expressions(a: ast.expr, b: ast.expr) -> Iterator[str]:  # noqa: C901, PLR09
                 for x, y in zip(a.values, b.values, strict=True):
                     yield from differences(x, y)
             else:
-                yield "drop_operand" if more > 0 else "extra operand"
+                yield "drop_operand" if more > 0 else "extra_operand"
             return
         case _, ast.BoolOp() if dump(a) in map(dump, b.values):
             yield "drop_operand"
             return
         case ast.BoolOp(), _ if dump(b) in map(dump, a.values):
-            yield "extra operand"
+            yield "extra_operand"
             return
         case (_, ast.UnaryOp(ast.Not(), operand)) | (ast.UnaryOp(ast.Not(), operand), _) if dump(operand) in {
             dump(a),
@@ -370,8 +370,8 @@ def main() -> None:
     total = sum(kinds.values())
     print(f"{'kind':24}{'share, %':>9}  operator")
     for kind, number in kinds.most_common():
-        print(f"{kind:24}{100 * number / total:9.2f}  {'yes' if kind in SHARES else '-'}")
-    made = sum(number for kind, number in kinds.items() if kind in SHARES) / total
+        print(f"{kind:24}{100 * number / total:9.2f}  {'yes' if kind in WEIGHTS else '-'}")
+    made = sum(number for kind, number in kinds.items() if kind in WEIGHTS) / total
     print(f"{total:.0f} commits of {len(each)} repositories; {made:.0%} are of kinds that operators make")
     row = {"script": "bug_kinds.py", "date": datetime.now(UTC).date().isoformat(), "hardware": environment.hardware().model_dump(),
            "commits": round(total), "repositories": each, "became": dict(became.most_common()), "share_made": round(made, 4),

@@ -25,6 +25,7 @@ from etude.run.stages.rl import RlStage
 from etude.run.stages.sft import SftSettings
 from etude.run.stages.training import TrainingStage
 from etude.tasks.demos import DemoSettings
+from etude.tasks.repairs import TalkSettings
 from etude.training.settings import (
     ExpertSettings,
     GuardSettings,
@@ -54,6 +55,7 @@ TRAINING: dict[type[BaseModel], str] = {  # where docs/training.md has the table
     ExtendSettings: "`[extend]`",
     RopeSettings: "`[extend.rope]`",
     SftSettings: "`[sft]`",
+    TalkSettings: "`[sft.repairs]`",
     DemoSettings: "`[sft.demos]`",
     QuestionDemoSettings: "`[sft.questions]`",
     MtpSettings: "`[mtp]`",

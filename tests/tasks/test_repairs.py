@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import shutil
-import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -16,18 +16,22 @@ from pydantic import ValidationError
 
 import etude
 from etude.agent import toolbox
+from etude.agent.calls import Call
 from etude.agent.formats import choose_format
 from etude.agent.harness import SYSTEM
 from etude.agent.tools import SPECS
 from etude.data.build import Build
 from etude.data.chat import choose_template, read_conversations
 from etude.data.document import Document
+from etude.data.heldout import draw
 from etude.data.settings import DataSettings, RepairSettings, SourceSettings
+from etude.data.tokenise import read_kept
 from etude.jsonl import MetricsLog
 from etude.progress import Reporter
 from etude.tasks import repairs
 from etude.tasks.generators.parsed import Parsed, shape
 from etude.tasks.repairs import Repair, Repairs, TalkSettings
+from etude.tasks.task import Candidate, Edit, Task
 from etude.work import Work
 from tests import tiny
 from tests.data.planted import MIT
@@ -140,7 +144,7 @@ def test_what_the_agent_would_see_is_what_it_learns_from() -> None:
         assert encoded.tokens[: len(opening)].tolist() == list(opening)
         assert not encoded.learnt[: len(opening)].any()
         first = next(call["function"] for call in row["messages"][2]["tool_calls"])
-        written = talk.write(repairs.Call(first["name"], first["arguments"]))
+        written = talk.write(Call(first["name"], first["arguments"]))
         told = template.tokeniser.decode(encoded.tokens[encoded.learnt].tolist())
         assert told.startswith(written) if len(row["messages"][2]["tool_calls"]) == 1 else True
         opened += first["name"] != "edit"
@@ -157,11 +161,11 @@ def _conversation(line: str) -> object:
 
 def test_answers_of_tools_are_those_of_the_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    looked = set()
+    looked: set[str] = set()
     for number, repair in enumerate(found_in(SOURCES[5], functions=1)[:30]):
         Path("src").mkdir(exist_ok=True)
         Path(repair.path).write_text(repair.file, encoding="utf-8")
-        messages = repairs.conversation(repair, ALL_TOOLS, repairs.draw(0, str(number)))
+        messages = repairs.conversation(repair, ALL_TOOLS, draw(0, str(number)))
         answers = iter([each["content"] for each in messages if each["role"] == "tool"])
         for call in [call["function"] for each in messages for call in each.get("tool_calls", [])]:
             given, looked = call["arguments"], looked | {call["name"]}
@@ -188,9 +192,10 @@ def clamp(value, low, high):
 def history(folder: Path, *steps: tuple[str, str]) -> Path:
     folder.mkdir()
     (folder / "LICENSE").write_text(MIT)
-    run = lambda *words: subprocess.run(
-        ["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True
-    )  # noqa: E731
+
+    def run(*words: str) -> None:
+        tiny.git(folder, *words)
+
     run("init", "-q")
     for message, text in steps:
         (folder / "m.py").write_text(text)
@@ -210,7 +215,7 @@ def built(
         build = Build(data, Work(folder, log, Reporter(quiet=True), folder), seed, None,
                       lambda source: Repairs(source.repair, seed, frozenset({"mako"})))  # fmt: skip
         units, _ = build.compared()
-    return build, [each for unit in units for some in repairs.read_kept(unit.folder) for each in some]
+    return build, [each for unit in units for some in read_kept(unit.folder) for each in some]
 
 
 def test_fixes_of_a_history_become_repairs(tmp_path: Path) -> None:
@@ -258,6 +263,23 @@ def test_the_corpus_is_the_same_with_any_number_of_processes_and_is_accounted_fo
     assert identities.most_common(1)[0][1] == 1
     made = sum(count for kind, count in entry.made.items() if not kind.startswith("left out"))
     assert made == entry.kept + entry.drops["duplicates: exact duplicate"]
+
+
+def test_a_task_of_a_set_is_asked_for_by_what_its_test_showed() -> None:
+    broken = FIXED.replace("<", ">")
+    candidate = Candidate("mutation", ("compare",), (Edit("lib/m.py", broken, FIXED),), ())
+    full = "Please repair lib. What we know:\nWhere: lib/m.py\nObserved: clamp(1, 2, 3) gives 1, should be 2\nFailing tests: t.py::test_it"
+    task = Task("lib-1", "lib", "1.0", candidate, {"full": full}, ("t.py::test_it",), (), (), "debugging")
+    repair = repairs.of_task(task)
+    assert isinstance(repair, Repair)
+    assert (repair.name, repair.code, repair.fixed) == ("clamp", broken, FIXED)
+    messages = repairs.conversation(repair, ["edit"], draw(0, "x"))
+    assert "clamp(1, 2, 3) gives 1, should be 2" in messages[1]["content"]
+    assert edits(messages)[0]["new"].strip() == "if value < low:"
+    silent = dataclasses.replace(task, prompts={"full": "Nothing was seen.", "terse": "fix clamp"})
+    assert repairs.of_task(silent) == "task: no output of a failing test"
+    two = dataclasses.replace(candidate, edits=(Edit("a.py", "", "x = 1\n"), Edit("b.py", "", "x = 1\n")))
+    assert repairs.of_task(dataclasses.replace(task, candidate=two)) == "task: not in one function"
 
 
 def test_conversations_are_made_once_with_their_licences_and_held_out_by_package(tmp_path: Path) -> None:

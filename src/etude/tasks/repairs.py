@@ -4,10 +4,11 @@
     commit that says fix ── its functions before and after ──────────────────────────────────────────────▶ request and answer
 
 What is wrong with a function is drawn by its meaning (the digest of its syntax tree without docstring): first a kind, in proportion
-to what people mend (`WEIGHTS` of the operators) among the kinds that it has a place for, then one of these places. So the same function
-in two packages or two versions of one gets the same errors, whatever stands around it, and the second is an exact duplicate; within a
-unit of work it is not looked at again. (A wrong name is one that the file uses, so it may differ between files.) An error must parse and change the meaning. Every example in which nothing is wrong shows a function that is broken in another one,
-under a request from the same templates: the answer can only be told from the code. Their share is exact in every unit of work.
+to what people mend (`WEIGHTS` of the operators) among the kinds that it has a place for, then one of these places. So the same
+function in two packages or two versions of one gets the same errors, whatever stands around it, and the second is an exact duplicate;
+within a unit of work it is not looked at again. (A wrong name is one that the file uses, so it may differ between files.) An error
+must parse and change the meaning. Every example in which nothing is wrong shows a function that is broken in another one, under a
+request from the same templates: the answer can only be told from the code. Their share is exact in every unit of work.
 
 An example is plain text for a corpus (the answer a unified difference, or the lines before and after), or a conversation in the
 agent's own format for SFT (the answer calls of `edit`, which find their text once in the file; or first `read` or `grep`).
@@ -51,10 +52,11 @@ from etude.data.settings import (
 from etude.data.tokenise import read_kept
 from etude.files import digest_of, read_json, whole_file, write_json
 from etude.jsonl import MetricsLog
+from etude.progress import counted
 from etude.syntax import parse_python
 from etude.tasks.generators.mutation import WEIGHTS, sites_of
-from etude.tasks.generators.parsed import Cut, Function, Parsed, cut_text, is_test_path, shape
-from etude.tasks.manifest import read_rows
+from etude.tasks.generators.parsed import Cut, Function, Parsed, changed_lines, cut_text, is_test_path, shape
+from etude.tasks.manifest import load_set, read_rows
 from etude.tasks.prompts import changes, phrases
 from etude.work import Work
 
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     from etude.progress import Reporter
     from etude.tasks.generators.mutation import Site
     from etude.tasks.prompts import Change
+    from etude.tasks.task import Task
 
 SHORTEST, LONGEST = 3, 80  # lines of a function that is broken
 MOST_FIXED = 10  # lines of a fix
@@ -87,6 +90,9 @@ class TalkSettings(Settings):
     )
     tools: list[Literal["read", "grep", "edit"]] = Field(
         ["edit"], description="tools offered; with read and grep half the requests show no code"
+    )
+    tasks: str | None = Field(
+        None, description="task manifest of a training set: its tasks too, with what a failing test showed"
     )
     contamination: ContaminationSettings = ContaminationSettings()
 
@@ -222,9 +228,7 @@ class Repairs:
 
     def _written(self, repair: Repair, identity: str, document: Document) -> Document:
         rng = draw(self.seed, "words", identity)
-        text = as_document(repair, rng) if self.talk is None else json.dumps(
-            {"messages": conversation(repair, self.talk, rng), "tools": [schema(SPECS[each]) for each in self.talk],
-             "group": document.repository}, ensure_ascii=False)  # fmt: skip
+        text = talk(repair, self.talk, rng, document.repository) if self.talk else as_document(repair, rng)
         path = f"{document.path}#{repair.name}-{repair.kind}-{identity[:8]}".replace(" ", "-")
         licence, evidence = document.licence, document.evidence
         return Document(
@@ -302,6 +306,25 @@ def of_commit(text: str) -> Repair | str:
     return Repair(_path_of(sources[0]), names[0], before, after, 1, before.count("\n"), "commit", said)
 
 
+def of_task(task: Task) -> Repair | str:
+    """Return the repair that a task's solution is, with what a failing test showed; or why it is none."""
+    edit, *others = task.candidate.edits
+    if others or edit.broken is None or edit.fixed is None or not edit.path.endswith(".py"):
+        return "task: not in one function"
+    full = task.prompts.get("full", "")
+    parts = re.findall(r"(?ms)^(?:Observed|Output): (.*?)(?=\n(?:Output|Failing tests): |\Z)", full)
+    if not parts:
+        return "task: no output of a failing test"
+    runs = changed_lines(edit.fixed, edit.broken)
+    around = Parsed(edit.path, edit.broken).around(runs[0][0], runs[-1][1])
+    if not around:
+        return "task: not in one function"
+    name, first, last = min(around, key=lambda each: each[2] - each[1])
+    if last - first >= LONGEST:
+        return "task: function too long"
+    return Repair(edit.path, name, edit.broken, edit.fixed, first, last, "task", seen=parts[-1])
+
+
 def _bare(tree: ast.Module) -> ast.Module:
     for node in ast.walk(tree):
         if isinstance(node, Function):
@@ -367,6 +390,16 @@ def conversation(repair: Repair, tools: Sequence[str], rng: random.Random) -> li
     return [*messages, {"role": "assistant", "content": said.format(**facts, **short)}]
 
 
+def talk(repair: Repair, tools: Sequence[str], rng: random.Random, group: str) -> str:
+    """Return a repair as a line of conversations."""
+    row = {
+        "messages": conversation(repair, tools, rng),
+        "tools": [schema(SPECS[each]) for each in tools],
+        "group": group,
+    }
+    return json.dumps(row, ensure_ascii=False)
+
+
 def _looked_up(repair: Repair, *, fits: bool) -> list[dict[str, Any]]:
     """Return the calls, and their answers, that show the code: the file if it is short, else a search and the lines that it finds."""
     rows, messages, first, last = repair.file.split("\n"), [], 1, repair.file.count("\n")
@@ -407,9 +440,28 @@ def make_talks(settings: TalkSettings, folder: Path, cache: Path, reporter: Repo
             for document in chain.from_iterable(read_kept(unit.folder)):
                 lines.write(document.text + "\n")
                 build.entries[unit.source.name].licences[document.licence] += len(document.text.encode())
+        for line, licence in _of_tasks(settings, cache, reporter, seed):
+            lines.write(line + "\n")
+            build.entries[settings.source[0].name].licences[licence] += len(line.encode())
         write_json(folder / ACCOUNT, [entry.model_dump(mode="json") for entry in build.entries.values()])
     shutil.rmtree(units[0].folder.parent)
     return file
+
+
+def _of_tasks(settings: TalkSettings, cache: Path, reporter: Reporter, seed: int) -> Iterator[tuple[str, str]]:
+    """Yield the conversations of a set's tasks with the licence of each; say what became of all."""
+    if settings.tasks is None:
+        return
+    became: Counter[str] = Counter()
+    tasks = load_set(Path(settings.tasks).expanduser(), cache, reporter)
+    for task in tasks.tasks:
+        repair = of_task(task)
+        if isinstance(repair, str) or not all((each.old or "") in repair.code for each in repair.changes):
+            became[repair if isinstance(repair, str) else "task: the edit would need lines that are not shown"] += 1
+            continue
+        became["conversations"] += 1
+        yield talk(repair, settings.tools, draw(seed, "words", task.id), task.package), tasks.codebase(task).licence
+    reporter.say(f"repairs of {tasks.name}: {counted(became)}")
 
 
 def licences_of_talks(file: Path) -> dict[str, int]:

@@ -244,7 +244,10 @@ def _identity(repairs: TalkSettings) -> list[Any]:
     tasks = [Path(name).expanduser() for name in repairs.contamination.tasks]
     read_tasks(tasks)
     benchmark_packages(tasks)
-    files = [file for path in tasks for file in ([path] if path.is_file() else files_below(path))]
+    made = [find_manifest(repairs.tasks, "sft.repairs.tasks")] if repairs.tasks else []
+    for manifest in made:
+        refuse_benchmarks(manifest)
+    files = [file for path in tasks for file in ([path] if path.is_file() else files_below(path))] + made
     settings = repairs.model_dump(mode="json", exclude={"contamination": {"tasks"}})
     return [settings, [identify_source(each) for each in repairs.source], [sha256_file(file) for file in files]]
 
