@@ -34,4 +34,8 @@ def check_arena(name: str) -> str:
 
 def idle_in(arena: str) -> set[str]:
     """Return the settings that have no effect in an arena."""
-    return {"questions"} if arena == CODE else {"sandbox", "style", "tools"} | ({"questions"} if arena != QUESTIONS else set())
+    return (
+        {"questions"}
+        if arena == CODE
+        else {"sandbox", "style", "tools"} | ({"questions"} if arena != QUESTIONS else set())
+    )
