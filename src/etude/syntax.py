@@ -9,10 +9,10 @@ from __future__ import annotations
 import ast
 import threading
 
-_ONE_AT_A_TIME = threading.Lock()
+PARSING = threading.RLock()  # also for what parses by itself: `packaging` reads the strings of markers so
 
 
 def parse_python(source: str | bytes) -> ast.Module:
     """Return the syntax tree; SyntaxError or ValueError if it is not Python."""
-    with _ONE_AT_A_TIME:
+    with PARSING:
         return ast.parse(source)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.bench.trials import FILE, Header, TrialLog, read_results, read_together, trial_key
+from etude.bench.trials import FILE, Header, TrialLog, read_results, read_together, trial_key, unsolved
 from etude.errors import UserError
 from tests.bench import fake
 
@@ -76,3 +76,15 @@ def test_folders_without_trials_are_refused(tmp_path: Path) -> None:
     TrialLog(tmp_path, fake.HEADER).close()
     with pytest.raises(UserError, match="holds no trials yet"):
         read_results(tmp_path)
+
+
+def test_tasks_that_nobody_solved_though_asked_in_full_are_named(tmp_path: Path) -> None:
+    made = fake.trials({"a": 0.5, "b": 0.1}, invalid=0.1)
+    folders = [fake.write(tmp_path / name, [each for each in made if each.model == name]) for name in ("a", "b")]
+    found = unsolved(folders)
+    asked = {trial.task for trial in made if trial.style == "full" and trial.outcome != "invalid"}
+    passed = {trial.task for trial in made if trial.outcome == "pass"}
+    assert set(found) == asked - passed
+    assert found
+    assert all("times with its full request" in why for why in found.values())
+    assert unsolved([]) == {}

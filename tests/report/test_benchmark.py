@@ -155,3 +155,25 @@ def test_long_names_keep_their_ends() -> None:
     assert max(map(len, wrapped(LONG).split("\n"))) <= 26
     assert wrapped(LONG).startswith("someone/A")
     assert wrapped(LONG).endswith("preview")
+
+
+def test_hard_tasks_are_told_from_underspecified_ones(tmp_path: Path) -> None:
+    (model, *_), outcomes = (
+        ["a"],
+        {"t1": ("pass", "pass"), "t2": ("fail", "pass"), "t3": ("fail", "fail"), "t4": ("pass", "fail")},
+    )
+    usual = fake.trials({model: 0.5}, packages=1, tasks=1, k=1, invalid=0)[0]
+    folders = []
+    for at, style in enumerate(("terse", "full")):
+        made = [
+            usual.model_copy(update={"task": task, "style": style, "outcome": each[at]})
+            for task, each in outcomes.items()
+        ]
+        folders.append(fake.write(tmp_path / style, made))
+    write_report(folders, tmp_path / "out")
+    text = section(tmp_path / "out", "Hard, or underspecified?")
+    for name, task in (("solved by both", "t1"), ("underspecified", "t2"), ("hard", "t3"), ("short one only", "t4")):
+        (line,) = [line for line in text.splitlines() if name in line and line.startswith("|")]
+        assert task in line
+    write_report(folders[:1], tmp_path / "one")
+    assert "underspecified" not in (tmp_path / "one" / "report.md").read_text()

@@ -42,7 +42,7 @@ from etude.data.sources import open_source
 from etude.errors import UserError
 from etude.files import digest_of, read_json, sha256_file, write_json, write_text
 from etude.sandbox.layers import prepare
-from etude.syntax import parse_python
+from etude.syntax import PARSING, parse_python
 from etude.tasks.generators.languages import LANGUAGES
 from etude.tasks.generators.parsed import TEST_FOLDERS, is_test_path, paths_below
 from etude.tasks.locks import APT, find_lock, unpack_system_packages, wrong_hashes
@@ -392,8 +392,9 @@ def with_environment(codebase: Codebase, settings: PackageSettings, cache: Path,
     pins = [
         pin for pin in pins if not pin.startswith(f"{APT}:")
     ]  # of the system's packages the newest there is is taken
-    lock = None if pins else find_lock(codebase.tree, settings.lock)
-    wanted = pins or requirements(codebase, settings, lock.wanted if lock else ())
+    with PARSING:
+        lock = None if pins else find_lock(codebase.tree, settings.lock)
+        wanted = pins or requirements(codebase, settings, lock.wanted if lock else ())
     key = digest_of([f"{sys.version_info.major}.{sys.version_info.minor}", bool(pins), wanted,
                      *([lock.constraints] if lock else []), *([settings.apt] if settings.apt else [])])  # fmt: skip
     folder = cache.absolute() / "environments" / key[:16]
@@ -456,7 +457,8 @@ def _refuse_copies(name: str, site: Path) -> None:
     """Refuse an environment that holds the package; copies under other names are for the gate (`seal.py`) to find."""
     installed = {canonicalize_name(each.name): each for each in importlib.metadata.distributions(path=[str(site)])}
     if (own := canonicalize_name(name)) in installed:
-        needs = {user: [Requirement(line).name for line in each.requires or []] for user, each in installed.items()}
+        with PARSING:
+            needs = {user: [Requirement(line).name for line in each.requires or []] for user, each in installed.items()}
         users = [user for user, names in needs.items() if own in map(canonicalize_name, names)]
         who = f"{name}: its tests would need {', '.join(users)}, which needs it"
         raise UserError(f"{who}; put what brings it into `drop`")

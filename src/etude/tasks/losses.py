@@ -75,10 +75,10 @@ def lost_tests(first: Run, stable: Iterable[str], runs: Iterable[Run]) -> list[R
     counts: Counter[tuple[str, str, str]] = Counter()
     examples: dict[tuple[str, str, str], str] = {}
 
-    def count(what: str, reason: str, fix: str, example: str) -> None:
+    def count(what: str, reason: str, fix: str, name: str, said: str = "") -> None:
         key = what, reason, fix
         counts[key] += 1
-        examples.setdefault(key, " ".join(example.split())[-EXAMPLE:])
+        examples.setdefault(key, f"{name}: {' '.join(said.split())[-EXAMPLE:]}".removesuffix(": "))
 
     for path, why in first.broken.items():
         count(
@@ -100,7 +100,7 @@ def lost_tests(first: Run, stable: Iterable[str], runs: Iterable[Run]) -> list[R
                 "fails before anything is changed",
                 "run it with pytest: it may need a file, a service, another version",
             )
-            count("test", *_read(OF_OUTPUT, trace, usual), f"{test}: {trace}")
+            count("test", *_read(OF_OUTPUT, trace, usual), test, trace)
     return [{"of": what, "reason": reason, "count": n, "fix": fix, "example": examples[what, reason, fix]}
             for (what, reason, fix), n in counts.most_common()]  # fmt: skip
 
