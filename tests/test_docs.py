@@ -113,6 +113,7 @@ def test_every_table_of_training_settings_is_on_the_page() -> None:
             kind for field in model.model_fields.values() for kind in (field.annotation, *get_args(field.annotation))
         ]
         pending += [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    found = {model for model in found if model.__module__ != settings.__name__}  # docs/data.md has those
     assert found | {TrainSettings} == set(TRAINING)
 
 
