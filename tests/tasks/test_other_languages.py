@@ -188,7 +188,7 @@ def test_a_task_is_made_and_scored_and_cheats_fail(language: str, tmp_path: Path
     plain = codebase(language, tmp_path)
 
     async def work() -> None:
-        known, coverage, counts = await make.examine(plain)
+        known, coverage, counts, *_ = await make.examine(plain)
         assert set(known.ids) == TINY[language].tests
         assert counts["unspoilable"] == 0
         candidate = broken(known, "mutation", "clamp")
@@ -281,7 +281,7 @@ def test_a_language_and_its_settings_are_checked() -> None:
         {"test": "make"},
     ):
         with pytest.raises(ValueError, match=r"language|reader|needs|test"):
-            PackageSettings(folder="calc", **wrong)  # type: ignore[arg-type]
+            PackageSettings(folder="calc", **wrong)
     with pytest.raises(UserError, match="set `test`"):
         _ = PackageSettings(folder="calc", language="java").command
 
