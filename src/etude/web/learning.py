@@ -54,6 +54,8 @@ def _memory(metrics: Metrics) -> dict[str, str]:
 
 def _reading(metrics: Metrics) -> list[Html]:
     said = [] if metrics.complete else [note("Still reading the numbers; more will appear.", "loading")]
+    if metrics.trouble:
+        said.append(note(metrics.trouble, "warning"))
     if metrics.spoilt:
         said.append(note(f"{metrics.spoilt} lines of metrics.jsonl are no rows and are left out.", "warning"))
     return said
@@ -79,7 +81,7 @@ def learning(stage: Stage) -> View:
         "algorithm": type(rollouts.algorithm).__name__.lower(), **_memory(metrics),
     })  # fmt: skip
     said = [element("li", line) for line in (verdict(metrics.rows) if metrics.rows else [])]
-    warned = [note(text, "warning") for text in (rollouts.damage, rollouts.fallback) if text]
+    warned = [note(text, "warning") for text in (rollouts.damage, rollouts.trouble, rollouts.fallback) if text]
     loading = [] if rollouts.complete else [note("Still reading the ledger; more will appear.", "loading")]
     body = join(
         section("", top, *warned, *loading, *_reading(metrics), element("ul", *said) if said else None, live="facts"),

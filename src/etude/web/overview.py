@@ -66,7 +66,7 @@ def ended(stage: Stage) -> Ended | None:
         return None
     if record.kind == "bench" and stage.has("trials.jsonl"):
         with contextlib.suppress(OSError, ValueError, KeyError, IndexError, UserError):
-            return stage.run.kept(f"{stage.path}/trials.jsonl", lambda: read_ended(stage.folder))
+            return stage.run.kept(f"{stage.path}/trials.jsonl", "measures", lambda: read_ended(stage.folder))
     return Ended(record, stage.json(RESULTS))
 
 

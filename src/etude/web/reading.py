@@ -76,6 +76,7 @@ class Follower:
     def __init__(self, lines: Lines, patience: float | None) -> None:
         self.lines, self.patience = lines, patience  # seconds; None: until all is read
         self.complete = False
+        self.trouble = ""  # why the rest cannot be read
         self._busy = threading.Lock()
 
     def take(self, line: bytes, number: int) -> None:
@@ -107,6 +108,8 @@ class Follower:
             self.complete = True
         except FileNotFoundError:  # not begun, or published meanwhile: its stage is elsewhere now
             self.complete = True
+        except UserError as error:
+            self.trouble, self.complete = str(error), True
         finally:
             self._busy.release()
 
@@ -141,7 +144,7 @@ class Stage:
     def record(self) -> Record | None:
         if not self.has(RECORD_FILE):
             return None
-        return self.run.kept(f"{self.path}/{RECORD_FILE}", lambda: readable_record(self.folder))
+        return self.run.kept(f"{self.path}/{RECORD_FILE}", "record", lambda: readable_record(self.folder))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -195,13 +198,14 @@ class Run:
         made: Lines = self.caches.setdefault(f"lines of {path}", Lines(lambda: self.opened(path)))
         return made
 
-    def kept(self, path: str, make: Callable[[], Kept]) -> Kept:
-        """Return what is made of a file, made again when the file has changed."""
+    def kept(self, path: str, what: str, make: Callable[[], Kept]) -> Kept:
+        """Return what is made of a file, made again when the file has changed. `what`: its name, as several may be made of one."""
         with self.opened(path) as file:
             about = os.fstat(file.fileno())
         mark = (about.st_ino, about.st_mtime_ns, about.st_size)
-        if (known := self.caches.get(path)) is None or known[0] != mark:
-            known = self.caches[path] = mark, make()
+        key = f"{what} of {path}"
+        if (known := self.caches.get(key)) is None or known[0] != mark:
+            known = self.caches[key] = mark, make()
         made: Kept = known[1]
         return made
 

@@ -67,7 +67,7 @@ def trials_of(stage: Stage) -> Results:
     """Return the trials of a stage. UserError: there are none."""
     if not stage.has(FILE):
         raise UserError(f"{stage.name} has no {FILE}: no trial has ended")
-    return stage.run.kept(f"{stage.path}/{FILE}", lambda: read_results(stage.folder))
+    return stage.run.kept(f"{stage.path}/{FILE}", "trials", lambda: read_results(stage.folder))
 
 
 def _grid(results: Results) -> tuple[Html, list[str]]:
@@ -200,7 +200,7 @@ def data(stage: Stage, words: str = "") -> View:
             stage.name, note("The corpus is not built yet.", "empty"), crumbs_of(stage.run), stage.run.key, live
         )
     try:
-        report = stage.run.kept(f"{stage.path}/{MANIFEST}", lambda: corpus.contents(stage.folder))
+        report = stage.run.kept(f"{stage.path}/{MANIFEST}", "report", lambda: corpus.contents(stage.folder))
     except UserError as error:
         return View(stage.name, note(str(error), "warning"), crumbs_of(stage.run), stage.run.key, live)
     box = element(
@@ -285,7 +285,9 @@ def _newest(run: Run) -> tuple[Stage, Lineage] | None:
         name = f"{MODEL}/{LINEAGE_FILE}"
         if stage.state == "done" and stage.has(name):
             try:
-                return stage, run.kept(f"{stage.path}/{name}", lambda folder=stage.folder / MODEL: load_lineage(folder))  # type: ignore[misc]
+                return stage, run.kept(
+                    f"{stage.path}/{name}", "lineage", lambda folder=stage.folder / MODEL: load_lineage(folder)
+                )  # type: ignore[misc]
             except UserError:
                 continue
     return None
