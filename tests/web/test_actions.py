@@ -80,7 +80,7 @@ def test_a_run_is_continued_by_its_recipe_and_not_by_the_words_of_its_folder(
         def __init__(self, command: list[str], **_: object) -> None:
             started.append(command)
 
-    monkeypatch.setattr(actions.subprocess, "Popen", Begun)
+    monkeypatch.setattr(subprocess, "Popen", Begun)
     about = read_json(run.folder / "run.json") | {"command": "rm -rf /"}
     (run.folder / "run.json").write_text(json.dumps(about))
     assert "process 7 goes on" in actions.go_on(run, {})
