@@ -22,6 +22,7 @@ PAGES = [
     "run/{}/rl/rollout-0-1-0.html", "compare.html?run=friendly&run={}",
 ]  # fmt: skip
 OURS = {
+    "output",
     "html",
     "head",
     "meta",
