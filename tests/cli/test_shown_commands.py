@@ -48,6 +48,7 @@ NOT_RUN = {
     "summary": "needs a finished run; tests/cli",
     "tasks": "makes and plays tasks for minutes; tests/tasks",
     "trace": "needs traces; tests/cli/test_trace.py",
+    "web": "serves until it is stopped; tests/web",
     "verify": "needs a release; tests/cli/test_release.py",
 }
 
@@ -120,8 +121,11 @@ def options_of(words: list[str]) -> set[str]:
         known |= {option for parameter in command.params for option in [*parameter.opts, *parameter.secondary_opts]}
         if word in getattr(command, "commands", {}):
             command = command.commands[word]
-    if "run" in getattr(command, "commands", {}):  # `etude bench MODEL` is `etude bench run MODEL`
-        command = command.commands["run"]
+    for default in (
+        "run",
+        "show",
+    ):  # `etude bench MODEL` is `etude bench run MODEL`, `etude web RUN` is `etude web show RUN`
+        command = getattr(command, "commands", {}).get(default, command)
     return (
         known
         | {option for parameter in command.params for option in [*parameter.opts, *parameter.secondary_opts]}

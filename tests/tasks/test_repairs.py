@@ -20,6 +20,7 @@ from etude.agent.calls import Call
 from etude.agent.formats import choose_format
 from etude.agent.harness import SYSTEM
 from etude.agent.tools import SPECS
+from etude.data import chat
 from etude.data.build import Build
 from etude.data.chat import choose_template, read_conversations
 from etude.data.document import Document
@@ -153,9 +154,7 @@ def test_what_the_agent_would_see_is_what_it_learns_from() -> None:
     assert opened
 
 
-def _conversation(line: str) -> object:
-    from etude.data import chat
-
+def _conversation(line: str) -> chat.Conversation:
     return chat._conversation(line.encode(), "here")
 
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 from collections import defaultdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from etude.bench.trials import FILE, Results, Trial, read_results
@@ -285,9 +286,8 @@ def _newest(run: Run) -> tuple[Stage, Lineage] | None:
         name = f"{MODEL}/{LINEAGE_FILE}"
         if stage.state == "done" and stage.has(name):
             try:
-                return stage, run.kept(
-                    f"{stage.path}/{name}", "lineage", lambda folder=stage.folder / MODEL: load_lineage(folder)
-                )  # type: ignore[misc]
+                read = partial(load_lineage, stage.folder / MODEL)
+                return stage, run.kept(f"{stage.path}/{name}", "lineage", read)
             except UserError:
                 continue
     return None
