@@ -77,7 +77,7 @@ def _shown(below: Below, prefix: str) -> Iterator[tuple[str, Path]]:
 
 WORKLOAD = "61185:61185"
 _runs: set[tuple[str, str, Path]] = set()  # engines, images and Pythons of this machine that were tried and work
-PATIENCE = 60.0  # seconds for what the engine itself has to do
+PATIENCE = 300.0  # seconds for what the engine itself has to do: on a crowded machine starting takes minutes
 BASE_ENV = {"HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONNOUSERSITE": "1"}  # noqa: S108 - inside
 RUN = '(cd "$0" && exec "$@"); rc=$?; kill -9 -1 2>/dev/null; exit $rc'  # a daemon must not hold the call's pipes open
 
@@ -207,7 +207,10 @@ class ContainerSandbox(Sandbox):
             self.process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=pipe)
             assert self.process.stdout is not None
             assert self.process.stderr is not None
-            first = await asyncio.wait_for(self.process.stdout.readline(), PATIENCE)
+            try:
+                first = await asyncio.wait_for(self.process.stdout.readline(), PATIENCE)
+            except TimeoutError:
+                raise SandboxError(f"{self.backend}: no container within {PATIENCE:.0f} s") from None
         if not first.strip().isdigit():
             said = (await self.process.stderr.read(2000)).decode(errors="replace").split("\n")[0]
             raise SandboxError(f"{self.backend}: no container was started: {said or 'no python3?'}")

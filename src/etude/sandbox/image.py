@@ -21,14 +21,13 @@ from typing import IO, TYPE_CHECKING, Any
 
 from etude.sandbox import inside
 from etude.sandbox.box import Limits, Place, Result, Sandbox, SandboxError, answered
-from etude.sandbox.container import bounded
+from etude.sandbox.container import PATIENCE, bounded
 from etude.sandbox.keeper import Clip
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
 LIMITS = Limits(memory=8 << 30, processes=4096, cpus=4.0, output=64 << 20, seconds=3600.0)
-PATIENCE = 600.0  # seconds for what the engine itself has to do: a large image on a crowded machine takes minutes
 LARGEST = 1 << 30  # bytes of what is taken out
 LATE = 124  # the exit code of `timeout`
 

@@ -27,7 +27,6 @@ import random
 import re
 import secrets
 import sys
-import time
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -275,7 +274,7 @@ async def tried(
     sandbox does to the kernel's counters and caches can be read in the next one. Only who has failed a true test comes to it sooner.
     """
     drawn = random.Random(secrets.randbits(64))  # noqa: S311 - seeded by what nobody can guess
-    until = time.monotonic() + 2 * longest_run(codebase, task.fail_to_pass)
+    longest = 2 * longest_run(codebase, task.fail_to_pass)  # of tests; opening a sandbox has time of its own
     broken = entries_of(task.candidate.edits, "broken")
     plain, why, seconds = None, "", 0.0
     try:
@@ -287,7 +286,7 @@ async def tried(
             unseen = [each for each in wrong if sure[each] is not wrong]
             files = spoilt_tests(codebase, spoilable(task), wrong, drawn, unseen)
             async with layers_of(codebase.tree, broken, changes, files) as layers:
-                run = await run_tests(codebase, layers, task.fail_to_pass, longest=until - time.monotonic())
+                run = await run_tests(codebase, layers, task.fail_to_pass, longest=longest - seconds)
             seconds += run.wall
             true = [test for test in task.fail_to_pass if function_of(test) not in wrong]
             if plain is None and len(run.passed(true)) < len(true):
