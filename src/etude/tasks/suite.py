@@ -149,7 +149,7 @@ async def _run_command(codebase: Codebase, layers: Sequence[Path], ids: Collecti
     """
     command = codebase.command
     assert command
-    sandbox = await open_sandbox(replace(place_of(codebase, layers), fixed=tests_and_data(codebase)))
+    sandbox = await open_sandbox(replace(place_of(codebase, layers), fixed=tests_and_data(codebase)), codebase.sandbox)
     limit = min(longest, longest_run(codebase, None if ids is None else codebase.ids))
     try:
         if command.build:
