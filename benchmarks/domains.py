@@ -20,7 +20,7 @@ from etude.report.benchmark import Scored
 from etude.run.stages.compare import load_results
 
 BENCHES = {"taught": "after cpt and sft", "after": "after rl", "merged": "merged with sprout"}
-COMPARED = {"kept": "after rl", "recovered": "merged with sprout"}
+COMPARED = {"kept": "", "recovered": "merged with sprout"}  # the first: whatever came last
 
 
 def shares(score: Any) -> list[float] | None:
@@ -51,6 +51,7 @@ def accuracies(run: Path) -> dict[str, dict[str, Any]]:
 def forgotten(run: Path) -> dict[str, dict[str, Any]]:
     """Return bits a byte of Python by model, and how much more they are than sprout's on the same files, with the interval."""
     found: dict[str, dict[str, Any]] = {}
+    last = BENCHES["after" if (run / "rl" / RECORD_FILE).is_file() else "taught"]
     for stage, name in COMPARED.items():
         if (run / stage / RECORD_FILE).is_file():
             results = {each.name: each for each in load_results(run / stage)}
@@ -58,7 +59,7 @@ def forgotten(run: Path) -> dict[str, dict[str, Any]]:
             found["sprout"] = {"python_bits": base.bits.bits_per_byte}
             for each in results.values():
                 more, interval = difference(each.bits, base.bits)
-                found[name] = {"python_bits": each.bits.bits_per_byte, "forgotten": more, "interval": interval}
+                found[name or last] = {"python_bits": each.bits.bits_per_byte, "forgotten": more, "interval": interval}
     return found
 
 
