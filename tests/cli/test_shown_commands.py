@@ -49,6 +49,7 @@ NOT_RUN = {
     "tasks": "makes and plays tasks for minutes; tests/tasks",
     "trace": "needs traces; tests/cli/test_trace.py",
     "verify": "needs a release; tests/cli/test_release.py",
+    "web": "serves until it is stopped, or needs a run; tests/web",
 }
 
 
@@ -120,8 +121,12 @@ def options_of(words: list[str]) -> set[str]:
         known |= {option for parameter in command.params for option in [*parameter.opts, *parameter.secondary_opts]}
         if word in getattr(command, "commands", {}):
             command = command.commands[word]
-    if "run" in getattr(command, "commands", {}):  # `etude bench MODEL` is `etude bench run MODEL`
-        command = command.commands["run"]
+    for usual in (
+        "run",
+        "show",
+    ):  # `etude bench MODEL` is `etude bench run MODEL`, and `etude web RUN` is `etude web show RUN`
+        if usual in getattr(command, "commands", {}):
+            command = command.commands[usual]
     return (
         known
         | {option for parameter in command.params for option in [*parameter.opts, *parameter.secondary_opts]}
