@@ -48,8 +48,8 @@ NOT_RUN = {
     "summary": "needs a finished run; tests/cli",
     "tasks": "makes and plays tasks for minutes; tests/tasks",
     "trace": "needs traces; tests/cli/test_trace.py",
-    "web": "serves until it is stopped; tests/web",
     "verify": "needs a release; tests/cli/test_release.py",
+    "web": "serves until it is stopped, or needs a run; tests/web",
 }
 
 

@@ -110,7 +110,7 @@ def test_each_function_is_surely_spoilt_once(calc: Codebase, monkeypatch: pytest
     async def forged(_: Codebase, layers: tuple[Path, ...] = (), ids: Sequence[str] = (), **_more: float) -> Run:
         return Run("complete", dict.fromkeys(ids, "passed"))
 
-    monkeypatch.setattr(score_module, "spoilt", recorded)
+    monkeypatch.setattr(score_module, "spoilt_tests", recorded)
     monkeypatch.setattr(score_module, "run_tests", forged)
     assert asyncio.run(tried(small.task(), calc, entries({"calc/__init__.py": "forged"}))).outcome == "pass"
     assert sorted(surely) == sorted(small.task().hidden)
