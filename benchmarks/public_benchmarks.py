@@ -2,8 +2,8 @@
 
     python benchmarks/public_benchmarks.py FOLDER --tasks TASKS --package SWEBENCH
 
-FOLDER has a results folder of `etude bench` for each task, named after it. TASKS are SWE-bench's folders, with images made by
-public_images.py; SWEBENCH is an unpacked `swebench` package, of which only the grading of a log is used: each test_output.txt is
+FOLDER has a results folder of `etude bench` for each task, named after it. TASKS are SWE-bench's folders, whose images are there;
+SWEBENCH is an unpacked `swebench` package, of which only the grading of a log is used: each test_output.txt is
 graded again by it, and all four lists of tests must agree. Only names and verdicts are kept.
 """
 
