@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from etude.web.reading import Stage
 
+KEPT = ("best", "worst", "strangest")  # samples of a step
 AHEAD = 2  # steps that may be batched before the first of them is trained
 
 
@@ -65,8 +66,6 @@ class Rollouts(Follower):
         self.weights: list[tuple[int, dict[str, float]]] = []  # of the reward's parts: from which step on
         self.trained = self.rollouts = 0
         self.damage = ""
-        self._samples: dict[tuple[int, int], str] = {}
-        self._sampled: set[int] = set()  # steps whose samples were looked for
 
     def take(self, line: bytes, number: int) -> None:
         """Add a line. One that makes no sense ends the reading, and is named."""
@@ -147,22 +146,15 @@ class Rollouts(Follower):
         """Return where the trace of a rollout lies below the stage; None: it was not kept."""
         if self.stage.has(name := episode_file(group, episode)):
             return name
-        return self.samples.get((group, episode))
+        step = self.groups[group].step if group < len(self.groups) else 0
+        return self._samples_of(step).get((group, episode))
 
-    @property
-    def samples(self) -> dict[tuple[int, int], str]:
-        """The rollouts that the monitor kept, the best, worst and strangest of each step."""
-        known, seen = self._samples, self._sampled
-        for step in range(1, self.trained + 1):
-            about = self.stage.json(f"samples/{step:08d}/about.json") if step not in seen else None
-            if isinstance(about, dict):
-                seen.add(step)
-                for name in ("best", "worst", "strangest"):
-                    entry = about.get(name)
-                    if isinstance(entry, dict):
-                        place = entry.get("group"), entry.get("episode")
-                        known[cast("tuple[int, int]", place)] = f"samples/{step:08d}/{name}.json"
-        return known
+    def _samples_of(self, step: int) -> dict[tuple[Any, Any], str]:
+        """Return the rollouts of a step that the monitor kept: the best, the worst, the strangest."""
+        about = self.stage.json(f"samples/{step:08d}/about.json") if step else None
+        entries = about if isinstance(about, dict) else {}
+        return {(entry.get("group"), entry.get("episode")): f"samples/{step:08d}/{name}.json"
+                for name, entry in entries.items() if name in KEPT and isinstance(entry, dict)}  # fmt: skip
 
     def teaching(self, numbers: Sequence[int], most: int) -> list[tuple[Group, int, float]]:
         """Return the rollouts of trained groups with the largest advantages, up or down: those that taught the most."""
