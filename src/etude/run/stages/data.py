@@ -52,8 +52,12 @@ class DataStage(Stage):
 
     def inputs(self, settings: DataSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:  # noqa: ARG002
         """Return the sources by identity, the tasks and the tokeniser by content, and the settings."""
+        chosen = settings.model_dump(mode="json", exclude={"workers", "seed"})
+        for source in chosen["source"]:
+            if source["kind"] == "files":
+                del source["kind"], source["repair"]  # they came later: a corpus of before is still what it was
         return {
-            "settings": settings.model_dump(mode="json", exclude={"workers", "seed"}),
+            "settings": chosen,
             "sources": [identify_source(source) for source in settings.source],
             "files": [_digest(path) for path in [*_tasks(settings), *_tokeniser(settings)]],
             "seed": _seed(settings, seed),
