@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -82,6 +83,8 @@ def test_shell_in_a_container(etude: Etude, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(sys, "stdin", io.StringIO("cat file\n"))
     said = etude("sandbox", "shell", tmp_path / "tree", "--backend", "podman:an-image")
     assert (said.code, said.out) == (0, "content\n"), said.err
-    assert "an-image" in (tmp_path / "bin" / "log").read_text()
+    asked, started = [json.loads(line) for line in (tmp_path / "bin" / "log").read_text().splitlines()][:2]
+    assert (asked[0], asked[-1]) == ("image", "an-image")
+    assert (started[0], "sha256:" + hashlib.sha256(b"an-image").hexdigest() in started) == ("run", True)
     said = etude("sandbox", "shell", tmp_path, "--backend", "podman")
     assert (said.code, "podman needs an image: podman:IMAGE" in said.err) == (2, True)

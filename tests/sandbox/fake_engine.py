@@ -1,10 +1,11 @@
-"""Docker's and Podman's commands `run`, `exec` and `rm` in forty lines, for tests: a process namespace, and a folder for /workspace.
+"""Docker's and Podman's commands `run`, `exec`, `rm` and `image inspect` in forty lines, for tests: a process namespace, and a folder for /workspace.
 
 It isolates nothing else. Every command line is appended to LOG, a file in the folder named first.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -38,6 +39,9 @@ def main(state: Path, command: str, *given: str) -> int:
         spaces = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
         (state / "pid").write_text(str(os.getpid()))
         os.execvp(spaces[0], [*spaces, *inside])
+    if command == "image":
+        print("sha256:" + hashlib.sha256(given[-1].encode()).hexdigest())  # noqa: T201
+        return 0
     first = int(Path(f"/proc/{(state / 'pid').read_text()}/task/{(state / 'pid').read_text()}/children").read_text())
     env = dict(value.split("=", 1) for name, value in options if name == "--env") | {"PATH": os.environ["PATH"]}
     entering = [
