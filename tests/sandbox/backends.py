@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import subprocess
 from collections.abc import Awaitable, Callable
@@ -35,6 +36,8 @@ def program(folder: Path, name: str, line: str) -> str:
 
 def engine(name: str, folder: Path) -> str:
     """Return a program that starts containers with this machine's /usr as their image."""
+    if not os.environ.get("PODMAN_IMAGE"):
+        raise OSError("real containers are tried where PODMAN_IMAGE names an image")
     real = shutil.which(name)
     if real is None:
         raise OSError(f"{name} is not installed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import subprocess
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -164,8 +165,10 @@ TINY = {
 def codebase(language: str, folder: Path) -> Codebase:
     """Return a tiny codebase, or skip where its tools are missing."""
     tiny = TINY[language]
-    if shutil.which(tiny.tool) is None:
-        pytest.skip(f"{tiny.tool} is not installed")
+    if not shutil.which(tiny.tool) or (
+        language == "rust" and subprocess.run(["cargo", "-V"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip(f"{tiny.tool} is not installed, or has no toolchain")
     for path, text in tiny.files.items():
         (folder / "calc" / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / "calc" / path).write_text(text, encoding="utf-8")

@@ -17,7 +17,7 @@ from etude.web import actions
 from etude.web.reading import Run
 from tests.web.made import STAGE, WEIGHTS, Growing, head
 
-HOLD = "import sys; from pathlib import Path; from etude.run.folder import lock_run\nwith lock_run(Path(sys.argv[1]), print):\n print('held', flush=True); sys.stdin.read()"
+HOLD = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from pathlib import Path; from etude.run.folder import lock_run\nwith lock_run(Path(sys.argv[1]), print):\n print('held', flush=True); sys.stdin.read()"
 FULL = {"outcome": 1.0, "length": 0.1, "style": 0.05, "communication": 0.05, "conduct": 0.1}
 
 

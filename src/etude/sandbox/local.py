@@ -210,9 +210,11 @@ def _python_base(folder: Path) -> list[Path]:
 
 async def open_sandbox(place: Place, backend: str = "auto") -> Sandbox:
     """Open a sandbox by a backend's name: namespaces, docker:IMAGE or podman:IMAGE (see images.py); auto: namespaces."""
-    from etude.sandbox import container, images, probe
+    from etude.sandbox import container
 
     if backend == "auto":
+        from etude.sandbox import probe
+
         backend = await probe.strongest()
     for layer in place.layers:
         if not layer.is_dir():
@@ -221,6 +223,8 @@ async def open_sandbox(place: Place, backend: str = "auto") -> Sandbox:
         return await LocalSandbox.open(place)
     engine, _, image = backend.partition(":")
     if engine in ENGINES and image:
+        from etude.sandbox import images  # with pydantic, which the Python of a bare sandbox may not have
+
         image = image if image.startswith("sha256:") else await asyncio.to_thread(images.digest, engine, image)
         return await container.ContainerSandbox.open(engine, image, place)
     raise UserError(wrong_name(backend))

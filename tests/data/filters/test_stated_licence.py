@@ -19,7 +19,7 @@ OSI = "Classifier: License :: OSI Approved :: "
         ("GNU General Public License v3 or later (GPLv3+)", "GPL-3.0-or-later"), ("GNU General Public License v2 (GPLv2)", "GPL-2.0-only"),
         ("GNU Lesser General Public License v3 (LGPLv3)", "LGPL-3.0-only"), ("GNU Affero General Public License v3 or later (AGPLv3+)", "AGPL-3.0-or-later"),
         ("The Unlicense (Unlicense)", "Unlicense"), ("MIT No Attribution License (MIT-0)", "MIT-0"), ("zlib/libpng License", "Zlib"),
-        ("UNKNOWN", None), ("", None), ("Proprietary", None), ("MIT and something", None), ("Apache 1.1", None), ("see LICENSE", None),
+        ("UNKNOWN", None), ("", None), ("Proprietary", "LicenseRef-proprietary"), ("MIT and something", None), ("Apache 1.1", None), ("see LICENSE", None),
         ("GPL MIT", None), ("not MIT", None), ("BSD 4-Clause", None),
     ],
 )  # fmt: skip
@@ -33,7 +33,7 @@ def test_names_stand_for_licences_only_beyond_doubt(name: str, expected: str | N
         (f"License-Expression: Apache-2.0\n{OSI}MIT License\nLicense: GPL-3.0-only", "Apache-2.0"),
         (f"{OSI}MIT License\nLicense: GPL-3.0-only", "MIT"),
         (f"{OSI}MIT License\n{OSI}Apache Software License", "Apache-2.0 AND MIT"),
-        (f"{OSI}MIT License\nClassifier: License :: Other/Proprietary License", None),
+        (f"{OSI}MIT License\nClassifier: License :: Other/Proprietary License", "LicenseRef-proprietary AND MIT"),
         ("Classifier: License :: OSI Approved\nLicense: BSD", "BSD-3-Clause"),
         ("Classifier: Topic :: MIT License\nLicense: MIT", "MIT"),
         ("License: MIT License\n\n        Permission is hereby granted, free of charge", "MIT"),
