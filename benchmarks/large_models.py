@@ -187,7 +187,7 @@ def train(options: argparse.Namespace) -> list[dict[str, Any]]:
     began = clock()
     model = model_of(config, device)
     with tempfile.TemporaryDirectory() as folder:
-        batches = Synthetic(settings.batch, length, whole=False, vocabulary=config.vocab_size)
+        batches = Synthetic(settings.batch, length, whole=options.whole, vocabulary=config.vocab_size)
         lora = LoraSettings() if options.lora else None
         more = {"parent_dtype": model.dtype}
         session = corpus_session(model, settings, batches, length, World(), Path(folder), print, lora=lora, **more)
@@ -201,9 +201,12 @@ def train(options: argparse.Namespace) -> list[dict[str, Any]]:
         peak = torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else 0.0
     tokens = settings.batch * length
     passes = 4 if options.lora else 6  # of frozen weights no gradient is computed
-    flops = passes * shape.active_parameters * tokens
+    flops = (
+        passes * shape.active_parameters * tokens
+    )  # without attention's, which are most of those of one long document
     row = {
         "shape": options.shape, "work": "lora" if options.lora else "full", "length": length, "rows": settings.batch,
+        "documents": "whole rows" if options.whole else "of usual lengths", "recompute": options.recompute,
         "micro": session.micro, "tokens/s": round(tokens / seconds, 1), "mfu": round(flops / seconds / PEAK, 4),
         "first_step_s": round(first, 1), "ready_s": round(ready, 1), "peak_gb": round(peak, 1),
         "planned_gb": round(session.plan.needed(session.micro) / 1e9, 1), "masters": session.masters, "states": session.states,
@@ -265,6 +268,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0, help="fewer layers than the shape has")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--recompute", action="store_true")
+    parser.add_argument(
+        "--whole", action="store_true", help="rows that are one document, not documents of usual lengths"
+    )
     parser.add_argument("--peer", action="store_true", help="transformers in the same process, too")
     parser.add_argument("--peer-rows", type=int, default=1, help="rows at once of the peer")
     parser.add_argument(

@@ -2,6 +2,7 @@
 
     python benchmarks/large_stages.py qwen3-8b --lora --cache CACHE      on a GPU; CACHE: `etude`'s, filled where there is a network
     python benchmarks/large_stages.py qwen3-30b-a3b --tiny               small widths, on a CPU: only to see that it runs
+    … --apart        each stage by itself on the base, its model deleted after it: for a disk that holds three models, not eight
 
 A model of the shape is made in bf16, with sprout's tokeniser, and saved as people get theirs: a folder of safetensors. Then `etude
 run` takes it through a recipe of a few steps a stage, on the files of this package and tasks of recipes/tasks/quick.jsonl.
@@ -11,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,8 @@ from large_models import SHAPES, config_of, model_of
 
 SPROUT = Path(etude.models.__file__).parent / "sprout"
 HERE = Path(__file__).resolve().parents[1]
-STAGES = ["cpt", "extend", "mtp", "sft", "rl", "bench", "release"]
+STAGES = ["compare", "cpt", "extend", "mtp", "sft", "rl", "bench", "release", "serve"]
+KEEPS_RELEASE = "cpt"  # whose model is released, where stages run apart
 TASKS = f"""tasks = "{HERE}/recipes/tasks/quick.jsonl"
 only = "texttable-mutation-4e3e texttable-mutation-758e uritemplate-mutation-0532 uritemplate-mutation-7d19"
 style = "told"
@@ -35,27 +39,38 @@ harness = {{ turns = 1, tokens = 60, turn_tokens = 60, seconds = 120.0, summary 
 """
 
 
-def recipe_of(options: argparse.Namespace, base: Path) -> str:
+def recipe_of(options: argparse.Namespace, base: Path, stages: list[str]) -> str:
     """Return a recipe of a few steps a stage."""
     length, long = (512, 2048) if options.tiny else (4096, options.long)
     steps, lora = options.steps, "[{}.lora]\n" if options.lora else ""
-    each = "recompute = true\nevaluations = 0\nevaluation_rows = 2\n"
+    each = f"recompute = true\nevaluations = 0\nevaluation_rows = 2\nmicro = {options.micro}\n"
+    cache = f"engine_memory = {options.engine_memory}\n"
     files = 'include = ["*.py"]\ndomain = "code"\nlicence = "Apache-2.0"\n'
     batch = max(1, long // length)  # a step takes whole rows of the corpus
     whole = f"tokens = {batch * length * steps}\nlength = {length}\nbatch = {batch}\n"
-    return (
-        f'name = "large"\nbase = "{base}"\nstages = {json.dumps([s for s in STAGES if s in options.stages])}\n'
-        f"[data]\nlength = {long}\nheldout = 0.2\n"
+    parts = {
+        "compare": f'on = "{HERE}/src/etude/rl"\nbases = ["sprout"]\nmax_bytes = 20_000\nstate_tasks = 2\n',
+        "cpt": f"{whole}{each}{lora.format('cpt')}",
+        "extend": f"tokens = {long * steps}\nlength = {long}\nbatch = 1\n{each}retrieval_items = 1\n"
+        f"retrieval_lengths = [{long}]\nposition_rows = 1\n{lora.format('extend')}",
+        "mtp": f"{whole}micro = {options.micro}\nevaluations = 0\nevaluation_rows = 2\n",
+        "sft": f'demos = {{ tasks = "{HERE}/recipes/tasks/quick.jsonl", styles = ["told"], tools = ["edit"] }}\n'
+        f"tokens = {2048 * steps}\nlength = 1024\nbatch = 2\nheldout = 0.0\n{each}{lora.format('sft')}",
+        "rl": f"{TASKS}steps = {steps}\ngroups = 2\ngroup_size = 4\nepochs = 40\nlength = 1024\nrecompute = true\n"
+        f"micro = {options.micro}\n{cache}curriculum = {{ hard = 0.0, solved = 0.0 }}\n{lora.format('rl')}",
+        "bench": f"{TASKS}k = 1\n{cache}",
+        "release": 'name = "large"\n',
+    }
+    data = (
+        f"[data]\nlength = {long}\nheldout = 0.2\nfilters = {{ scrub = false }}\n"
         f'[[data.source]]\nname = "own"\nfolder = "{HERE}/src/etude"\n{files}[[data.source]]\nname = "tests"\n'
         f'folder = "{HERE}/tests"\n{files}hold_out = "all"\n'
-        f"[cpt]\n{whole}{each}{lora.format('cpt')}"
-        f"[extend]\ntokens = {long * steps}\nlength = {long}\nbatch = 1\n{each}retrieval_items = 2\n{lora.format('extend')}"
-        f"[mtp]\n{whole}evaluations = 0\nevaluation_rows = 2\n"
-        f'[sft]\ndemos = {{ tasks = "{HERE}/recipes/tasks/quick.jsonl", styles = ["told"], tools = ["edit"] }}\n'
-        f"tokens = {2048 * steps}\nlength = 1024\nbatch = 2\nheldout = 0.0\n{each}{lora.format('sft')}"
-        f"[rl]\n{TASKS}steps = {steps}\ngroups = 2\ngroup_size = 4\nepochs = 40\nlength = 1024\nrecompute = true\n"
-        f"curriculum = {{ hard = 0.0, solved = 0.0 }}\n{lora.format('rl')}"
-        f'[bench]\n{TASKS}k = 1\n[release]\nname = "large"\n'
+    )
+    head = f'name = "large"\nbase = "{base}"\nstages = {json.dumps(stages)}\n'
+    return (
+        head
+        + (data if {"cpt", "extend", "mtp", "sft"} & {*stages} else "")
+        + "".join(f"[{stage}]\n{parts[stage]}" for stage in stages)
     )
 
 
@@ -83,14 +98,60 @@ def stage_rows(run: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def run_recipe(options: argparse.Namespace, work: Path, stages: list[str]) -> tuple[int, list[dict[str, Any]]]:
+    """Run some stages; return the exit status and what each took."""
+    name = "-".join(stages) if options.apart else "run"
+    (work / f"{name}.toml").write_text(recipe_of(options, work / "base", stages))
+    command = [sys.executable, "-P", "-m", "etude", "run", str(work / f"{name}.toml"), "--out", str(work / name)]
+    began = time.perf_counter()
+    done = subprocess.run(
+        [*command, *(["--cache", str(options.cache)] if options.cache else [])], check=False, cwd=HERE
+    )
+    rows = [row for row in stage_rows(work / name) if row["stage"] in stages]
+    if options.apart:
+        rows = [row | {"command_s": round(time.perf_counter() - began, 1), "code": done.returncode} for row in rows]
+        shutil.rmtree(work / name, ignore_errors=True)
+    return done.returncode, rows
+
+
+def keep(options: argparse.Namespace, rows: list[dict[str, Any]], began: float) -> None:
+    if options.hardware:
+        name = f"large_stages-{options.shape}{'-lora' if options.lora else ''}"
+        report.finish(name, rows, options.hardware, seconds=time.perf_counter() - began)
+
+
+def serve(base: Path) -> dict[str, Any]:
+    """Start `etude serve` on the base, ask it once, and return what that took."""
+    began = time.perf_counter()
+    command = [sys.executable, "-P", "-m", "etude", "serve", str(base), "--port", "0", "--context", "2048"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=HERE) as server:
+        try:
+            lines = iter(server.stdout or ())
+            address = next((at[0] for line in lines if (at := re.search(r"http://[\w.]+:\d+", line))), "")
+            ready, body = time.perf_counter() - began, {"model": "base", "prompt": "def add(a, b):", "max_tokens": 32}
+            request = urllib.request.Request(f"{address}/v1/completions", json.dumps(body).encode())  # noqa: S310
+            request.add_header("Content-Type", "application/json")
+            with urllib.request.urlopen(request, timeout=120) as answer:  # noqa: S310 - the server above
+                tokens = json.load(answer)["usage"]["completion_tokens"]
+            return {"stage": "serve", "code": 0, "ready_s": round(ready, 1), "tokens": tokens,
+                    "answer_s": round(time.perf_counter() - began - ready, 2)}  # fmt: skip
+        except (OSError, ValueError) as error:
+            return {"stage": "serve", "code": 1, "error": str(error)[:200]}
+        finally:
+            server.terminate()
+
+
 def main() -> None:
     """Make the base, run the recipe, keep what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--apart", action="store_true")
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--micro", type=int, default=0, help="rows at once; 0: by the plan")
+    parser.add_argument("--engine-memory", type=float, default=0.0, help="KV cache in GB; 0: by the plan")
     parser.add_argument(
         "--long", type=int, default=65536, help="tokens of the stage `extend`: more than the context of the shape"
     )
@@ -104,21 +165,25 @@ def main() -> None:
     (work / "base").mkdir(parents=True)
     save_base(options, work / "base")
     made = time.perf_counter() - began
-    (work / "recipe.toml").write_text(recipe_of(options, work / "base"))
-    command = [sys.executable, "-P", "-m", "etude", "run", str(work / "recipe.toml"), "--out", str(work / "run")]
-    done = subprocess.run(
-        [*command, *(["--cache", str(options.cache)] if options.cache else [])], check=False, cwd=HERE
-    )
-    rows = [
-        {"shape": options.shape, "lora": options.lora, "base_made_s": round(made, 1), "code": done.returncode},
-        *stage_rows(work / "run"),
+    layers = config_of(options).num_hidden_layers
+    rows: list[dict[str, Any]] = [
+        {"shape": options.shape, "layers": layers, "lora": options.lora, "base_made_s": round(made, 1)}
     ]
-    for row in rows:
-        print(row, flush=True)
-    if options.hardware:
-        name = f"large_stages-{options.shape}{'-lora' if options.lora else ''}"
-        report.finish(name, rows, options.hardware, seconds=time.perf_counter() - began)
-    sys.exit(done.returncode)
+    wanted, codes = [stage for stage in STAGES if stage in options.stages and stage != "serve"], [0]
+    alone = [stage for stage in wanted if not (stage == "release" and KEEPS_RELEASE in wanted)]
+    chains = [[stage, "release"] if stage == KEEPS_RELEASE and "release" in wanted else [stage] for stage in alone]
+    for stages in chains if options.apart else [wanted]:
+        code, done = run_recipe(options, work, stages)
+        codes, rows = [*codes, code], rows + (done or [{"stage": stages[0], "code": code}])
+        print(rows[-1], flush=True)
+        keep(options, rows, began)
+    if "serve" in options.stages:
+        rows.append(serve(work / "base"))
+        print(rows[-1], flush=True)
+        codes.append(rows[-1]["code"])
+        keep(options, rows, began)
+    shutil.rmtree(work, ignore_errors=True)
+    sys.exit(max(codes))
 
 
 if __name__ == "__main__":

@@ -16,14 +16,14 @@ RESULTS = Path(__file__).parent / "results"
 
 def finish(script: str, rows: list[dict[str, Any]], hardware: str, **more: Any) -> None:
     """Print the rows as a table, keep them with their surroundings in results/SCRIPT-HARDWARE.json, print that as JSON."""
-    columns = list(rows[0])
-    widths = [max(len(str(row[column])) for row in [*rows, {column: column}]) for column in columns]
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    widths = [max(len(str(row.get(column, ""))) for row in [*rows, {column: column}]) for column in columns]
     for row in [dict(zip(columns, columns, strict=True)), *rows]:
-        print("  ".join(str(row[column]).ljust(width) for column, width in zip(columns, widths, strict=True)))
+        print("  ".join(str(row.get(column, "")).ljust(width) for column, width in zip(columns, widths, strict=True)))
     result = {
         "script": script,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": shlex.join(["python", f"benchmarks/{script}.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "hardware": environment.hardware().model_dump(),
         "code": environment.code().model_dump(),
         "packages": environment.packages(),

@@ -17,7 +17,6 @@ import hashlib
 import shutil
 from collections import Counter
 from dataclasses import dataclass, field
-from importlib import metadata
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +36,7 @@ from etude.data.sources import open_source
 from etude.data.tokenise import Encoder, TokeniseJob, copy_tokeniser, read_kept, tokenise_unit, train_tokeniser
 from etude.errors import UserError
 from etude.files import canonical_json, sha256_file, write_json, write_text
+from etude.lineage.environment import version_of
 from etude.work import Unit, cores
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ class Build:
             contamination=len(hits) if self.data.contamination.tasks else None,
             sources=list(self.entries.values()),
             shards=self.shards,
-            tools={name: metadata.version(name) for name in TOOLS},
+            tools={name: version_of(name) for name in TOOLS},
             settings=self.data.model_dump(mode="json", exclude={"workers"}),
         ).save(folder)
 

@@ -51,13 +51,14 @@ def code() -> Code:
 
 def packages() -> dict[str, str]:
     """Return the versions of the packages that can change a result, and of Python."""
-    versions = {"python": platform.python_version()}
-    for name in RECORDED_PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "absent"
-    return versions
+    return {"python": platform.python_version(), **{name: version_of(name) for name in RECORDED_PACKAGES}}
+
+
+def version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"
 
 
 def hardware() -> Hardware:
