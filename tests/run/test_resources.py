@@ -82,7 +82,8 @@ def test_qwen3_8b_is_trained_whole_on_one_h200_with_8_bits(tmp_path: Path) -> No
     assert stage.micro >= 1
     assert stage.plan.needed(stage.micro) <= memory.SHARE * stage.plan.available
     flops = 6 * (8_190_735_360 - 151936 * 4096) + 3 * 36 * 2 * 32 * 256 * 4097 / 2  # of a token; causal attention
-    assert stage.rate == pytest.approx(0.53 * 989e12 / flops, rel=1e-6)
+    assert stage.rate == pytest.approx(3 / 4 * 0.53 * 989e12 / flops, rel=1e-6)  # activations are computed twice
+    assert "by arithmetic with recompute" in stage.source
     assert stage.hours == pytest.approx(1e9 / stage.rate / 3600)
 
 
@@ -103,7 +104,7 @@ def test_the_plan_is_within_a_tenth_of_the_peaks_that_were_measured_on_a_gpu(tmp
 
 
 def test_measured_peaks_are_there() -> None:
-    assert len(list(RESULTS.glob("large_models-train-*-h200.json"))) >= 2
+    assert len(list(RESULTS.glob("large_models-train-*-h200.json"))) >= 3
 
 
 def test_hours_of_heads_are_those_of_a_frozen_trunk_and_of_what_learns(tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_hours_of_rl_are_those_of_rollouts_of_full_length(tmp_path: Path) -> Non
     weights, cached = 2 * PARAMETERS["qwen3-8b"], 2 * KV_NUMBERS["qwen3-8b"] * 8192 / 2  # bytes; a cache half full
     sampled = 0.65 * 16 * 4.8e12 / (weights + 16 * cached)
     flops = 6 * (PARAMETERS["qwen3-8b"] - 151936 * 4096) + 3 * 36 * 2 * 32 * 256 * 8193 / 2
-    trained = 0.27 * 989e12 / flops
+    trained = 0.76 * 989e12 / flops
     assert 1 / stage.rate == pytest.approx(1 / sampled + 1 / trained, rel=0.01)
     (mixture,) = planned(tmp_path, "qwen3-30b-a3b", rl)
     touched = 1 - (1 - 8 / 128) ** 16

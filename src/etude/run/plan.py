@@ -36,6 +36,11 @@ if TYPE_CHECKING:
 TRAINED = ("pretrain", "cpt", "extend", "sft", "mtp", "rl")
 MACHINE = re.compile(r"(?:(?P<count>\d+)x)?(?P<name>[a-z0-9-]+)", re.IGNORECASE)
 MEASURED = "h200"
+FORWARDS = {
+    "train": 3,
+    "lora": 2,
+    "mtp": 3,
+}  # what a step costs in forward passes; recomputing the activations costs one more
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Machine:
     count: int
     facts: dict[str, Any]  # of gpus.toml
 
-    def share(self, kind: str, parameters: int, *, experts: bool = False) -> tuple[float, str]:
+    def share(self, kind: str, parameters: int, *, experts: bool = False, recompute: bool = False) -> tuple[float, str]:
         """Return the share of the peak that a kind of work reached on the nearest size of model, and where that is from."""
         rates = [rate for rate in gpus()[MEASURED]["measured"] if rate["kind"] == kind]
         alike = [rate for rate in rates if rate.get("experts", False) == experts] or rates
@@ -54,6 +59,9 @@ class Machine:
         unlike = "" if self.name == MEASURED else f", not measured on {self.name}: as on {MEASURED}"
         unlike += "" if self.count == 1 else ", several ranks not measured"
         of = "of what memory allows" if kind == "decode" else "MFU"
+        if kind in FORWARDS and recompute != rate.get("recompute", False):
+            unlike += f", by arithmetic {'with' if recompute else 'without'} recompute"
+            rate = rate | {"mfu": rate["mfu"] * (FORWARDS[kind] + 1 - recompute) / (FORWARDS[kind] + recompute)}
         return rate["mfu"], f"{rate['mfu']:.0%} {of} as {rate['source']}{unlike}"
 
 
@@ -148,7 +156,8 @@ def plan_stage(entry: StageEntry, config: Any, length: int, on: Machine) -> Plan
         flops = forward_flops(shape.compute, length) / length + depth * (
             6 * counts.trained / (1 if shared else depth) + 4 * head
         )
-    mfu, source = on.share("mtp" if frozen else "lora" if lora else "train", shape.active_parameters, experts=experts)
+    work = "mtp" if frozen else "lora" if lora else "train"
+    mfu, source = on.share(work, shape.active_parameters, experts=experts, recompute=settings.recompute)
     rate, tokens = ranks * mfu * on.facts["bf16_tflops"] * 1e12 / flops, getattr(settings, "tokens", None)
     if entry.kind == "rl":
         tokens = settings.steps * settings.groups * settings.group_size * length
