@@ -288,10 +288,15 @@ def main() -> None:
     parser.add_argument("--base", type=Path, default=SPROUT)
     parser.add_argument("--kind", choices=["mixtral", "glm4_moe"], default="mixtral")
     parser.add_argument("--save", type=Path)
+    parser.add_argument("--noise", type=float, default=0.01, help="of the mixture that --save saves")
     arguments = parser.parse_args()
     if arguments.save:
         dense = load_model(arguments.base, torch.device("cpu"), torch.float32)
-        print(save(upcycle(dense, arguments.kind).to(torch.bfloat16), arguments.base, arguments.save))
+        print(
+            save(
+                upcycle(dense, arguments.kind, noise=arguments.noise).to(torch.bfloat16), arguments.base, arguments.save
+            )
+        )
         return
     with ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         apart = pool.submit(mismatches, arguments.base)

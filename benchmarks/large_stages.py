@@ -14,10 +14,12 @@ import argparse
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,35 +37,48 @@ TASKS = f"""tasks = "{HERE}/recipes/tasks/quick.jsonl"
 only = "texttable-mutation-4e3e texttable-mutation-758e uritemplate-mutation-0532 uritemplate-mutation-7d19"
 style = "told"
 tools = {{ tools = ["edit"] }}
-harness = {{ turns = 1, tokens = 60, turn_tokens = 60, seconds = 120.0, summary = {{ kind = "none" }} }}
+harness = {{ turns = 1, tokens = TOKENS, turn_tokens = TOKENS, seconds = 120.0, summary = {{ kind = "none" }} }}
 """
 
 
-def recipe_of(options: argparse.Namespace, base: Path, stages: list[str]) -> str:
+def long_documents(work: Path, tokens: int) -> Path:
+    """Write the files of this package as documents that are longer than a row of so many tokens."""
+    text = "\n".join(file.read_text() for file in sorted((HERE / "src" / "etude").rglob("*.py")))
+    folder, size = work / "documents", 5 * tokens  # characters
+    folder.mkdir(exist_ok=True)
+    for begin in range(0, max(len(text) - size, 1), size):
+        (folder / f"{begin:08}.py").write_text(text[begin : begin + size])
+    return folder
+
+
+def recipe_of(options: argparse.Namespace, work: Path, base: Path, stages: list[str]) -> str:
     """Return a recipe of a few steps a stage."""
     length, long = (512, 2048) if options.tiny else (4096, options.long)
     steps, lora = options.steps, "[{}.lora]\n" if options.lora else ""
-    each = f"recompute = true\nevaluations = 0\nevaluation_rows = 2\nmicro = {options.micro}\n"
+    each = f"recompute = true\nevaluations = 0\nevaluation_rows = 1\nmicro = {options.micro}\n"
     cache = f"engine_memory = {options.engine_memory}\n"
     files = 'include = ["*.py"]\ndomain = "code"\nlicence = "Apache-2.0"\n'
     batch = max(1, long // length)  # a step takes whole rows of the corpus
     whole = f"tokens = {batch * length * steps}\nlength = {length}\nbatch = {batch}\n"
+    tokens, groups, size = (60, 2, 4) if options.tiny else (1024, 4, 8)
+    tasks = TASKS.replace("TOKENS", str(tokens))
     parts = {
         "compare": f'on = "{HERE}/src/etude/rl"\nbases = ["sprout"]\nmax_bytes = 20_000\nstate_tasks = 2\n',
         "cpt": f"{whole}{each}{lora.format('cpt')}",
         "extend": f"tokens = {long * steps}\nlength = {long}\nbatch = 1\n{each}retrieval_items = 1\n"
         f"retrieval_lengths = [{long}]\nposition_rows = 1\n{lora.format('extend')}",
-        "mtp": f"{whole}micro = {options.micro}\nevaluations = 0\nevaluation_rows = 2\n",
+        "mtp": f"{whole}micro = {options.micro}\nevaluations = 0\nevaluation_rows = 1\n",
         "sft": f'demos = {{ tasks = "{HERE}/recipes/tasks/quick.jsonl", styles = ["told"], tools = ["edit"] }}\n'
         f"tokens = {2048 * steps}\nlength = 1024\nbatch = 2\nheldout = 0.0\n{each}{lora.format('sft')}",
-        "rl": f"{TASKS}steps = {steps}\ngroups = 2\ngroup_size = 4\nepochs = 40\nlength = 1024\nrecompute = true\n"
+        "rl": f"{tasks}steps = {steps}\ngroups = {groups}\ngroup_size = {size}\nepochs = 40\n"
+        f"length = {1024 if options.tiny else 2048}\nrecompute = true\n"
         f"micro = {options.micro}\n{cache}curriculum = {{ hard = 0.0, solved = 0.0 }}\n{lora.format('rl')}",
-        "bench": f"{TASKS}k = 1\n{cache}",
+        "bench": f"{tasks}k = 1\n{cache}",
         "release": 'name = "large"\n',
     }
     data = (
         f"[data]\nlength = {long}\nheldout = 0.2\nfilters = {{ scrub = false }}\n"
-        f'[[data.source]]\nname = "own"\nfolder = "{HERE}/src/etude"\n{files}[[data.source]]\nname = "tests"\n'
+        f'[[data.source]]\nname = "own"\nfolder = "{long_documents(work, long)}"\n{files}[[data.source]]\nname = "tests"\n'
         f'folder = "{HERE}/tests"\n{files}hold_out = "all"\n'
     )
     head = f'name = "large"\nbase = "{base}"\nstages = {json.dumps(stages)}\n'
@@ -92,16 +107,25 @@ def stage_rows(run: Path) -> list[dict[str, Any]]:
     for file in sorted(run.glob("*/record.json")):
         record = json.loads(file.read_text())
         compute = record.get("compute") or {}
-        rows.append(
-            {"stage": file.parent.name, "tokens": compute.get("tokens"), "seconds": compute.get("device_seconds")}
-        )
+        row = {"stage": file.parent.name, "tokens": compute.get("tokens"), "seconds": compute.get("device_seconds")}
+        rows.append(row | memory_and_steps(file.parent / "metrics.jsonl"))
     return rows
+
+
+def memory_and_steps(metrics: Path) -> dict[str, Any]:
+    """Return the memory that was planned and that a step took at its peak, and of `rl` the metrics of its steps."""
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    planned = max((line["needed_bytes"] for line in lines if "needed_bytes" in line), default=0.0)
+    peak = max((line["peak_bytes"] for line in lines if "peak_bytes" in line), default=0.0)
+    row: dict[str, Any] = {"planned_gb": round(planned / 1e9, 1), "peak_gb": round(peak / 1e9, 1)}
+    steps = [line for line in lines if "trained" in line]
+    return row | ({"steps": steps} if steps else {})
 
 
 def run_recipe(options: argparse.Namespace, work: Path, stages: list[str]) -> tuple[int, list[dict[str, Any]]]:
     """Run some stages; return the exit status and what each took."""
     name = "-".join(stages) if options.apart else "run"
-    (work / f"{name}.toml").write_text(recipe_of(options, work / "base", stages))
+    (work / f"{name}.toml").write_text(recipe_of(options, work, options.base or work / "base", stages))
     command = [sys.executable, "-P", "-m", "etude", "run", str(work / f"{name}.toml"), "--out", str(work / name)]
     began = time.perf_counter()
     done = subprocess.run(
@@ -116,18 +140,30 @@ def run_recipe(options: argparse.Namespace, work: Path, stages: list[str]) -> tu
 
 def keep(options: argparse.Namespace, rows: list[dict[str, Any]], began: float) -> None:
     if options.hardware:
-        name = f"large_stages-{options.shape}{'-lora' if options.lora else ''}"
+        part = f"-{'-'.join(options.stages)}" if options.stages != STAGES else ""
+        name = f"large_stages-{options.shape}{'-lora' if options.lora else ''}{part}"
         report.finish(name, rows, options.hardware, seconds=time.perf_counter() - began)
 
 
-def serve(base: Path) -> dict[str, Any]:
+def wait_for(address: str) -> None:
+    """Return when somebody listens at an address, which is announced before."""
+    host, port = address.removeprefix("http://").split(":")
+    for _ in range(1200):
+        with suppress(ConnectionRefusedError), socket.create_connection((host, int(port))):
+            return
+        time.sleep(0.1)
+
+
+def serve(base: Path, engine_memory: float) -> dict[str, Any]:
     """Start `etude serve` on the base, ask it once, and return what that took."""
     began = time.perf_counter()
-    command = [sys.executable, "-P", "-m", "etude", "serve", str(base), "--port", "0", "--context", "2048"]
+    command = [sys.executable, "-P", "-m", "etude", "serve", str(base), "--port", "0", "--context", "512"]
+    command += ["--engine-memory", str(engine_memory)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=HERE) as server:
         try:
             lines = iter(server.stdout or ())
             address = next((at[0] for line in lines if (at := re.search(r"http://[\w.]+:\d+", line))), "")
+            wait_for(address)
             ready, body = time.perf_counter() - began, {"model": "base", "prompt": "def add(a, b):", "max_tokens": 32}
             request = urllib.request.Request(f"{address}/v1/completions", json.dumps(body).encode())  # noqa: S310
             request.add_header("Content-Type", "application/json")
@@ -157,13 +193,17 @@ def main() -> None:
     )
     parser.add_argument("--stages", nargs="+", default=STAGES, choices=STAGES)
     parser.add_argument("--work", type=Path, default=Path("runs/large-stages"))
+    parser.add_argument("--base", type=Path, help="folder of the base: made if it is not there, and kept")
     parser.add_argument("--cache", type=Path, default=None)
     parser.add_argument("--hardware", default="")
     options = parser.parse_args()
     began, work = time.perf_counter(), options.work.absolute() / options.shape
     shutil.rmtree(work, ignore_errors=True)
-    (work / "base").mkdir(parents=True)
-    save_base(options, work / "base")
+    work.mkdir(parents=True)
+    base = options.base or work / "base"
+    if not (base / "LICENSE").exists():
+        base.mkdir(parents=True)
+        save_base(options, base)
     made = time.perf_counter() - began
     layers = config_of(options).num_hidden_layers
     rows: list[dict[str, Any]] = [
@@ -178,7 +218,7 @@ def main() -> None:
         print(rows[-1], flush=True)
         keep(options, rows, began)
     if "serve" in options.stages:
-        rows.append(serve(work / "base"))
+        rows.append(serve(base, options.engine_memory))
         print(rows[-1], flush=True)
         codes.append(rows[-1]["code"])
         keep(options, rows, began)

@@ -1,6 +1,7 @@
 """How fast does training go? The same model and tokens through Etude's loop and through transformers, in one process.
 
     python benchmarks/training.py gpu     SmolLM2-135M's shape at 2,048, 8,192 and 32,768 tokens, against compiled transformers
+                                          (--lengths 2048: only there)
     python benchmarks/training.py cpu     sprout against transformers' Trainer
 
 On the GPU every row is either filled with documents of a corpus's lengths (`documents`) or holds one document (`whole`), which
@@ -31,7 +32,7 @@ from etude.training.run import corpus_session
 from etude.training.settings import TrainSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 SHAPE = LlamaConfig(
     vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
@@ -199,13 +200,13 @@ def where_time_goes(step: Callable[[], object]) -> dict[str, float]:
     }
 
 
-def gpu() -> dict[str, Any]:
-    """Measure all lengths."""
+def gpu(lengths: Sequence[int]) -> dict[str, Any]:
+    """Measure rows of these lengths."""
     torch.set_float32_matmul_precision("high")
     peak = measured_peak()
     rows = []
-    for length, tokens in ((2048, 131072), (8192, 131072), (32768, 131072)):
-        peer = theirs(length, 65536)
+    for length in lengths:
+        tokens, peer = 131072, theirs(length, 65536)
         torch.cuda.empty_cache()
         for whole in (False, True):
             mine = ours(length, tokens, whole=whole)
@@ -300,9 +301,10 @@ def main() -> None:
     """Measure, print the table and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("where", choices=["gpu", "cpu"])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 32768], help="of the rows, on a GPU")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     args = parser.parse_args()
-    found = gpu() if args.where == "gpu" else cpu()
+    found = gpu(args.lengths) if args.where == "gpu" else cpu()
     if args.where == "cpu":
         found["ratio"] = found["etude"]["tokens_per_second"] / found["trainer"]["tokens_per_second"]
         print(f"etude {found['etude']['tokens_per_second']:,.0f} tokens/s, Trainer {found['trainer']['tokens_per_second']:,.0f},"

@@ -26,6 +26,9 @@ def serve(  # noqa: PLR0913, PLR0917 - an argument for every option
     max_request_bytes: Annotated[int, typer.Option(min=1, help="Size limit of a request in bytes.")] = 4 << 20,
     timeout: Annotated[float, typer.Option(min=0.001, help="Time limit of a request in seconds.")] = 600.0,
     context: Annotated[int | None, typer.Option(min=2, help="Context in tokens; default: the model's.")] = None,
+    engine_memory: Annotated[
+        float, typer.Option(min=0.0, help="KV cache in GB (0 = a share of the free memory).")
+    ] = 0.0,
     drain: Annotated[int, typer.Option(min=0, help="Seconds for running requests to finish after SIGTERM.")] = 30,
     device: Device = "auto",
     weights: Annotated[Path | None, typer.Option(help="Folder of weight versions for POST /update_weights.")] = None,
@@ -54,7 +57,8 @@ def serve(  # noqa: PLR0913, PLR0917 - an argument for every option
 
         called, folder, origin = locate(model, cache, reporter)
         card = card_of(name or called, folder, origin)
-        policy = LocalPolicy.open(folder, name=card.id, device=device, context=context, say=reporter.say)
+        held = int(engine_memory * 1e9) or None
+        policy = LocalPolicy.open(folder, name=card.id, device=device, context=context, memory=held, say=reporter.say)
         receiver = Receiver(policy, WeightStore(weights, 1), reporter.say) if weights else None
         app = build_app(policy, load_tokeniser(folder), card, limits, gate, receiver)
         for duty in card.display:

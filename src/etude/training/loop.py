@@ -132,6 +132,8 @@ class Loop:
             raise UserError(f"step {self.done + 1}: the batch has no token to train on; its mask hides every one")
         if self.experts:
             self.experts.begin(rows.parts, self.world)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         loss, metrics = self.backward(rows.parts, weight)
         # A GPU is still at work on that: time to get the next batch ready.
         self._ahead = self._fetch() if self.source.ahead and not last else None
@@ -148,6 +150,8 @@ class Loop:
         means = {name: self.world.sum(float(value)) / weight for name, value in metrics.items()}
         if self.experts:
             means |= self.experts.end(self.done, self.world, skipped=bool(skipped))
+        if self.device.type == "cuda":
+            means["peak_bytes"] = float(torch.cuda.max_memory_allocated(self.device))
         seconds = time.perf_counter() - began
         return Step(self.done, mean, norm, factor, weight, rows.pieces, skipped, seconds, means)
 

@@ -20,6 +20,7 @@ from etude.training.batch import Batches, CorpusRows
 from etude.training.context_parallel import context_of
 from etude.training.loop import Guard, Step
 from etude.training.measure import Bits, load_bits, save_bits
+from etude.training.memory import gigabytes
 from etude.training.optimiser import factor
 from etude.training.session import Session
 
@@ -190,6 +191,9 @@ class TrainingRun:
         way = f"attention by {session.attention}, {session.micro} rows of {session.length} tokens at once"
         if session.context.size > 1:
             way += f", each shared by {session.context.size} ranks"
+        if peaks := [row["peak_bytes"] for row in rows if "peak_bytes" in row]:
+            planned = session.plan.needed(session.micro)
+            way += f", {gigabytes(max(peaks))} of memory at the peak of a step (planned: {gigabytes(planned)})"
         if (session.masters, session.states) != ("float32", "float32"):
             way += f", masters {session.masters}, AdamW's states {session.states}"
         return [
