@@ -151,7 +151,10 @@ def test_the_command_needs_no_weights_and_no_gpu(etude: Etude, tmp_path: Path) -
     assert "cpt on 8xH200, each of 8 ranks: rows of 4,096 tokens, masters float32, states float32" in out
     assert "several ranks not measured" in out
     assert "KV cache" in out
-    told = json.loads(etude("plan", str(file), "--on", "rtx5090", "--json").out)
+    tight = etude("plan", str(file), "--on", "rtx5090", "--json")
+    told = json.loads(tight.out)
+    assert tight.code == 2
+    assert f"cpt does not fit on rtx5090: {told['stages'][0]['remedy']} would do" in tight.err
     assert [stage["stage"] for stage in told["stages"]] == ["cpt", "rl"]
     assert not told["stages"][0]["fits"]
     assert told["stages"][0]["remedy"]

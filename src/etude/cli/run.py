@@ -75,11 +75,17 @@ def plan(
     planned = plan_recipe(recipe, machine(on), options.cache_folder(cache))
     if as_json:
         options.print_json({"on": on, "stages": [described(each) for each in planned]})
-        return
-    if not planned:
+    elif not planned:
         options.echo("no stage of this recipe trains a model")
-    for each in planned:
-        _print_planned(each, on)
+    else:
+        for each in planned:
+            _print_planned(each, on)
+    if tight := [each for each in planned if not each.micro]:
+        raise UserError(f"{tight[0].name} does not fit on {on}: {_advice(tight[0])}")
+
+
+def _advice(each: Planned) -> str:
+    return f"{each.remedy} would do" if each.remedy else "nothing that was tried would do: take a smaller base"
 
 
 def _print_planned(each: Planned, on: str) -> None:
@@ -97,8 +103,7 @@ def _print_planned(each: Planned, on: str) -> None:
     if each.cache:
         options.echo(f"beside it the engine: {gigabytes(each.engine)} of weights, {gigabytes(each.cache)} of KV cache")
     if not each.micro:
-        advice = f"{each.remedy} would do" if each.remedy else "nothing that was tried would do: take a smaller base"
-        options.echo(f"it does not fit: {may} may be used; {advice}\n")
+        options.echo(f"it does not fit: {may} may be used; {_advice(each)}\n")
         return
     span = f"{each.hours:,.1f} hours" if (each.hours or 0) >= 1 else f"{60 * (each.hours or 0):.1f} minutes"
     hours = f", {span} for {human(each.tokens)} tokens" if each.hours and each.tokens else ""
