@@ -41,6 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Take two processes more than there are cores, four at most: half of the time a test waits for processes that it has started or killed."""
+    return min(4, (os.cpu_count() or 1) + 2)
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
     """Give each process that shares the tests one core: threads of torch that wait for each other cost more than they bring."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
