@@ -281,6 +281,21 @@ def test_a_task_of_a_set_is_asked_for_by_what_its_test_showed() -> None:
     assert repairs.of_task(dataclasses.replace(task, candidate=two)) == "task: not in one function"
 
 
+def test_errors_of_tasks_are_kept_apart_and_no_others() -> None:
+    path = SOURCES[5]
+    usual = found_in(path, each=8, nothing_wrong=0.0)
+    taken = usual[3]
+    candidate = Candidate("mutation", ("compare",), (Edit("src/m.py", taken.file, taken.fixed),), ())
+    task = Task("m-1", "m", "1.0", candidate, {}, ("t.py::test_it",), (), (), "debugging")
+    apart = repairs.errors_of([task])
+    assert len(apart) == 1
+    maker = Repairs(RepairSettings(each=8, nothing_wrong=0.0), 0, frozenset(), None, apart)
+    left_out = Counter[str]()
+    rest = [each for each, _ in maker._of_file(Parsed("src/m.py", path.read_text(encoding="utf-8")), left_out)]
+    assert [each.file for each in rest] == [each.file for each in usual if each.file != taken.file]
+    assert left_out["left out: the error of a task"] == 1
+
+
 def test_conversations_are_made_once_with_their_licences_and_held_out_by_package(tmp_path: Path) -> None:
     root = tmp_path / "code"
     for name, path in (("one", SOURCES[5]), ("two", SOURCES[6])):
@@ -308,5 +323,7 @@ def test_settings_that_would_do_nothing_are_refused() -> None:
         SourceSettings(name="a", folder=".", repair=RepairSettings(each=2))
     with pytest.raises(ValidationError, match='must have kind = "repair"'):
         TalkSettings(source=[SourceSettings(name="a", folder=".")])
+    with pytest.raises(ValidationError, match="keeps away from the tasks"):
+        TalkSettings(source=[SourceSettings(name="a", folder=".", kind="repair")], tasks="a.jsonl", apart="a.jsonl")
     with pytest.raises(ValidationError, match="name it in `tools`"):
         TalkSettings(source=[SourceSettings(name="a", folder=".", kind="repair")], tools=["read"])

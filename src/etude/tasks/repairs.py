@@ -62,7 +62,7 @@ from etude.work import Work
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from etude.progress import Reporter
     from etude.tasks.generators.mutation import Site
@@ -94,6 +94,7 @@ class TalkSettings(Settings):
     tasks: str | None = Field(
         None, description="task manifest of a training set: its tasks too, with what a failing test showed"
     )
+    apart: str | None = Field(None, description="task manifest whose errors are not made, so that its tasks stay new")
     contamination: ContaminationSettings = ContaminationSettings()
 
     @model_validator(mode="after")
@@ -102,6 +103,8 @@ class TalkSettings(Settings):
             raise ValueError("repairs are answered with calls of `edit`; name it in `tools`")
         if wrong := [each.name for each in self.source if each.kind != "repair"]:
             raise ValueError(f'the source {wrong[0]!r} must have kind = "repair"')
+        if self.apart and self.apart == self.tasks:
+            raise ValueError("`apart` keeps away from the tasks that `tasks` teaches; name another set")
         return self
 
 
@@ -134,12 +137,20 @@ class Repair:
 
 
 class Repairs:
-    """Makes the repairs of one unit of work. `talk`: conversations with these tools; `benchmarks`: packages not made use of."""
+    """Makes the repairs of one unit of work.
+
+    `talk`: conversations with these tools; `benchmarks`: packages not made use of; `apart`: broken functions that are not made.
+    """
 
     def __init__(
-        self, settings: RepairSettings, seed: int, benchmarks: frozenset[str], talk: Sequence[str] | None = None
+        self,
+        settings: RepairSettings,
+        seed: int,
+        benchmarks: frozenset[str],
+        talk: Sequence[str] | None = None,
+        apart: frozenset[str] = frozenset(),
     ) -> None:
-        self.settings, self.seed, self.benchmarks, self.talk = settings, seed, benchmarks, talk
+        self.settings, self.seed, self.benchmarks, self.talk, self.apart = settings, seed, benchmarks, talk, apart
         self.known: set[str] = set()  # functions
         self.owed = 0.0  # examples in which nothing is wrong
 
@@ -184,6 +195,9 @@ class Repairs:
             self.known.add(meaning)
             rng, right = draw(self.seed, "repair", meaning), 0
             for kind, text, identity in broken_versions(file, node, mine, self.settings.each, rng, made):
+                if self.apart and shape(parse_python(identity)) in self.apart:
+                    made["left out: the error of a task"] += 1
+                    continue
                 repair = self._shown(file, node, functions, kind, name, text, rng)
                 if repair is None:
                     made["left out: the edit would need lines that are not shown"] += 1
@@ -325,6 +339,19 @@ def of_task(task: Task) -> Repair | str:
     return Repair(edit.path, name, edit.broken, edit.fixed, first, last, "task", seen=parts[-1])
 
 
+def errors_of(tasks: Iterable[Task]) -> frozenset[str]:
+    """Return what the functions mean that are in the broken files of tasks, and not in the mended ones."""
+    edits = [edit for task in tasks for edit in task.candidate.edits if edit.broken and edit.path.endswith(".py")]
+    return frozenset(chain.from_iterable(_meanings(e.path, e.broken) - _meanings(e.path, e.fixed) for e in edits))
+
+
+def _meanings(path: str, text: str | None) -> set[str]:
+    file = Parsed(path, text or "")
+    nodes = [node for _, node in file.definitions if isinstance(node, Function)]
+    rows = [file.content[file.starts[node.lineno - 1] : file.starts[node.end_lineno or 0]].decode() for node in nodes]
+    return {shape(parse_python(dedent(each))) for each in rows}
+
+
 def _bare(tree: ast.Module) -> ast.Module:
     for node in ast.walk(tree):
         if isinstance(node, Function):
@@ -431,9 +458,11 @@ def make_talks(settings: TalkSettings, folder: Path, cache: Path, reporter: Repo
     alike = DuplicateSettings(near=False)  # two repairs of one function are nearly alike, and both are wanted
     data = DataSettings(source=settings.source, contamination=settings.contamination, duplicates=alike, seed=seed)
     folder.mkdir(parents=True, exist_ok=True)
+    others = load_set(Path(settings.apart).expanduser(), cache, reporter).tasks if settings.apart else []
+    apart = errors_of(others)
     with MetricsLog(folder / "log.jsonl") as log:
         work = Work(folder, log, reporter, cache)
-        build = Build(data, work, seed, None, lambda each: Repairs(each.repair, seed, named, settings.tools))
+        build = Build(data, work, seed, None, lambda each: Repairs(each.repair, seed, named, settings.tools, apart))
         units, _ = build.compared()
     with whole_file(file) as beside, beside.open("w", encoding="utf-8") as lines:
         for unit in units:

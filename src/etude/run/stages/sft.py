@@ -247,6 +247,7 @@ def _identity(repairs: TalkSettings) -> list[Any]:
     made = [find_manifest(repairs.tasks, "sft.repairs.tasks")] if repairs.tasks else []
     for manifest in made:
         refuse_benchmarks(manifest)
+    made += [find_manifest(repairs.apart, "sft.repairs.apart")] if repairs.apart else []
     files = [file for path in tasks for file in ([path] if path.is_file() else files_below(path))] + made
     settings = repairs.model_dump(mode="json", exclude={"contamination": {"tasks"}})
     return [settings, [identify_source(each) for each in repairs.source], [sha256_file(file) for file in files]]
