@@ -195,12 +195,12 @@ class Repairs:
             self.known.add(meaning)
             rng, right = draw(self.seed, "repair", meaning), 0
             for kind, text, identity in broken_versions(file, node, mine, self.settings.each, rng, made):
-                if self.apart and shape(parse_python(identity)) in self.apart:
-                    made["left out: the error of a task"] += 1
-                    continue
                 repair = self._shown(file, node, functions, kind, name, text, rng)
                 if repair is None:
                     made["left out: the edit would need lines that are not shown"] += 1
+                    continue
+                if self.apart and shape(parse_python(identity)) in self.apart:
+                    made["left out: the error of a task"] += 1
                     continue
                 yield repair, digest_of([meaning, identity])
                 self.owed += self.settings.nothing_wrong / (1 - self.settings.nothing_wrong)
