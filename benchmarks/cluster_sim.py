@@ -8,8 +8,8 @@ they are drawn from was measured (`measured`; each number with its file in the r
 engine   requests on an engine share it: all advance alike, at the measured milliseconds a decoding step for so many at once.
          A session stays with its engine, the emptier of two drawn ones. Prompts cost nothing (78 % of their tokens are cached).
 sandbox  held by an episode from its begin to its end; commands and scoring are delays, as if each had a core.
-trainer  a step takes its tokens / (ranks · measured tokens/s), as if ranks scaled without loss; then publishing, by one rank (as the
-         code does now) or by one a node of eight ("sharded", which it does not), at the measured seconds a byte.
+trainer  a step takes its tokens / (ranks · measured tokens/s), as if ranks scaled without loss; then publishing, by one rank (as one
+         GPU does) or by one a node of eight ("sharded"; the code has every rank publish a share), at the measured seconds a byte.
 weights  every engine fetches each delta over its own link from one store, loads it at the measured seconds a byte, then pauses.
 faults   by rate: an engine loses what it was writing and comes back by an anchor; a rank's loss restarts the trainer from its last
          checkpoint; a pool's loss fails its episodes, which are tried again.

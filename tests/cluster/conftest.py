@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,13 +46,17 @@ def add_node(to: Any, **resources: Any) -> None:
 
 
 def started(nodes: int, cores: int) -> Any:
-    """Start a cluster."""
+    """Start a cluster; its head also answers drivers from elsewhere (`client`, an address ray://…)."""
     from ray.cluster_utils import Cluster
 
     made = Cluster()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    made.client = f"ray://127.0.0.1:{port}"
     try:
-        for _ in range(nodes):
-            add_node(made, num_cpus=cores)
+        for number in range(nodes):
+            add_node(made, num_cpus=cores, **({} if number else {"ray_client_server_port": port}))
     except Exception:
         made.shutdown()
         raise

@@ -85,8 +85,14 @@ def test_continued_pretraining_on_ranks_is_what_one_process_does(cluster: Any, t
     assert [row["tokens"] for row in rows[0]] == [row["tokens"] for row in rows[1]]
     assert [row["loss"] for row in rows[1]] == pytest.approx([row["loss"] for row in rows[0]], rel=1e-4)
     assert not (tmp_path / "placed/cpt/cluster").exists()
-    kept = etude("run", path, "--out", tmp_path / "placed", "--cache", cache, "--cluster", cluster.address)
-    assert (kept.code, "cpt: unchanged, kept" in kept.err) == (0, True)
+    again = ("--out", tmp_path / "placed", "--cache", cache, "--cluster", cluster.address)
+    kept = etude("run", path, *again, "--set", "cluster.trainer.cpus=1")
+    assert (kept.code, "cpt: unchanged, kept" in kept.err) == (0, True)  # where it is trained changes nothing of it
+    changed = etude("run", path, *again, "--set", "cpt.tokens=2048")
+    assert changed.code == 0, changed.err
+    assert "cpt: unchanged" not in changed.err
+    assert "data: unchanged, kept" in changed.err
+    assert sum(row["tokens"] for row in read_rows(tmp_path / "placed/cpt/metrics.jsonl", "train/")) == 2048
 
 
 def test_status_plan_and_doctor(cluster: Any, tmp_path: Path, etude: Etude) -> None:
@@ -106,6 +112,11 @@ def test_status_plan_and_doctor(cluster: Any, tmp_path: Path, etude: Etude) -> N
     weights, many = planned["grows"]
     assert "the model is 16.06 GB; one rank writes it after each step, while none is trained: about 13.2 s" in weights
     assert "3 engines read about 0.18 GB a step" in weights
+    four = ("--cluster", cluster.address, "--set", "cluster.trainer.cpus=4")
+    assert (
+        "4 ranks write a share of it each after each step, while none is trained: about 3.3 s"
+        in etude("cluster", "plan", learns, *four).out
+    )
     assert "20,000 episodes at once; 10,000 were tried" in many
     never = etude("cluster", "plan", recipe(tmp_path / "b", ranks=10), "--cluster", cluster.address)
     assert (never.code, "asks for 10 CPUs in 10 places, and there is no room for 1 of trainer" in never.err) == (

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.inference.weight_sync import Broken, Weights, apply, copied, pack, unpack, untie
+from etude.inference.weight_sync import Broken, Weights, apply, copied, encode, sealed, unpack, untie
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.int16, torch.float16, torch.bfloat16,
@@ -32,7 +32,9 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 def packed(weights: Weights, base: Weights | None = None) -> bytes:
     once, ties = untie(weights)
-    return b"".join(pack(once, ties, 1, 1, (0, untie(base)[0]) if base is not None else None))
+    entries, pieces = encode(once, (0, untie(base)[0]) if base is not None else None)
+    about = {"version": 1, "base": None if base is None else 0, "step": 1, "ties": ties, "entries": entries}
+    return b"".join(sealed(about, pieces))
 
 
 def through(weights: Weights, base: Weights | None = None) -> tuple[dict[str, Any], Weights]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -294,3 +296,119 @@ def test_the_way_of_the_fewest_bytes_comes_first(
     for way in found:
         stops = [held if way and way[0].base is not None else None, *(file.version for file in way)]
         assert all(file.base == stop for file, stop in zip(way, stops, strict=False))
+
+
+class Threads:
+    """Ranks that are threads: what torch.distributed does for processes."""
+
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, box: list[Any]) -> None:
+        self.rank, self.size, self.leads, self._barrier, self._box = rank, size, rank == 0, barrier, box
+
+    def gather(self, value: Any) -> list[Any]:
+        self._box[self.rank] = value
+        self._barrier.wait()
+        values = list(self._box)
+        self._barrier.wait()
+        return values
+
+    def tell(self, message: Any) -> Any:
+        return self.gather(message)[0]
+
+    def sum(self, value: float) -> float:
+        return float(sum(self.gather(value)))
+
+
+SHARES = [("embed", "head"), ("norm",), ("frozen",), ()]  # what is tied is of one rank; one rank may have nothing
+
+
+def together(folder: Path, versions: range, before: Callable[[int], Any] = lambda version: None) -> list[Any]:
+    """Publish versions by four ranks; return what each rank got, or raised. `before`: done by one rank before each version."""
+    barrier, box = threading.Barrier(len(SHARES), timeout=60), [None] * len(SHARES)
+    results: list[list[Any]] = [[] for _ in SHARES]
+
+    def work(rank: int) -> None:
+        store, world = WeightStore(folder, 4), Threads(rank, len(SHARES), barrier, box)
+        for version in versions:
+            if rank == 0:
+                before(version)
+            barrier.wait()
+            share = {name: weights_at(version)[name] for name in SHARES[rank]}
+            if "head" in share:
+                share["head"] = share["embed"]  # tied
+            try:
+                results[rank].append(store.publish(share, version, version, world))  # type: ignore[arg-type]
+            except OSError as error:
+                results[rank].append(error)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(SHARES))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_what_ranks_publish_together_is_what_one_publishes(tmp_path: Path) -> None:
+    results = together(tmp_path / "four", range(7))
+    filled(tmp_path / "one", 7)
+    reader, held = WeightStore(tmp_path / "four", 4), None
+    for version in range(7):
+        held = reader.pull(version, held)
+        alone = WeightStore(tmp_path / "one", 4).pull(version)
+        assert same(held, version)
+        assert same(WeightStore(tmp_path / "four", 4).pull(version), version)  # who joins late
+        assert {name: each.dtype for name, each in held.tensors.items()} == {
+            name: each.dtype for name, each in alone.tensors.items()
+        }
+        assert len({(each[version].bytes, each[version].full_bytes, each[version].kind) for each in results}) == 1
+        assert held.bytes == results[0][version].bytes
+        assert results[3][version].full_bytes == 2000 * 2 + 5 * 4 + 3 * 4
+    assert [name for name in names(tmp_path / "four") if name.startswith("00000004")] == [
+        "00000004-00000003.delta", "00000004-00000003.delta.1", "00000004-00000003.delta.2",
+        "00000004.anchor", "00000004.anchor.1", "00000004.anchor.2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("part", ["", ".1", ".2"])
+def test_a_version_with_a_broken_part_is_passed_over(tmp_path: Path, damage: Callable[[Path], None], part: str) -> None:
+    together(tmp_path, range(6))
+    reader = WeightStore(tmp_path, 4)
+    held = reader.pull(2)
+    damage(tmp_path / f"00000004-00000003.delta{part}")
+    assert same(reader.pull(5, held), 5)  # by the anchor
+    assert same(held, 2)
+    damage(tmp_path / f"00000005-00000004.delta{part}")
+    with pytest.raises(BrokenStore, match="no way to version 5"):
+        WeightStore(tmp_path, 4).pull(5)
+
+
+def test_a_part_of_another_run_is_not_taken_for_this_ones(tmp_path: Path) -> None:
+    together(tmp_path / "a", range(1))
+    other = {**weights_at(0), "norm": torch.ones(3)}
+    single = WeightStore(tmp_path / "b", 4)
+    single.publish({"norm": other["norm"]}, 0, step=0)  # whole and sound by itself
+    (tmp_path / "b" / "00000000.anchor").replace(tmp_path / "a" / "00000000.anchor.1")
+    with pytest.raises(BrokenStore, match=r"anchor\.1 is another file than the version names"):
+        WeightStore(tmp_path / "a", 4).pull(0)
+
+
+@pytest.mark.parametrize("part", ["", ".1", ".2"])
+def test_what_one_rank_cannot_write_fails_on_all_and_the_versions_before_stay(tmp_path: Path, part: str) -> None:
+    """Rank 1 or 2 cannot write its part, or rank 0 what makes the version appear: a folder is where the file should begin."""
+    blocked = tmp_path / f".00000002-00000001.delta{part}.{os.getpid()}.part"
+    results = together(tmp_path, range(4), lambda version: blocked.mkdir() if version == 2 else None)
+    assert [[isinstance(each, OSError) for each in rank] for rank in results] == [[False, False, True, False]] * 4
+    reader = WeightStore(tmp_path, 4)
+    assert {file.version for file in reader._files()} == {0, 1, 3}
+    assert same(reader.pull(1), 1)
+    assert same(reader.pull(3, reader.pull(1)), 3)
+    assert same(reader.pull(3), 3)
+
+
+def test_parts_are_removed_with_what_names_them(tmp_path: Path) -> None:
+    together(tmp_path, range(14))
+    (tmp_path / "00000001-00000000.delta.7").touch()  # a killed publisher's, that nothing names
+    WeightStore(tmp_path, 4).prune(keep=2)
+    assert {int(name[:8]) for name in names(tmp_path)} == set(range(8, 14))
+    assert all(same(WeightStore(tmp_path, 4).pull(version), version) for version in range(8, 14))

@@ -18,6 +18,7 @@ from etude.inference.weight_sync import Published, WeightStore
 from etude.rl.exchange import Batch, Exchange, Report
 from etude.rl.processes import RlJob
 from etude.rl.trainer import Trainer, run_trainer
+from etude.training.distributed import World
 from tests.rl import made
 from tests.training import sessions
 
@@ -41,12 +42,12 @@ class DyingStore(WeightStore):
         super().__init__(job.weights, job.settings.anchor_every)
         self.trainer, self.when, self.at = trainer, when, version
 
-    def publish(self, weights: Any, version: int, step: int) -> Published:
+    def publish(self, weights: Any, version: int, step: int, world: World | None = None) -> Published:
         if (version, self.when) == (self.at, "checkpoint written, not published"):
             self.trainer.session._checkpoints.wait()
         if version == self.at and "not published" in self.when:
             sessions.kill_oneself()
-        done = super().publish(weights, version, step)
+        done = super().publish(weights, version, step, world)
         if version == self.at and self.when == "published, not reported":
             self.trainer.session._checkpoints.wait()
             sessions.kill_oneself()

@@ -141,7 +141,9 @@ def _grows(recipe: Recipe, cache: Path) -> list[str]:
     lines = []
     if not own.lora:
         gigabytes = 2e-9 * shape_of(base_config(recipe.base, cache)).parameters
-        step = f"one rank writes it after each step, while none is trained: about {PUBLISH * gigabytes:,.1f} s, as on an H200"
+        ranks, seconds = recipe.cluster.ranks, PUBLISH * gigabytes / recipe.cluster.ranks
+        who = f"{ranks} ranks write a share of it each" if ranks > 1 else "one rank writes it"
+        step = f"{who} after each step, while none is trained: about {seconds:,.1f} s, by one rank's rate on an H200"
         read = f"{engines} engines read about {DELTA * gigabytes * engines:,.2f} GB a step, a new one all of it"
         lines.append(f"rl: the model is {gigabytes:,.2f} GB; {step}; {read}")
     if own.at_once > TRIED:

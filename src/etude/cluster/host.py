@@ -203,7 +203,21 @@ class Host:
 
 
 async def _future(called: Any) -> Any:
-    return await called
+    """Wait for a call. Who stops waiting cancels nothing of Ray's: its client would print a traceback for every such call."""
+    loop = asyncio.get_running_loop()
+    answer = loop.create_future()
+
+    def copy(done: Any) -> None:
+        if not answer.done():
+            error = done.exception()
+            answer.set_result(done.result()) if error is None else answer.set_exception(error)
+
+    def settle(done: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop may have ended
+            loop.call_soon_threadsafe(copy, done)
+
+    called.future().add_done_callback(settle)
+    return await answer
 
 
 def reason(error: Exception) -> str:

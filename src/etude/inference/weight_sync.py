@@ -2,11 +2,14 @@
 
     WEIGHTS/00000020.anchor             version 20, whole
     WEIGHTS/00000021-00000020.delta     what makes version 21 of version 20
+    WEIGHTS/00000021-00000020.delta.1   the same, of the tensors that rank 1 publishes
 
 Every version has a delta, and every `anchor_every`-th an anchor besides: who follows reads deltas only, who joins late begins at an
-anchor. A file appears whole or not at all and never changes; the publisher asks nothing of its readers and they lock nothing, so
-neither ever waits for the other. Where a file is damaged or gone, a reader takes another way: from what it holds, or from any
-anchor. If no way is left to the newest version, it leaves a note, and the next one comes with an anchor.
+anchor. Of several ranks each publishes a share of the tensors, which divides the time and what is kept to compare with. A version is
+there when rank 0's file is, which is written last and names the others. A file appears whole or not at all and never changes; the
+publisher asks nothing of its readers and they lock nothing, so neither ever waits for the other. Where a file is damaged or gone, a
+reader takes another way: from what it holds, or from any anchor. If no way is left to the newest version, it leaves a note, and the
+next one comes with an anchor.
 
 What comes back is equal bit for bit. A step of RL moves most weights by less than bf16 can show: at a learning rate of 2e-6 one in
 fifty changes, by one unit in the last place. So a tensor's bits are read as integers and subtracted, and only places and differences
@@ -16,9 +19,10 @@ Differences and not XOR, because one unit up or down is then one of two numbers,
 
     magic | length of the header | header, JSON | pieces, one a tensor | XXH3 of all before
 
-The header has version, base (null: whole), step, ties (names that stand for another's tensor) and entries: of every tensor, once,
-name, dtype, shape, how it is kept ("same", "few": places and differences, "all": all differences, "whole"), the size of its piece
-and a digest of its bytes as they must be in the end, which proves that the right base was changed in the right way.
+The header has version, base (null: whole), step, ties (names that stand for another's tensor), parts (name, size and checksum of the
+other ranks' files, whose own headers have none) and entries: of every tensor, once, name, dtype, shape, how it is kept ("same", "few":
+places and differences, "all": all differences, "whole"), the size of its piece and a digest of its bytes as they must be in the end,
+which proves that the right base was changed in the right way.
 """
 
 from __future__ import annotations
@@ -29,7 +33,9 @@ import json
 import os
 import re
 import time
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -47,12 +53,13 @@ if TYPE_CHECKING:
 
     from etude.inference.local import LocalPolicy
     from etude.inference.model_runner import Staged
+    from etude.training.distributed import World
 
 Weights = dict[str, "torch.Tensor"]
 Array = np.ndarray[Any, Any]
 Bytes = bytes | memoryview
 
-NAME = re.compile(r"(\d{8,})(?:\.anchor|-(\d{8,})\.delta)")
+NAME = re.compile(r"(\d{8,})(?:\.anchor|-(\d{8,})\.delta)(\.\d+)?")
 WANTED = "anchor.wanted"
 MAGIC = b"etude-w1"
 BEGIN = len(MAGIC) + 8  # of the header
@@ -98,7 +105,15 @@ class File(NamedTuple):
     path: Path
     version: int
     base: int | None  # None: an anchor
+    size: int  # bytes, with those of the other ranks' parts
+
+
+class Written(NamedTuple):
+    """A file that a rank wrote."""
+
+    name: str
     size: int
+    checksum: str
 
 
 class WeightStore:
@@ -113,28 +128,63 @@ class WeightStore:
         """Return the newest version, or None."""
         return max((file.version for file in self._files()), default=None)
 
-    def publish(self, weights: Mapping[str, torch.Tensor], version: int, step: int) -> Published:
+    def publish(
+        self, weights: Mapping[str, torch.Tensor], version: int, step: int, world: World | None = None
+    ) -> Published:
         """Give readers a new version. If this raises, as on a full disk, the versions before are as good as they were.
 
-        A publisher that begins publishes whole: what another one before it kept to compare with is gone.
+        `world`: the ranks that publish together, each its own share of the weights; all must take part. A publisher that begins
+        publishes whole: what another one before it kept to compare with is gone.
         """
-        begun = time.perf_counter()
+        from etude.training.distributed import World
+
+        begun, world = time.perf_counter(), world or World()
+        once, ties = untie(weights)
+        alike = all(world.gather(self._last is not None and _shapes(once) == _shapes(self._last[1])))
+        base = self._last if alike else None
+        anchored = world.tell(self._begin(version, alike=alike) if world.leads else None)
+        bases = [base, None] if base and anchored else [base]
+        encoded = [(base and base[0], *encode(once, base)) for base in bases]  # by all ranks at the same time
+        write = partial(self._write, {"version": version, "step": step, "ties": ties}, encoded)
+        shares = world.gather([] if world.leads or not once else write(f".{world.rank}", []))
+        broken = [each for each in shares if isinstance(each, OSError)]
+        shares[0] = world.tell(write("", shares[1:]) if world.leads and not broken else [])
+        for share in shares:
+            if isinstance(share, OSError):
+                raise share
+        if anchored and world.leads:
+            (self.folder / WANTED).unlink(missing_ok=True)
+        over = base[1] if base else {}
+        self._last = (version, {name: copied(tensor, over.get(name)) for name, tensor in once.items()})
+        size, full = sum(share[0].size for share in shares if share), sum(tensor.nbytes for tensor in once.values())
+        full, seconds = int(world.sum(full)), time.perf_counter() - begun
+        return Published(version, "delta" if base else "anchor", size, full, seconds, anchored)
+
+    def _begin(self, version: int, *, alike: bool) -> bool:
+        """Refuse a version that is there, remove what a killed publisher left, and return whether an anchor is due."""
         if (newest := self.newest()) is not None and version <= newest:
             raise ValueError(f"version {version} in {self.folder} after {newest}: no number is used twice")
         if self._last is None:
-            remove_parts(self.folder)  # what a killed one left
-        once, ties = untie(weights)
-        base = self._last if self._last and _shapes(once) == _shapes(self._last[1]) else None
-        size = self._write(version, base and base[0], pack(once, ties, version, step, base))
-        over = base[1] if base else {}
-        self._last = (version, {name: copied(tensor, over.get(name)) for name, tensor in once.items()})
-        anchored = base is None or self._anchor_is_due(version)
-        if base and anchored:
-            self._write(version, None, pack(once, ties, version, step, None))
-        if anchored:
-            (self.folder / WANTED).unlink(missing_ok=True)
-        full, seconds = sum(tensor.nbytes for tensor in once.values()), time.perf_counter() - begun
-        return Published(version, "delta" if base else "anchor", size, full, seconds, anchored)
+            remove_parts(self.folder)
+        return not alike or self._anchor_is_due(version)
+
+    def _write(
+        self, about: Mapping[str, Any], encoded: Sequence[tuple[int | None, Any, Any]], ending: str, others: Sequence[list[Written]]
+    ) -> list[Written] | OSError:  # fmt: skip
+        """Write a rank's files of a version; return what could not be, so that it can be raised on all ranks."""
+        written = []
+        try:
+            for place, (base, entries, pieces) in enumerate(encoded):
+                parts = [share[place] for share in others if share]
+                chunks = sealed({**about, "base": base, "parts": parts, "entries": entries}, pieces)
+                kind = ".anchor" if base is None else f"-{base:08d}.delta"
+                name = f"{about['version']:08d}{kind}{ending}"
+                with whole_file(self.folder / name) as beside, beside.open("wb") as file:
+                    file.writelines(chunks)
+                written.append(Written(name, sum(map(len, chunks)), bytes(chunks[-1]).hex()))
+        except OSError as error:
+            return error
+        return written
 
     def pull(self, version: int, held: Held | None = None) -> Held:
         """Return a version by the way that reads the fewest bytes; `held` may be of any version, and is not changed."""
@@ -157,30 +207,28 @@ class WeightStore:
         files = self._files()
         kept = sorted({file.version for file in files})[-keep:]
         anchors = [file.version for file in files if file.base is None and file.version <= kept[0]][-2:]
-        old = [file for file in files if anchors and file.version < anchors[0]]
-        for file in old:
-            file.path.unlink(missing_ok=True)
+        named = {name: NAME.fullmatch(name) for name in sorted(path.name for path in self.folder.iterdir())}
+        old = [name for name, about in named.items() if about and anchors and int(about[1]) < anchors[0]]
+        for name in old:
+            (self.folder / name).unlink(missing_ok=True)
         return len(old)
 
     def _anchor_is_due(self, version: int) -> bool:
         anchors = [file.version for file in self._files() if file.base is None]
         return not anchors or version - anchors[-1] >= self._anchor_every or (self.folder / WANTED).exists()
 
-    def _write(self, version: int, base: int | None, chunks: list[Bytes]) -> int:
-        name = f"{version:08d}.anchor" if base is None else f"{version:08d}-{base:08d}.delta"
-        with whole_file(self.folder / name) as beside, beside.open("wb") as file:
-            file.writelines(chunks)
-        return sum(map(len, chunks))
-
     def _files(self) -> list[File]:
         """Return what is there, oldest first; of files that are pruned while we look, any may be missing."""
-        files = []
+        versions, sizes = list[tuple[str, int, int | None]](), Counter[str]()
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 if name := NAME.fullmatch(entry.name):
                     with contextlib.suppress(FileNotFoundError):
-                        base = int(name[2]) if name[2] else None
-                        files.append(File(self.folder / entry.name, int(name[1]), base, entry.stat().st_size))
+                        main = entry.name.removesuffix(name[3] or "")
+                        sizes[main] += entry.stat().st_size
+                        if main == entry.name:
+                            versions.append((main, int(name[1]), int(name[2]) if name[2] else None))
+        files = [File(self.folder / main, version, base, sizes[main]) for main, version, base in versions]
         return sorted(files, key=lambda file: file.version)
 
 
@@ -207,13 +255,19 @@ def _walk(way: Sequence[File], held: Held | None) -> Weights:
     if held and way[0].base is not None:
         weights = {name: copied(each) for name, each in held.tensors.items()}
     for file in way:
-        try:
-            header, pieces = unpack(file.path.read_bytes())
-            if (header["version"], header["base"]) != (file.version, file.base):
-                raise Broken(f"holds version {header['version']}, made from {header['base']}")
-            weights = apply(header, pieces, weights)
-        except (OSError, Broken) as error:
-            raise Broken(f"{file.path.name} {getattr(error, 'strerror', None) or error}") from None
+        changed: Weights = {}
+        parts, path = [Written(file.path.name, 0, "")], file.path
+        while parts:
+            path = file.path.with_name(parts[0].name)
+            try:
+                header, pieces = unpack(path.read_bytes(), parts.pop(0).checksum)
+                if (header["version"], header["base"]) != (file.version, file.base):
+                    raise Broken(f"holds version {header['version']}, made from {header['base']}")
+                changed |= apply(header, pieces, weights)
+            except (OSError, Broken) as error:
+                raise Broken(f"{path.name} {getattr(error, 'strerror', None) or error}") from None
+            parts += [Written(*each) for each in header.get("parts", ())]
+        weights = changed
     return weights
 
 
@@ -304,10 +358,8 @@ def _shapes(weights: Weights) -> dict[str, Any]:
     return {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
 
 
-def pack(
-    weights: Weights, ties: dict[str, str], version: int, step: int, base: tuple[int, Weights] | None
-) -> list[Bytes]:
-    """Return a version in chunks, to be written one after the other. `base`: another version, on the same device; None: whole."""
+def encode(weights: Weights, base: tuple[int, Weights] | None) -> tuple[list[dict[str, Any]], list[Bytes]]:
+    """Return what the header says of each tensor, and the pieces. `base`: another version, on the same device; None: whole."""
     entries, pieces = [], []
     for name, tensor in weights.items():
         how, piece = _encode(tensor, base[1][name]) if base else ("whole", _raw(tensor))
@@ -316,7 +368,11 @@ def pack(
             "size": len(piece), "digest": _digest(tensor),
         })  # fmt: skip
         pieces.append(piece)
-    about = {"version": version, "base": base[0] if base else None, "step": step, "ties": ties, "entries": entries}
+    return entries, pieces
+
+
+def sealed(about: Mapping[str, Any], pieces: Sequence[Bytes]) -> list[Bytes]:
+    """Return a file in chunks, to be written one after the other; the last is its checksum."""
     header = json.dumps(about).encode()
     chunks = [MAGIC, len(header).to_bytes(8, "little"), header, *pieces]
     seal = xxhash.xxh3_128()
@@ -325,13 +381,15 @@ def pack(
     return [*chunks, seal.digest()]
 
 
-def unpack(data: bytes) -> tuple[dict[str, Any], memoryview]:
-    """Check the bytes of a version; return its header and the pieces."""
+def unpack(data: bytes, checksum: str = "") -> tuple[dict[str, Any], memoryview]:
+    """Check the bytes of a file; return its header and the pieces. `checksum`: what it must have, where that is known."""
     view = memoryview(data)
     if len(view) < BEGIN + DIGEST or view[: len(MAGIC)] != MAGIC:
         raise Broken("is no file of weights, or cut short")
     if xxhash.xxh3_128_digest(view[:-DIGEST]) != view[-DIGEST:]:
         raise Broken("does not have its checksum: it is cut short, or bytes of it changed")
+    if checksum and view[-DIGEST:].hex() != checksum:
+        raise Broken("is another file than the version names")
     end = BEGIN + int.from_bytes(view[len(MAGIC) : BEGIN], "little")
     return json.loads(bytes(view[BEGIN:end])), view[end:-DIGEST]
 

@@ -499,9 +499,8 @@ def _publish(
     """Publish and report the last step, unless that was done before; what was trained again is reported again, as it was spent."""
     step, leads = trainer.done, trainer.world.leads
     if trainer.world.tell(step > (store.newest() or 0)):
-        state = trainer.session.computed_state()
+        done = store.publish(trainer.session.computed_state(), step, step, trainer.world)
         if leads:
-            done = store.publish(state, step, step)
             store.prune(KEPT)
             metrics = metrics | {
                 "publish_bytes": done.bytes, "publish_full_bytes": done.full_bytes, "publish_seconds": done.seconds

@@ -275,22 +275,27 @@ class Session:
         return all(name.startswith(HEADS) for name in self.weights.masters)
 
     def computed_state(self) -> Tensors:
-        """Return the state as the model computes with it, on rank 0: what an engine should hold. Every rank must take part.
+        """Return this rank's share of the state as the model computes with it; all shares are what an engine should hold.
 
-        With LoRA it is the adapters alone: engines have the base (`Runner.replace`, inference/vllm_plugin.py). What is sharded goes to
-        main memory, tensor by tensor.
+        Every rank must take part. With LoRA it is the adapters alone, on rank 0: engines have the base (`Runner.replace`,
+        inference/vllm_plugin.py). What is sharded goes to main memory, tensor by tensor.
         """
         if self._adapters is not None:
-            return adapter_state(self.model)
+            state = adapter_state(self.model)
+            return state if self.world.leads else {}
         self._reshard()
-        weights, state = dict(self.model.named_parameters(remove_duplicate=False)), self.model.state_dict()
+        weights, state, size = dict(self.model.named_parameters(remove_duplicate=False)), self.model.state_dict(), 0
+        total = sum(weight.numel() for weight in self.model.parameters())
         once = {}  # weights that are tied are one in what is returned too
         for weight in self.model.parameters():
             value = whole(weight.detach().to(self._computing_dtype))
-            once[id(weight)] = value if not self._sharded else value.cpu() if self.world.leads else None
-        if not self.world.leads:
-            return {}
-        return {name: once[id(weights[name])] if name in weights else value for name, value in state.items()}
+            if size * self.world.size // total == self.world.rank:
+                once[id(weight)] = value.cpu() if self._sharded else value
+            size += weight.numel()
+        own = {name: value for name, value in state.items() if self.world.leads and name not in weights}
+        return own | {
+            name: once[id(weight)] for name, weight in weights.items() if name in state and id(weight) in once
+        }
 
     def _reshard(self) -> None:
         """Give back what is still gathered of the last pass: weights are changed and read as shards."""
