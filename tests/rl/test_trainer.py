@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import random
 from pathlib import Path
@@ -11,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from etude.agent.trace import Node, Trace
+from etude.agent.trace import Node, Trace, sampled_nodes
 from etude.errors import UserError
 from etude.inference.kv_cache import plan
 from etude.inference.local import LocalPolicy, build
 from etude.inference.policy import Sampling
 from etude.inference.vllm_plugin import merged
 from etude.models.load import load_model, saved_dtype
-from etude.rl.exchange import Batch, TrainedEpisode, TrainedGroup
+from etude.rl.exchange import OBSERVED, Batch, TrainedEpisode, TrainedGroup
 from etude.rl.trainer import Trainer
 from tests import tiny
 from tests.rl import made
@@ -86,6 +87,35 @@ def test_tokens_are_told_apart_by_their_age(tiny_base: Path, tmp_path: Path) -> 
                 wrong.append(abs(float(logs[at - 1, token]) - drawn))
             at += 1
     assert metrics["mismatch_mean"] == pytest.approx(sum(wrong) / len(wrong), rel=1e-4)
+
+
+def test_what_the_trainer_computes_of_each_token_is_kept_beside_the_traces(tiny_base: Path, tmp_path: Path) -> None:
+    """Of a tree and of a line, in the order of their sampled nodes; by transformers, each node at the end of its own context."""
+    model = load_model(tiny_base, torch.device("cpu"))
+    trainer = Trainer(
+        tiny_base, made.settings(keep_traces=True, correction={"mode": "mask", "low": 0.5, "high": 1.5}), tmp_path
+    )
+    groups = made.usual(random.Random(5))
+    made.step(trainer, made.batch(tmp_path, 1, groups), tmp_path)
+    masked = list[int]()
+    for place, group in enumerate(groups):
+        kept = json.loads((tmp_path / f"episodes/{100 + place:06d}" / OBSERVED).read_text())
+        assert list(kept) == ["000.json", "001.json"]
+        for (trace, _), (name, own) in zip(group, kept.items(), strict=True):
+            expected, changes = list[float](), list[float]()
+            for at in sampled_nodes(trace):
+                context, node = trace.context(at), trace.nodes[at]
+                with torch.no_grad():
+                    logs = model(torch.tensor([context])).logits[0].log_softmax(-1)
+                begin = len(context) - len(node.tokens)
+                now = [float(logs[begin + number - 1, token]) for number, token in enumerate(node.tokens)]
+                expected += now
+                changes += [after - before for after, before in zip(now, node.logprobs, strict=True)]
+            assert len(expected) == sum(len(node.tokens) for node in trace.nodes if node.sampled)
+            assert own["logprobs"] == pytest.approx(expected, abs=2e-4), name
+            assert own["masked"] == [int(not 0.5 <= math.exp(change) <= 1.5) for change in changes], name
+            masked += own["masked"]
+    assert 0 < sum(masked) < len(masked)
 
 
 def test_the_better_episode_becomes_likelier_and_the_rate_warms_up(tiny_base: Path, tmp_path: Path) -> None:

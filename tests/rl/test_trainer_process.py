@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from etude.files import read_json
 from etude.inference.weight_sync import Published, WeightStore
-from etude.rl.exchange import Batch, Exchange, Report
+from etude.rl.exchange import OBSERVED, Batch, Exchange, Report
 from etude.rl.processes import RlJob
 from etude.rl.trainer import Trainer, run_trainer
 from etude.training.distributed import World
@@ -28,7 +29,9 @@ KL = {"coefficient": 0.01, "reference": "average", "decay": 0.9}
 
 def prepared(base: Path, folder: Path, **more: Any) -> RlJob:
     """Return a job all of whose batches are there."""
-    job = RlJob(base, folder, folder / "socket", made.settings(checkpoint_every=EVERY, kl=KL, **more), seed=0)
+    job = RlJob(
+        base, folder, folder / "socket", made.settings(checkpoint_every=EVERY, kl=KL, keep_traces=True, **more), seed=0
+    )
     exchange = Exchange(job.exchange)
     for step in range(1, STEPS + 1):
         exchange.put_batch(made.batch(folder, step, made.usual(random.Random(step), version=step - 1)))
@@ -182,6 +185,14 @@ def test_two_ranks_are_one(tiny_base: Path, tmp_path: Path, straight: Path) -> N
         assert (two[name] - weight).norm() < 1e-3 * (weight - start[name]).norm(), name
     stores = [WeightStore(each / "weights", 20).pull(STEPS).tensors for each in (tmp_path, straight)]
     assert stores[0].keys() == stores[1].keys()
+    kept = sorted(straight.glob(f"episodes/*/{OBSERVED}"))
+    assert len(kept) == 2 * STEPS
+    for path in kept:  # whichever rank had which branch of a trace
+        ours, theirs = (read_json(root / path.relative_to(straight)) for root in (tmp_path, straight))
+        assert ours.keys() == theirs.keys()
+        for name, own in ours.items():
+            assert own["masked"] == theirs[name]["masked"]
+            assert own["logprobs"] == pytest.approx(theirs[name]["logprobs"], abs=1e-3)
 
 
 def test_two_ranks_with_lora_are_one(tiny_base: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ On disk a trace is one line of JSON; what is as it is by default is left out.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import dataclass, field, replace
@@ -133,6 +134,13 @@ def samples(trace: Trace) -> list[Sample]:
             made.append(_sample([trace.nodes[place] for place in path], [place not in seen for place in path]))
             seen.update(path)
     return made
+
+
+def sampled_nodes(trace: Trace) -> list[int]:
+    """Return the nodes whose tokens are trained, in the order in which `samples` comes to them."""
+    parents = {node.parent for node in trace.nodes}
+    paths = [trace.path(leaf) for leaf in range(len(trace.nodes)) if leaf not in parents]
+    return [place for place in dict.fromkeys(itertools.chain(*paths)) if trace.nodes[place].trainable]
 
 
 def _sample(nodes: list[Node], fresh: list[bool]) -> Sample:

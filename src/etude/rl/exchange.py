@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 STOP = "stop"
+OBSERVED = "trainer.json"  # beside the traces of a group: the trainer's log-prob of each of their sampled tokens, and which it masked
 
 
 @dataclass(frozen=True)

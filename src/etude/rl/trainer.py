@@ -20,6 +20,8 @@ before is done again but not published again.
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import os
 import shutil
@@ -39,7 +41,7 @@ import torch
 
 from etude.agent.trace import Sample, Trace, from_json, samples
 from etude.errors import UserError
-from etude.files import publish_folder
+from etude.files import publish_folder, write_text
 from etude.inference.policy import from_npy
 from etude.inference.weight_sync import WeightStore
 from etude.lineage.compute import forward_flops
@@ -47,7 +49,7 @@ from etude.models.load import saved_dtype
 from etude.models.shape import model_shape
 from etude.rl.algorithm import ALGORITHMS, divergence
 from etude.rl.division import AT_ONCE, of_run
-from etude.rl.exchange import Batch, Exchange, Report
+from etude.rl.exchange import OBSERVED, Batch, Exchange, Report
 from etude.rl.processes import BIND, RlJob, as_child, load_job
 from etude.rl.state import FLAT
 from etude.training.batch import Rows, StepRows, piece_bounds
@@ -169,7 +171,8 @@ class Trainer:
             tokens[branch.episode] += int(branch.learnt.sum())
         weights = [gain * self.algorithm.share(tokens[episode]) for episode, gain in enumerate(gains)]
         divisor = self.algorithm.divisor([tokens[episode] for episode in range(len(gains))])
-        return Packed(read, parts, gains, weights, divisor, float(apart.sum()))
+        files = tuple(episode.file for group in batch.groups for episode in group.episodes)
+        return Packed(read, parts, gains, weights, divisor, float(apart.sum()), files)
 
     def _advantages(self, rewards: list[float]) -> list[float]:
         """Return the advantages of a group; 0 where rewards are alike, now that the penalty is in them."""
@@ -233,6 +236,8 @@ class Trainer:
             [ratio[branch.learnt] for branch, _, ratio, _ in own],
             [masked[branch.learnt] for branch, *_, masked in own],
         )
+        if self.settings.keep_traces:
+            self._keep_observed([(branch, now, masked & branch.learnt) for branch, now, _, masked in own])
         ranks = self.world.gather([np.concatenate(column) if column else np.zeros(0) for column in columns])
         sampled, now, ages, same, ratios, masked = (np.concatenate(column) for column in zip(*ranks, strict=True))
         metrics = {f"staleness_{int(age)}": float((ages == age).mean()) for age in np.unique(ages).tolist()}
@@ -243,6 +248,20 @@ class Trainer:
             "sampled": len(sampled), "trained": len(ratios), "entropy": -float(sampled.mean()), "masked": float(masked.mean()),
             "ratio_mean": float(ratios.mean()), "ratio_min": float(ratios.min()), "ratio_max": float(ratios.max()),
         }  # fmt: skip
+
+    def _keep_observed(self, own: Sequence[tuple[Branch, Array, Array]]) -> None:
+        """Write beside the traces of each group what the trainer computed of their sampled tokens, in the order of `sampled_nodes`."""
+        assert self._batch is not None
+        places = {branch: place for place, branch in enumerate(self._batch.branches)}
+        rows = [(places[branch], now[branch.fresh], masked[branch.fresh]) for branch, now, masked in own]
+        groups: dict[Path, dict[str, dict[str, list[Any]]]] = {}
+        for place, now, masked in sorted(itertools.chain(*self.world.gather(rows)), key=lambda row: row[0]):
+            file = self._root / self._batch.files[self._batch.branches[place].episode]
+            kept = groups.setdefault(file.parent, {}).setdefault(file.name, {"logprobs": [], "masked": []})
+            kept["logprobs"] += [round(float(each), 4) for each in now]
+            kept["masked"] += masked.astype(int).tolist()
+        for folder, episodes in groups.items() if self.world.leads else ():
+            write_text(folder / OBSERVED, json.dumps(episodes, separators=(",", ":")))
 
     def save(self, metrics: dict[str, float]) -> None:
         """Begin to write a checkpoint; `metrics`: of the last step, which may not have been reported yet."""
@@ -281,6 +300,7 @@ class Packed:
     weights: list[float]  # of each learnt token of an episode
     divisor: float  # of the loss
     apart: float  # nats between policy and reference, in all
+    files: tuple[str, ...]  # of the episodes' traces
 
 
 class Reference:
