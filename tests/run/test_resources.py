@@ -199,9 +199,32 @@ def test_engine_and_trainer_divide_a_gpu(tmp_path: Path) -> None:
     assert plan.rows() >= rows >= 1
     given = settings.model_copy(update={"engine_memory": 10.0})
     assert divide(counts.with_lora(16), way, given, total)[2] == 10**10
+    for own in (1, 2):  # of an engine of its own: neither gives up anything for the other
+        plan, _, cache = divide(
+            counts.with_lora(16), way, settings.model_copy(update={"groups": 10_000}), total, apart=own
+        )
+        assert plan.available == int(total - CONTEXTS)
+        assert cache == int(own * (total - CONTEXTS - ENGINE_WORK) - 2 * counts.with_lora(16).weights)
     elsewhere = settings.model_copy(update={"engine": "http://x"})
     plan, _, cache = divide(counts.with_lora(16), way, elsewhere, total)
     assert (plan.available, cache) == (int(total - CONTEXTS), 0)
+
+
+RL = '[rl]\ntasks = "x.jsonl"\nlength = 8192\nrecompute = true\n[rl.lora]\n'
+TABLE = "[cluster]\ntrainer = { gpus = 4 }\nengines = { count = 3, gpus = 1 }\n"
+
+
+def test_a_cluster_is_planned_as_its_table_places_it(tmp_path: Path) -> None:
+    """Four ranks and three engines on GPUs of their own, unless --on says how many GPUs one machine has."""
+    file = recipe_file(tmp_path, "qwen3-8b", CPT + RL)
+    file.write_text(file.read_text() + TABLE)
+    recipe = load_recipe([file], [], stage_settings())
+    (cpt, rl), (_, alone), (many, _) = (plan_recipe(recipe, machine(on)) for on in ("h200", "1xh200", "2xh200"))
+    assert (cpt.plan.way.ranks, rl.plan.way.ranks, many.plan.way.ranks) == (4, 4, 2)
+    assert (rl.apart, alone.apart) == (True, False)
+    assert rl.plan.available > alone.plan.available + alone.engine
+    assert rl.rate > 2 * alone.rate
+    assert rl.micro
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -72,7 +72,10 @@ def plan(
     recipe = load(recipes, change)
     from etude.run.plan import described, machine, plan_recipe
 
-    planned = plan_recipe(recipe, machine(on), options.cache_folder(cache))
+    where = machine(on)
+    planned = plan_recipe(recipe, where, options.cache_folder(cache))
+    if recipe.cluster and recipe.cluster.trainer.gpus and not where.counted:
+        on += ", placed by [cluster]"
     if as_json:
         options.print_json({"on": on, "stages": [described(each) for each in planned]})
     elif not planned:
@@ -101,7 +104,8 @@ def _print_planned(each: Planned, on: str) -> None:
     Console().print(terminal(Table(("part", ">GB"), [(name, f"{size / 1e9:.1f}") for name, size in parts.items()])))
     may = gigabytes(SHARE * each.plan.available)
     if each.cache:
-        options.echo(f"beside it the engine: {gigabytes(each.engine)} of weights, {gigabytes(each.cache)} of KV cache")
+        engine = "each engine" if each.apart else "beside it the engine"
+        options.echo(f"{engine}: {gigabytes(each.engine)} of weights, {gigabytes(each.cache)} of KV cache")
     if not each.micro:
         options.echo(f"it does not fit: {may} may be used; {_advice(each)}\n")
         return

@@ -107,7 +107,7 @@ class ClusterRun:
         """Open trainer, engines and pools where they were placed."""
         folder = folder.absolute()
         logs = folder / "cluster"
-        job = RlJob(model.absolute(), folder, logs / "socket", settings, seed)
+        job = RlJob(model.absolute(), folder, logs / "socket", settings, seed, apart=True)
         path, store = str(job.save()), WeightStore(job.weights, settings.anchor_every)
         fleet = Fleet(job, store, len(load_tokeniser(model)), say, patience=self.patience)
         fleet.write_token()

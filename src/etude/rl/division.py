@@ -19,17 +19,21 @@ CONTEXTS, ENGINE_WORK = 1.2e9, 3e9
 LEAST = 2  # rollouts of full length that the cache must hold: one would wait for itself
 
 
-def divide(counts: memory.Counts, way: memory.Way, settings: RlSettings, total: int) -> tuple[memory.Plan, int, int]:
+def divide(
+    counts: memory.Counts, way: memory.Way, settings: RlSettings, total: int, *, apart: int = 0
+) -> tuple[memory.Plan, int, int]:
     """Return the trainer's plan, the rows it wants at once, and the bytes of the KV cache.
 
     The cache is to hold all rollouts. Where it cannot beside the rows that the trainer wants, these become fewer until it holds half
-    of them: tokens are sampled for longer than they are trained on. A server elsewhere takes nothing here.
+    of them: tokens are sampled for longer than they are trained on. A server elsewhere takes nothing here. `apart`: how many
+    GPUs of this size an engine has to itself, as on a cluster; 0: it shares the trainer's.
     """
     rows, rollout = max(settings.micro, AT_ONCE["cuda"] // way.length, 1), 2 * counts.cached * way.length
     given, wish = int(settings.engine_memory * 1e9), settings.optimiser
-    if settings.engine:
-        return memory.settle(counts, way, wish, int(total - CONTEXTS)), rows, 0
-    left = int(total - CONTEXTS - ENGINE_WORK - 2 * counts.weights)
+    left = int(max(1, apart) * (total - CONTEXTS - ENGINE_WORK) - 2 * counts.weights)
+    if settings.engine or apart:
+        kept = 0 if settings.engine else given or max(0, min(left, settings.at_once * rollout))
+        return memory.settle(counts, way, wish, int(total - CONTEXTS)), rows, kept
     least, enough = (given or share * rollout for share in (LEAST, max(LEAST, settings.at_once // 2)))
     while True:
         plan = memory.settle(counts, way, wish, max(0, left - least))
@@ -41,7 +45,7 @@ def divide(counts: memory.Counts, way: memory.Way, settings: RlSettings, total: 
     return memory.settle(counts, way, wish, max(0, left - kept)), rows, kept
 
 
-def of_run(model: Path, settings: RlSettings, length: int) -> tuple[int, int]:
+def of_run(model: Path, settings: RlSettings, length: int, *, apart: int) -> tuple[int, int]:
     """Return the bytes that the trainer may plan with on this GPU, and those of the engine's KV cache."""
     import torch
 
@@ -50,7 +54,7 @@ def of_run(model: Path, settings: RlSettings, length: int) -> tuple[int, int]:
         counts = counts.with_lora(settings.lora.rank)
     reference = settings.kl.reference if settings.kl.coefficient else ""
     way = memory.Way(length, recompute=settings.recompute, ranks=settings.ranks, reference=reference)
-    plan, _, kept = divide(counts, way, settings, int(torch.cuda.get_device_properties(0).total_memory))
+    plan, _, kept = divide(counts, way, settings, int(torch.cuda.get_device_properties(0).total_memory), apart=apart)
     if plan.available <= 0:
         raise UserError("engine and trainer do not fit this GPU together; `etude plan` says what would")
     return plan.available, kept

@@ -183,7 +183,7 @@ def open_policy(job: RlJob, say: Say) -> LocalPolicy:
 
     own, cache = job.settings, int(job.settings.engine_memory * 1e9)
     if not cache and choose_device(own.device).type == "cuda":
-        cache = of_run(job.model, own, own.length or model_shape(job.model).context)[1]
+        cache = of_run(job.model, own, own.length or model_shape(job.model).context, apart=int(job.apart))[1]
     return LocalPolicy.open(
         job.model, device=own.device, dtype=None if own.dtype == "auto" else getattr(torch, own.dtype),
         context=own.length or None, memory=cache or None, speculate=False, say=say,

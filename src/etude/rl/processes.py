@@ -175,6 +175,7 @@ class RlJob:
     socket: Path  # where the engine listens; short, as the system's names of sockets are
     settings: RlSettings
     seed: int
+    apart: bool = False  # whether engine and trainer have GPUs of their own
 
     @property
     def exchange(self) -> Path:

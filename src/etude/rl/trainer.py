@@ -75,12 +75,16 @@ STEP = 64  # lengths that may change from batch to batch are multiples of this
 
 
 class Trainer:
-    """The policy in training, and the source of its session's rows. `folder`: for its checkpoints."""
+    """The policy in training, and the source of its session's rows.
+
+    `folder`: for its checkpoints. `apart`: no engine shares its GPU.
+    """
 
     ahead = False  # a batch is waited for, and the reference moves after every step
 
     def __init__(
-        self, model: Path, settings: RlSettings, folder: Path, *, world: World | None = None, say: Callable[[str], object] = print
+        self, model: Path, settings: RlSettings, folder: Path, *, world: World | None = None, say: Callable[[str], object] = print,
+        apart: bool = False,
     ) -> None:  # fmt: skip
         self.settings, self.world = settings, world or World()
         self.algorithm = ALGORITHMS[settings.algorithm](settings)
@@ -90,7 +94,7 @@ class Trainer:
             beyond = f"length = {self.length} is beyond the model's context of {context}"
             raise UserError(f"{beyond}; set length = 0 or extend it")
         device = self.world.device(settings.device).type
-        available = of_run(model, settings, self.length)[0] if device == "cuda" else 0
+        available = of_run(model, settings, self.length, apart=int(apart))[0] if device == "cuda" else 0
 
         def objective(prepared: Any) -> PolicyGradient:
             return PolicyGradient(prepared, self.algorithm.weigh, settings.harness.temperature)
@@ -557,7 +561,7 @@ def main() -> None:
         start_ranks(job.settings.ranks)
     world = join()
     say = (lambda line: print(line, flush=True)) if world.leads else (lambda _: None)  # noqa: T201 - its log
-    trainer = Trainer(job.model, job.settings, job.trainer, world=world, say=say)
+    trainer = Trainer(job.model, job.settings, job.trainer, world=world, say=say, apart=job.apart)
     store = WeightStore(job.weights, job.settings.anchor_every)
     if not run_trainer(job, trainer, Exchange(job.exchange), store, leave):
         sys.exit(128 + signal.SIGTERM)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,10 @@ from etude.run.stages.sft import CONTEXT
 from etude.training import memory
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from etude.recipe.cluster import EnginePlaces
     from etude.recipe.recipe import Recipe, StageEntry
 
 TRAINED = ("pretrain", "cpt", "extend", "sft", "mtp", "rl")
@@ -50,6 +52,7 @@ class Machine:
     name: str
     count: int
     facts: dict[str, Any]  # of gpus.toml
+    counted: bool = True  # whether somebody said how many
 
     def share(self, kind: str, parameters: int, *, experts: bool = False, recompute: bool = False) -> tuple[float, str]:
         """Return the share of the peak that a kind of work reached on the nearest size of model, and where that is from."""
@@ -78,7 +81,7 @@ def machine(word: str) -> Machine:
     if not match or name not in gpus() or match["count"] == "0":
         known = f"{', '.join(gpus())}, or several as 8xh200"
         raise UserError(f"--on {word!r} is no machine known here, which are {known}{nearest(name, gpus())}")
-    return Machine(name, int(match["count"] or 1), gpus()[name])
+    return Machine(name, int(match["count"] or 1), gpus()[name], bool(match["count"]))
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ class Planned:
     source: str = ""  # of the rate
     engine: int = 0  # bytes of an engine's weights beside it, for `rl`
     cache: int = 0  # and of its KV cache
+    apart: bool = False  # whether that engine has GPUs of its own
 
     @property
     def hours(self) -> float | None:
@@ -102,7 +106,10 @@ class Planned:
 
 
 def plan_recipe(recipe: Recipe, on: Machine, cache_folder: Path | None = None) -> list[Planned]:
-    """Plan the stages that train."""
+    """Plan the stages that train: on one machine, or as [cluster] places them where that has GPUs and `on` does not say how many."""
+    engines: list[EnginePlaces] = []
+    if recipe.cluster and recipe.cluster.trainer.gpus and not on.counted:
+        on, engines = replace(on, count=recipe.cluster.ranks), recipe.cluster.engines
     config = base_config(recipe.base, cache_folder) if recipe.base is not None else None
     corpus: Any = recipe.data.settings if recipe.data else None
     planned = []
@@ -119,24 +126,27 @@ def plan_recipe(recipe: Recipe, on: Machine, cache_folder: Path | None = None) -
         length = settings.length or usual.get(entry.kind) or corpus.length
         if entry.kind == "extend" and length > context:
             config = stretch(config, length, settings.rope)
-        planned.append(plan_stage(entry, config, length, on))
+        planned.append(plan_stage(entry, config, length, on, engines))
     return planned
 
 
-def plan_stage(entry: StageEntry, config: Any, length: int, on: Machine) -> Planned:
-    """Plan one stage."""
+def plan_stage(
+    entry: StageEntry, config: Any, length: int, on: Machine, engines: Sequence[EnginePlaces] = ()
+) -> Planned:
+    """Plan one stage. `engines`: what samples for `rl` on GPUs of its own; none: the trainer's GPU does."""
     settings: Any = entry.settings
+    samplers, apart = sum(each.count * each.gpus for each in engines), max((each.gpus for each in engines), default=0)
     depth = getattr(settings, "depth", 1) if entry.kind == "mtp" or getattr(settings, "mtp", None) else 0
     frozen, shared = entry.kind == "mtp", getattr(settings, "shared", True)
     counts, lora = memory.count_config(config, depth, shared=shared, frozen=frozen), getattr(settings, "lora", None)
     if lora:
         counts = counts.with_lora(lora.rank)
-    ranks = settings.ranks if entry.kind == "rl" else on.count
+    ranks = settings.ranks if entry.kind == "rl" and not apart else on.count
     reference = settings.kl.reference if entry.kind == "rl" and settings.kl.coefficient else ""
     way = memory.Way(length, recompute=settings.recompute, ranks=ranks, reference=reference)
     adamw, total = settings.optimiser.name == "adamw", int(on.facts["memory_gb"] * 1e9)
     if entry.kind == "rl":
-        plan, rows, kept = divide(counts, way, settings, total)
+        plan, rows, kept = divide(counts, way, settings, total, apart=apart)
     else:
         plan, rows, kept = memory.settle(counts, way, settings.optimiser, total), max(1, settings.batch // ranks), 0
     fits = plan.rows()
@@ -149,29 +159,23 @@ def plan_stage(entry: StageEntry, config: Any, length: int, on: Machine) -> Plan
         help_with, fits = "one rank, as Muon cannot be used on several yet,", 0
     shape, experts = shape_of(config), bool(counts.experts)
     flops = training_flops(shape.compute, length) / length  # of a token
-    if (
-        entry.kind == "mtp"
-    ):  # a frozen trunk, and for every depth a layer that learns and the head, of which no gradient is computed
-        head = counts.vocabulary * counts.hidden
-        flops = forward_flops(shape.compute, length) / length + depth * (
-            6 * counts.trained / (1 if shared else depth) + 4 * head
-        )
+    if entry.kind == "mtp":  # a frozen trunk; for every depth a layer that learns, and the head without its gradient
+        head, learnt = counts.vocabulary * counts.hidden, counts.trained / (1 if shared else depth)
+        flops = forward_flops(shape.compute, length) / length + depth * (6 * learnt + 4 * head)
     work = "mtp" if frozen else "lora" if lora else "train"
     mfu, source = on.share(work, shape.active_parameters, experts=experts, recompute=settings.recompute)
     rate, tokens = ranks * mfu * on.facts["bf16_tflops"] * 1e12 / flops, getattr(settings, "tokens", None)
     if entry.kind == "rl":
         tokens = settings.steps * settings.groups * settings.group_size * length
-        if kept:
-            share, how = on.share("decode", shape.active_parameters, experts=experts)
-            sampled = share * sampling_floor(
-                counts, shape, routed_share(config.get_text_config()), settings.at_once, length, kept, on
-            )
-            rate, source = (
-                1 / (1 / rate + 1 / sampled),
-                f"at most, if every rollout is {length:,} tokens long; sampling {how}; {source}",
-            )
+    if kept:
+        share, how = on.share("decode", shape.active_parameters, experts=experts)
+        together, routed = -(-settings.at_once // max(1, samplers)), routed_share(config.get_text_config())
+        sampled = share * max(1, samplers) * sampling_floor(counts, shape, routed, together, length, kept, on)
+        rate = min(rate, sampled) if apart else 1 / (1 / rate + 1 / sampled)
+        source = f"at most, if every rollout is {length:,} tokens long; sampling {how}; {source}"
     return Planned(
-        entry.name, plan, micro if fits else 0, length, help_with, tokens, rate, source, 2 * counts.weights if kept else 0, kept
+        entry.name, plan, micro if fits else 0, length, help_with, tokens, rate, source, bool(kept) * 2 * counts.weights, kept,
+        bool(apart),
     )  # fmt: skip
 
 
