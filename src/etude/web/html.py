@@ -194,7 +194,7 @@ def short(value: float, look: str = "") -> str:
 
 def frame(
     title: str, body: Content, *, depth: int, crumbs: Sequence[tuple[str, str]] = (),
-    events: str = "", token: str = "", state: str = "",
+    events: str = "", token: str = "", state: str = "", agents: bool = False,
 ) -> Html:  # fmt: skip
     """Return the whole page. `depth`: folders between it and the top; `events`: where news come from while a run goes on."""
     up = "../" * depth
@@ -212,7 +212,8 @@ def frame(
     ]
     way = [element("li", link(f"{up}{address}", name)) for name, address in (("Runs", "index.html"), *crumbs)]
     nav = element("nav", element("ol", *way, element("li", title, aria_current="page")), aria_label="You are here")
-    top = element("header", nav, element("p", state, id="state", role="status", data_live=True))
+    other = element("p", link(f"{up}agents.html", "Agents")) if agents else None
+    top = element("header", nav, other, element("p", state, id="state", role="status", data_live=True))
     skip = link("#main", "To the content", cls="skip")
     main = element("main", element("h1", title), body, id="main")
     page = element(
