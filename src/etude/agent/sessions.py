@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 import traceback
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,9 +103,9 @@ class Session:
     def stopping(self) -> bool:
         return (self.folder / "stop").exists()
 
-    @property
+    @cached_property
     def trace(self) -> Trace | None:
-        """What it has done so far."""
+        """What it had done when this was first asked for."""
         path = self.folder / "traces.jsonl"
         return read_traces(path)[0][0] if path.exists() else None
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.concurrency import run_in_threadpool
 
 from etude.agent import feedback
-from etude.agent.sessions import LOOK, Sessions
+from etude.agent.sessions import LOOK, MOST_REQUEST, Sessions
 from etude.errors import UserError
 from etude.progress import duration
 from etude.report.episode import ending
@@ -37,10 +37,11 @@ STATES = {
 LOOKS = {"finished": "done", "failed": "damaged", "killed": "damaged"}  # as runs have them
 ABOUT = {
     "waiting": "It begins as soon as another session has ended.",
-    "running": "It works on a copy of the repository in a sandbox. It goes on when this page is closed.",
+    "running": "It works on a copy of the repository in a sandbox, and goes on when this page is closed.",
     "stopped": "It was stopped. What it did until then is kept; nothing of it can be applied.",
     "killed": "Its process was killed, or the machine went down. The repository was not touched.",
 }
+NOTHING = {"waiting": "It has not begun.", "running": "The model is being loaded and the repository copied."}
 VERDICTS = {"accepted": "✓ accepted", "rejected": "✗ rejected", "commented": "commented"}
 BUTTONS = {
     "accepted": "Accept and apply",
@@ -48,6 +49,7 @@ BUTTONS = {
     "commented": "Keep the comment",
     "again": "Try again with the comment",
 }
+ANSWERS = {"yes": ("Keep it for training", True), "no": ("Do not keep it", False)}
 CONSENT = """May what you decide be kept for training? Kept are, in the session's folder on this machine: the request, the trace \
 (tokens of the model, and of your repository what it read), the diff, what you decided and your comments. \
 Nothing is sent anywhere. Deciding works without it, and you can change it on the page of all sessions."""
@@ -115,14 +117,13 @@ class Agents:
         decision = body.get("decision", "")
         if decision in {"commented", "again"}:
             kept = [each["comment"] for each in feedback.decisions(session) if each["comment"]]
-            if not comment and not (decision == "again" and kept):
+            if not comment and not (decision == "again" and (kept or session.state != "finished")):
                 raise UserError("the comment is empty; say what should be different")
             if comment:
                 feedback.decide(session, "commented", comment)
             if decision == "again":
-                fresh = self.sessions.ask(
-                    _once_more(session, comment or kept[-1]), sandbox=self.sandbox, after=session.id, **named
-                )
+                request = _once_more(session, comment or "".join(kept[-1:]))
+                fresh = self.sessions.ask(request, sandbox=self.sandbox, after=session.id, **named)
                 return {"said": "", "to": f"/agents/{fresh.id}.html"}
             return {"said": "kept"}
         if decision not in VERDICTS:
@@ -137,9 +138,9 @@ class Agents:
         rows = [(_state(each), link(f"agents/{each.id}.html", _title(each)), each.request["repository"], each.request["model"],
                  _when(each.request["time"]), ", ".join(VERDICTS[one["decision"]] for one in feedback.decisions(each)) or "–")
                 for each in sessions[:LISTED]]  # fmt: skip
-        heads = ("state", "request", "repository", "model", "asked", "your word")
+        heads = ("state", "request", "repository", "model", ">asked", "decision")
         left = note(f"{len(sessions) - LISTED} older ones are not listed.") if len(sessions) > LISTED else None
-        drawn = table(heads, rows) if rows else note("Nothing was asked yet.", "empty")
+        drawn = table(heads, rows, "sessions") if rows else note("Nothing was asked yet.", "empty")
         states = [each.state for each in sessions]
         state = f"{states.count('running')} at work, {states.count('waiting')} waiting; at most {self.sessions.at_once} at once"
         body = join(section("Ask for work", self._form()), section("Sessions", drawn, left, live="sessions"),
@@ -149,7 +150,7 @@ class Agents:
     def _form(self) -> Html:
         if not self.repositories:
             return note("Name the repositories it may work on when you start the page: etude web --repo PATH", "empty")
-        words = element("textarea", name="request", required=True, rows=4, maxlength=20_000, aria_label="request",
+        words = element("textarea", name="request", required=True, rows=4, maxlength=MOST_REQUEST, aria_label="request",
                         placeholder="What is to be done, in plain words")  # fmt: skip
         picks = [element("label", f"{name} ", element("select", *(element("option", each) for each in several), name=name))
                  for name, several in (("repository", self.repositories), ("model", self.models))]  # fmt: skip
@@ -158,79 +159,74 @@ class Agents:
 
     def _consent(self) -> Html:
         agreed = feedback.consent(self.sessions.folder)
-        now = {None: "You were not asked yet, so nothing is kept.", True: "You agreed: decisions are kept for training.",
-               False: "Decisions are not kept for training."}[agreed]  # fmt: skip
-        answers = [element("button", words, name="training", value=value)
-                   for words, value, here in (("Keep them for training", "yes", True), ("Do not keep them", "no", False))
+        now = {None: "Until you answer, nothing is kept.", True: "You agreed: what you decide is kept for training.",
+               False: "What you decide is not kept for training."}[agreed]  # fmt: skip
+        answers = [element("button", words, name="training", value=value) for value, (words, here) in ANSWERS.items()
                    if agreed is not here]  # fmt: skip
-        return join(note(CONSENT), _act("consent", element("p", element("strong", now)), *answers))
+        form = _act("consent", element("p", *answers, cls="ways"))
+        return element("div", note(CONSENT), note(element("strong", now)), form, cls="asks")
 
     # ---- one session
 
     def one(self, name: str) -> View:
         session = self.sessions.get(name)
-        state, trace = session.state, session.trace
-        way = [("Agents", "agents.html")]
-        asked = [pre(session.request["request"])]
+        state = session.state  # first: what is read later is at least as new
+        words, trace, over = session.request["request"], session.trace, state not in {"waiting", "running"}
+        asked = [pre(words)]
         if before := session.request.get("after"):
             asked.append(element("p", "Another attempt after ", link(f"{before}.html", "this one"), "."))
-        work = nodes(trace) if trace else note("Nothing yet.", "empty")
+        changed = self._changed(session, state) if over else []
+        work = nodes(trace) if trace else note(NOTHING.get(state, "It did nothing."), "empty")
         body = join(
-            section("", *self._about(session, state), live="about"),
-            section("", details("What was asked", *asked, open_=len(session.request["request"]) < 1_000)),
-            section("What it changed", *self._changed(session, state), live="changed") if state != "waiting" else None,
+            section("", *_about(session, state), live="about"),
+            section("", details("What was asked", *asked, open_=TITLE < len(words) < 1_000)),
+            section("What it changed" if over else "", *changed, live="changed"),
             section("What it did", work, live="did"),
         )
-        return View(_title(session), body, way, AGENTS, live=True)
+        return View(_title(session), body, [("Agents", "agents.html")], AGENTS, live=True)
 
-    def _about(self, session: Session, state: str) -> list[Html]:
-        """Return how a session stands, and what ends it."""
-        trace, end = session.trace, session.end
-        counts = trace.counts if trace else {}
-        turns = sum(node.kind == "turn" for node in trace.nodes) if trace else 0
-        took = max((node.began + node.seconds for node in trace.nodes), default=0.0) if trace else 0.0
-        known = facts({
-            "state": _state(session), "repository": session.request["repository"], "model": session.request["model"],
-            "asked": _when(session.request["time"]), "turns": turns, "calls": counts.get("calls"),
-            "tokens written": counts.get("sampled"), "time": duration(took) if took else None,
-        })  # fmt: skip
-        words = (
-            f"The agent's word: {ending(trace)}."
-            if trace and state == "finished"
-            else ABOUT.get(state, end.get("why", ""))
-        )
-        said = note(words, "warning" if state in {"failed", "killed"} else "note")
-        parts = [known, said]
-        if state == "running" and trace is None:
-            parts.append(note("The model is loaded and the repository copied.", "loading"))
-        if state in {"waiting", "running"}:
-            words = "Stop at once" if session.stopping else "Stop"
-            parts.append(_act("end", element("button", words), session=session.id))
-        elif (log := session.log) and state != "finished":
-            parts.append(details("What its process said last", pre(log[-4_000:])))
-        return parts
-
-    def _changed(self, session: Session, state: str) -> list[Html]:
+    def _changed(self, session: Session, state: str) -> list[Html | None]:
         """Return the diff, what was decided, and what can be."""
         trace, decided = session.trace, feedback.decisions(session)
-        if state == "running":
-            return [note("The diff comes when it has ended.", "empty")]
-        shown = diff(trace.diff) if trace and trace.diff else note("No file was changed.", "empty")
-        said = [element("li", element("strong", VERDICTS[each["decision"]]), f" {_when(each['time'])}",
-                        f", {each['files']} files written" if "files" in each else "",
+        said = [element("li", element("strong", VERDICTS[each["decision"]]), f" · {_when(each['time'])}",
+                        f" · files written: {each['files']}" if "files" in each else "",
                         pre(each["comment"]) if each["comment"] else None) for each in decided]  # fmt: skip
-        past = element("ul", *said, cls="said") if said else None
         verdicts = {each["decision"] for each in decided}
         can = {"accepted": session.has_changes, "rejected": state == "finished" and "rejected" not in verdicts}
-        offered = [
-            each for each in BUTTONS if can.get(each[0], True) and not ("accepted" in verdicts and each[0] in can)
-        ]
+        offered = [each for each in BUTTONS if each not in can or (can[each] and "accepted" not in verdicts)]
         box = element("textarea", name="comment", rows=3, maxlength=feedback.MOST_COMMENT, aria_label="comment",
                       placeholder="Comment: what is good, what should be different")  # fmt: skip
         buttons = [element("button", BUTTONS[each], name="decision", value=each) for each in offered]
-        asks = feedback.consent(self.sessions.folder) is None
-        return [shown, *([past] if past else []), *([self._consent()] if asks else []),
-                _act("decide", box, element("p", *buttons, cls="ways"), session=session.id)]  # fmt: skip
+        return [
+            diff(trace.diff) if trace and trace.diff else note("No file was changed.", "empty"),
+            element("ul", *said) if said else None,
+            self._consent() if feedback.consent(self.sessions.folder) is None else None,
+            _act("decide", box, element("p", *buttons, cls="ways"), session=session.id),
+        ]
+
+
+def _about(session: Session, state: str) -> list[Html]:
+    """Return how a session stands, and what ends it."""
+    asked, trace = session.request, session.trace
+    sampled = [node for node in trace.nodes if node.sampled] if trace else []
+    took = max((node.began + node.seconds for node in trace.nodes), default=0.0) if trace else 0.0
+    known = facts({
+        "state": _state(session), "repository": asked["repository"], "model": asked["model"], "asked": _when(asked["time"]),
+        "turns": sum(node.kind == "turn" for node in sampled) or None, "time": duration(took) if took else None,
+        "tokens written": f"{sum(len(node.tokens) for node in sampled):,}" if sampled else None,
+    })  # fmt: skip
+    words, bad = ABOUT.get(state) or session.end.get("why", ""), state in {"failed", "killed"}
+    if trace and state == "finished":
+        bad = trace.stop != "finished"
+        done = "It says that it is done. Read what it changed before you accept."
+        words = f"It ended before it was done: {ending(trace)}." if bad else done
+    parts = [known, note(words, "warning" if bad else "note")]
+    if state in {"waiting", "running"}:
+        again = "Stop at once" if session.stopping else "Stop"
+        parts.append(_act("end", element("button", again), session=session.id))
+    elif (log := session.log) and state != "finished":
+        parts.append(details("What its process said last", pre(log[-4_000:])))
+    return parts
 
 
 def _act(action: str, *parts: Any, session: str = "") -> Html:
@@ -256,6 +252,8 @@ def _when(seconds: float) -> str:
 def _once_more(session: Session, comment: str) -> str:
     """Return the request of another attempt: the old one, what came of it, and what the user says to that."""
     trace = session.trace
+    if not comment:  # one that failed or was stopped
+        return str(session.request["request"])
     made = f"\n\nIt changed this:\n\n{trace.diff[:RETOLD]}" if trace and trace.diff else " It changed no file."
     taken = any(each["decision"] == "accepted" for each in feedback.decisions(session))
     fate = "is in the repository already" if taken else "was not taken over"

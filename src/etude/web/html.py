@@ -211,9 +211,9 @@ def frame(
         Html(f'<script src="{up}static/web.js" defer></script>'),
     ]
     way = [element("li", link(f"{up}{address}", name)) for name, address in (("Runs", "index.html"), *crumbs)]
-    nav = element("nav", element("ol", *way, element("li", title, aria_current="page")), aria_label="You are here")
-    other = element("p", link(f"{up}agents.html", "Agents")) if agents else None
-    top = element("header", nav, other, element("p", state, id="state", role="status", data_live=True))
+    trail = element("ol", *way, element("li", title, aria_current="page"))
+    nav = element("nav", trail, link(f"{up}agents.html", "Agents") if agents else None, aria_label="You are here")
+    top = element("header", nav, element("p", state, id="state", role="status", data_live=True))
     skip = link("#main", "To the content", cls="skip")
     main = element("main", element("h1", title), body, id="main")
     page = element(

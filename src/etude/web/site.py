@@ -97,5 +97,5 @@ class Site:
         events = f"{'../' * depth}events?run={view.run}" if view.live and served else ""
         return frame(
             view.title, view.body, depth=depth, crumbs=view.crumbs, events=events, token=token, state=view.state,
-            agents=self.agents is not None,
+            agents=self.agents is not None and view.run != AGENTS,
         )  # fmt: skip
