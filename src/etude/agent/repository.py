@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import stat
 import sys
 import tempfile
-import uuid
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +25,6 @@ from etude.agent.search import Searcher, installed_embedder
 from etude.agent.summary import SummarySettings
 from etude.agent.toolbox import SKIPPED_FOLDERS
 from etude.agent.tools import Toolset
-from etude.agent.trace import Trace
 from etude.errors import UserError
 from etude.git import git, repository_of
 from etude.rooted import DEEPEST, READ, WRITE, Rooted
@@ -35,11 +34,11 @@ from etude.sandbox.layers import prepare
 from etude.sandbox.local import open_sandbox
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from etude.agent.formats import ChatFormat
     from etude.agent.tools import ToolSettings
-    from etude.agent.trace import Node
+    from etude.agent.trace import Node, Trace
     from etude.inference.policy import Policy
     from etude.sandbox.box import Entry, Sandbox
 
@@ -144,17 +143,33 @@ def settings_for(policy: Policy, *, turns: int, seconds: float, temperature: flo
 
 
 async def run_agent(
-    request: str, copy: SandboxedCopy, policy: Policy, talk: ChatFormat, settings: HarnessSettings, tools: ToolSettings,
+    trace: Trace, copy: SandboxedCopy, policy: Policy, talk: ChatFormat, settings: HarnessSettings, tools: ToolSettings,
     *, cache: Path, watch: Callable[[Node], None],
-) -> tuple[Trace, list[Entry]]:  # fmt: skip
-    """Have the agent work on a request; return its trace and what it changed, caches left out."""
+) -> list[Entry]:  # fmt: skip
+    """Have the agent work on the request of a new trace, which grows meanwhile; return what it changed, caches left out."""
     searcher = Searcher(cache, installed_embedder()) if "search" in tools.tools else None
     toolset = Toolset(copy.sandbox, tools, searcher)
-    trace = Trace(uuid.uuid4().hex[:12], request)
     trace.made_by["sandbox"] = copy.sandbox.backend
-    await Harness(policy, talk, toolset, settings, trace, watch=watch).run(SYSTEM, request)
+    await Harness(policy, talk, toolset, settings, trace, watch=watch).run(SYSTEM, trace.task)
     changed = await copy.sandbox.diff()
     entries = [entry for entry in changed if not SKIPPED_FOLDERS & set(entry.path.split("/"))]
     trace.counts["cache_entries_left_out"] = len(changed) - len(entries)
     trace.diff = unified(entries, [copy.layer])
-    return trace, entries
+    return entries
+
+
+@contextmanager
+def leaving_nothing() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP end the process as an error does: what was made for it is removed. Further ones are ignored."""
+
+    def leave(number: int, _: object) -> None:
+        for ending in endings:
+            signal.signal(ending, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    endings = {ending: signal.signal(ending, leave) for ending in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for ending, before in endings.items():
+            signal.signal(ending, before)

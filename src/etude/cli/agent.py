@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import sys
+import uuid
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,8 +16,6 @@ from etude.progress import Console, Reporter
 from etude.report.page import Table, terminal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from etude.agent.trace import Node, Trace
     from etude.sandbox.box import Entry
 
@@ -44,8 +40,8 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
 ) -> None:
     """Work on a request in a sandboxed copy of a repository; show the diff and apply it after a yes."""
     from etude.agent.policies import find
-    from etude.agent.repository import run_agent, sandboxed_copy, settings_for
-    from etude.agent.trace import append_trace
+    from etude.agent.repository import leaving_nothing, run_agent, sandboxed_copy, settings_for
+    from etude.agent.trace import Trace, append_trace
     from etude.report.episode import Live, visible
     from etude.sandbox.box import SandboxError
 
@@ -53,7 +49,7 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
         raise UserError("the request is empty; say what is to be done")
     options.refuse_without_server([model], name=name, token_file=token_file, tokeniser=tokeniser)
     console, folder, offered = Console(), options.cache_folder(cache), options.chosen_tools(tools)
-    live = Live(console)
+    live, episode = Live(console), Trace(uuid.uuid4().hex[:12], request)
 
     def watch(node: Node) -> None:
         if node.kind != "opening":
@@ -70,9 +66,7 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
             async with sandboxed_copy(repo.absolute(), sandbox) as copy:
                 where = f"a copy of {copy.files} files, sandbox: {copy.sandbox.backend}"
                 console.print(visible(f"{policy.info.name} on {where}"), style="dim", markup=False)
-                episode, entries = await run_agent(
-                    request, copy, policy, talk, settings, offered, cache=folder, watch=watch
-                )
+                entries = await run_agent(episode, copy, policy, talk, settings, offered, cache=folder, watch=watch)
                 if trace is not None:
                     append_trace(trace, episode)
                 _sum_up(console, episode)
@@ -82,27 +76,10 @@ def agent(  # noqa: PLR0913, PLR0917 - an argument for every option
             await policy.close()
 
     try:
-        with _leaving_nothing():
+        with leaving_nothing():
             asyncio.run(work())
     except SandboxError as error:
         raise UserError(f"{one_line(error)}; `etude sandbox probe` says what works here") from None
-
-
-@contextmanager
-def _leaving_nothing() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP end the command as an error does: what was made for it is removed. Further ones are ignored."""
-
-    def leave(number: int, _: object) -> None:
-        for ending in endings:
-            signal.signal(ending, signal.SIG_IGN)
-        sys.exit(128 + number)
-
-    endings = {ending: signal.signal(ending, leave) for ending in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for ending, before in endings.items():
-            signal.signal(ending, before)
 
 
 def _offer(console: Console, entries: list[Entry], repo: Path, layer: Path, *, yes: bool) -> None:
@@ -117,12 +94,11 @@ def _offer(console: Console, entries: list[Entry], repo: Path, layer: Path, *, y
 
 
 def _sum_up(console: Console, episode: Trace) -> None:
-    from etude.report.episode import shown_diff
+    from etude.report.episode import ending, shown_diff
 
-    whys = {"finished": "done", "malformed": "gave up: its calls could not be read"}
-    why, counts = whys.get(episode.stop, f"stopped: limit of {episode.stop}"), Counter(episode.counts)
+    counts = Counter(episode.counts)
     console.rule(style="dim")
-    console.print(f"{why} · {counts['turns']} turns · {counts['calls']} calls · {counts['sampled']} tokens")
+    console.print(f"{ending(episode)} · {counts['turns']} turns · {counts['calls']} calls · {counts['sampled']} tokens")
     if caches := counts["cache_entries_left_out"]:
         console.print(f"{caches} files and folders of caches are left out", style="dim")
     console.print(shown_diff(episode.diff) if episode.diff else "No file was changed.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +29,7 @@ app = typer.Typer(
 
 
 @app.command(epilog="Example: etude web runs/quickstart --open")
-def show(
+def show(  # noqa: PLR0913, PLR0917 - an argument for every option
     runs: Annotated[
         list[Path] | None, typer.Argument(metavar="[RUN...]", help="Run folders, or folders of runs; default: runs.")
     ] = None,
@@ -36,23 +37,42 @@ def show(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port (0 = any free port).")] = 7777,
     open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     token_file: Annotated[Path | None, typer.Option(help="File with the token that browsers must give.")] = None,
+    repo: Annotated[
+        list[Path] | None, typer.Option(help="Repository the agent may be let work on. Repeatable.")
+    ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="Model of the agent, as `etude agent` takes it. Repeatable.")
+    ] = None,
+    at_once: Annotated[int, typer.Option(min=1, help="Agents at work at once; more wait.")] = 2,
+    agents: Annotated[
+        Path | None, typer.Option(help="Folder of agents' sessions; default ~/.local/share/etude/agents.")
+    ] = None,
+    sandbox: options.SandboxName = "auto",
 ) -> None:
-    """Serve runs as a page, live while they go on; nothing of a run is touched but what you ask for on the page."""
+    """Serve runs as a page, live while they go on, and let agents work; nothing is touched but what you ask for on the page."""
     from etude.inference.http import Limits, bind, gate_for, server_of
     from etude.serve.process import read_token
     from etude.web.actions import actions_on
+    from etude.web.agents import Agents
     from etude.web.app import PATIENCE, Pages
     from etude.web.reading import Shelf
 
-    folders = runs or [Path("runs")]
+    folders = runs or ([] if repo and not Path("runs").exists() else [Path("runs")])
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder} is no folder; give that of a run, or one with runs in it")
+    if missing := [each for each in repo or [] if not each.is_dir()]:
+        raise UserError(f"{missing[0]} is no folder; name a repository with --repo")
+    work = Agents(
+        (agents or Path.home() / ".local/share/etude/agents").absolute(), [str(each.resolve()) for each in repo or []],
+        model or ["sprout"], at_once, sandbox,
+    )  # fmt: skip
     gate = gate_for(host, read_token(token_file) if token_file else None, allow_open=False)
     limits = Limits(drain=1)
     with bind(host, port) as address:
         shelf = Shelf(folders, PATIENCE)
-        pages = Pages(shelf, gate, actions_on(shelf))
+        pages = Pages(shelf, gate, actions_on(shelf) | work.actions(), work)
+        threading.Thread(target=work.keep_beginning, daemon=True).start()
         where = f"http://{host}:{address.getsockname()[1]}/"
         options.echo(f"{len(shelf.runs)} runs at {where} - Ctrl-C ends it", err=True)
         if open_:

@@ -43,6 +43,12 @@ def show(trace: Trace, console: Console, *, full: bool = False) -> None:
         console.print(shown_diff(trace.diff), soft_wrap=True)
 
 
+def ending(trace: Trace) -> str:
+    """Say why an episode ended."""
+    whys = {"finished": "done", "malformed": "gave up: its calls could not be read"}
+    return whys.get(trace.stop, f"stopped: limit of {trace.stop}")
+
+
 def shown_diff(diff: str) -> Text:
     return _coloured(diff.rstrip("\n").split("\n"))
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from etude.inference.http import Gate
+    from etude.web.agents import Agents
     from etude.web.reading import Shelf
 
     Action = Callable[[Any], Awaitable[Any]]
@@ -125,8 +126,10 @@ def _from_cookie(headers: Mapping[bytes, bytes]) -> bytes:
 class Pages:
     """The routes."""
 
-    def __init__(self, shelf: Shelf, gate: Gate, actions: Mapping[str, Action] | None = None) -> None:
-        self.site, self.gate, self.actions = Site(shelf), gate, dict(actions or {})
+    def __init__(
+        self, shelf: Shelf, gate: Gate, actions: Mapping[str, Action] | None = None, agents: Agents | None = None
+    ) -> None:
+        self.site, self.gate, self.actions = Site(shelf, agents), gate, dict(actions or {})
         self.token = secrets.token_urlsafe(24)  # of this start; what changes something must carry it
         self.static = {name: static_file(name) for name in STATIC}
 
@@ -181,7 +184,7 @@ class Pages:
 
         def mark() -> str:
             try:
-                return self.site.shelf.run(key).mark if key else "".join(each.mark for each in self.site.shelf.runs)
+                return self.site.mark(key)
             except (UserError, KeyError):
                 return "broken"
 
@@ -217,5 +220,5 @@ class Pages:
             raise ApiError(400, "the body is not the JSON that this action takes")
         except (ApiError, UserError, KeyError) as error:
             return as_api_error(
-                ApiError(404, "there is no such run or stage") if isinstance(error, KeyError) else error
+                ApiError(404, "there is no such run, stage or session") if isinstance(error, KeyError) else error
             ).response()

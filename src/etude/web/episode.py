@@ -131,15 +131,6 @@ def _worth(rollouts: Rollouts, group: Group, number: int, finished: Finished | N
 
 def tree(trace: Trace, name: str) -> Html:
     """Return a trace as a tree, and what it changed. `name`: of its page, from which the pages of its turns are named."""
-    children: dict[int | None, list[int]] = {}
-    for place, node in enumerate(trace.nodes[:MOST_NODES]):
-        children.setdefault(node.parent, []).append(place)
-    drawn = join(*(_branch(trace, children, root, name, 0) for root in children.get(None, [])))
-    cut = (
-        note(f"{len(trace.nodes) - MOST_NODES} more nodes are not shown.", "warning")
-        if len(trace.nodes) > MOST_NODES
-        else None
-    )
     score = trace.made_by.get("score")
     judged = score if isinstance(score, dict) else {}
     verdict = facts({
@@ -153,7 +144,17 @@ def tree(trace: Trace, name: str) -> Html:
         note("The output of the hidden tests is not kept in a trace; the reason above is what is known of it."),
     )
     changed = diff(trace.diff) if trace.diff else note("No file was changed.", "empty")
-    return join(section("What it did", drawn, cut), section("What it changed", changed), ended)
+    return join(section("What it did", nodes(trace, name)), section("What it changed", changed), ended)
+
+
+def nodes(trace: Trace, name: str = "") -> Html:
+    """Return a trace's nodes as a tree; without a `name` its turns have no pages."""
+    children: dict[int | None, list[int]] = {}
+    for place, node in enumerate(trace.nodes[:MOST_NODES]):
+        children.setdefault(node.parent, []).append(place)
+    drawn = [_branch(trace, children, root, name, 0) for root in children.get(None, [])]
+    left = len(trace.nodes) - MOST_NODES
+    return join(*drawn, note(f"{left} more nodes are not shown.", "warning") if left > 0 else None)
 
 
 def _branch(trace: Trace, children: Mapping[int | None, list[int]], place: int, name: str, depth: int) -> Html:
@@ -176,7 +177,8 @@ def _branch(trace: Trace, children: Mapping[int | None, list[int]], place: int, 
 
 def _node(node: Node, place: int, name: str) -> Html:
     """Return one node."""
-    tokens = link(f"{name}-{place}.html", f"{len(node.tokens):,} tokens, one by one", cls="tokens-link")
+    count = f"{len(node.tokens):,} tokens"
+    tokens = link(f"{name}-{place}.html", f"{count}, one by one", cls="tokens-link") if name else count
     kind = KINDS.get(node.kind, node.kind)
     head = element("h3", kind, element("small", f" · {node.seconds:.1f} s · " if node.sampled else " · ", tokens))
     body = list(_said(node)) if node.sampled else list(_answered(node))

@@ -194,7 +194,7 @@ def short(value: float, look: str = "") -> str:
 
 def frame(
     title: str, body: Content, *, depth: int, crumbs: Sequence[tuple[str, str]] = (),
-    events: str = "", token: str = "", state: str = "",
+    events: str = "", token: str = "", state: str = "", agents: bool = False,
 ) -> Html:  # fmt: skip
     """Return the whole page. `depth`: folders between it and the top; `events`: where news come from while a run goes on."""
     up = "../" * depth
@@ -211,7 +211,8 @@ def frame(
         Html(f'<script src="{up}static/web.js" defer></script>'),
     ]
     way = [element("li", link(f"{up}{address}", name)) for name, address in (("Runs", "index.html"), *crumbs)]
-    nav = element("nav", element("ol", *way, element("li", title, aria_current="page")), aria_label="You are here")
+    trail = element("ol", *way, element("li", title, aria_current="page"))
+    nav = element("nav", trail, link(f"{up}agents.html", "Agents") if agents else None, aria_label="You are here")
     top = element("header", nav, element("p", state, id="state", role="status", data_live=True))
     skip = link("#main", "To the content", cls="skip")
     main = element("main", element("h1", title), body, id="main")

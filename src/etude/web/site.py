@@ -4,6 +4,7 @@ Addresses end in .html and have no other parts than these, so none leads out of 
 
     index.html                           all runs
     compare.html?run=A&run=B             several beside each other
+    agents.html, agents/ID.html          sessions of the agent, one of them; of a server alone
     run/RUN/index.html                   one run; recipe.html, family.html
     run/RUN/STAGE/index.html             a stage; step-N, steps-N-M, group-N, rollout-N-M, rollout-N-M-NODE;
                                          task-N, trial-N, trial-N-NODE
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from etude.errors import UserError
 from etude.web import episode, learning, overview, results
+from etude.web.agents import AGENTS
 from etude.web.html import Html, frame, note
 from etude.web.overview import View, crumbs_of
 from etude.web.reading import why
@@ -23,6 +25,7 @@ from etude.web.reading import why
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from etude.web.agents import Agents
     from etude.web.reading import Run, Shelf, Stage
 
 OF_RUN: dict[str, Callable[[Run], View]] = {
@@ -44,8 +47,8 @@ READABLE = (OSError, UserError, ValueError)
 class Site:
     """The pages of some runs."""
 
-    def __init__(self, shelf: Shelf) -> None:
-        self.shelf = shelf
+    def __init__(self, shelf: Shelf, agents: Agents | None = None) -> None:
+        self.shelf, self.agents = shelf, agents
 
     def view(self, path: str, asked: Sequence[tuple[str, str]] = ()) -> View:
         """Return what is at an address, its parts unquoted. KeyError: nothing is."""
@@ -55,6 +58,10 @@ class Site:
                 return overview.runs(self.shelf)
             case ["compare.html"]:
                 return overview.compare([self.shelf.run(value) for name, value in asked if name == "run"])
+            case ["agents.html"] if self.agents:
+                return self.agents.all()
+            case ["agents", name] if self.agents:
+                return self.agents.one(name.removesuffix(".html"))
             case ["run", key, name] if name.removesuffix(".html") in OF_RUN and name.endswith(".html"):
                 return OF_RUN[name.removesuffix(".html")](self.shelf.run(key))
             case ["run", key, stage, name]:
@@ -78,10 +85,17 @@ class Site:
             kind = "empty" if stage.state in {"waiting", "running"} else "warning"
             return View(stage.name, note(why(error), kind), crumbs_of(stage.run), stage.run.key, live=True)
 
+    def mark(self, key: str) -> str:
+        """Return what changes with a run, with the sessions of the agent, or, without a key, with any run."""
+        if self.agents and key == AGENTS:
+            return self.agents.mark
+        return self.shelf.run(key).mark if key else "".join(each.mark for each in self.shelf.runs)
+
     def page(self, path: str, asked: Sequence[tuple[str, str]] = (), *, served: bool = True, token: str = "") -> Html:
         """Return a whole page. `served`: by a server, from which news may come."""
         view, depth = self.view(path, asked), path.count("/")
         events = f"{'../' * depth}events?run={view.run}" if view.live and served else ""
         return frame(
-            view.title, view.body, depth=depth, crumbs=view.crumbs, events=events, token=token, state=view.state
-        )
+            view.title, view.body, depth=depth, crumbs=view.crumbs, events=events, token=token, state=view.state,
+            agents=self.agents is not None and view.run != AGENTS,
+        )  # fmt: skip

@@ -164,6 +164,7 @@ async function renew() {
     const old = document.getElementById(part.id);
     if (!old || old.dataset.said === part.outerHTML || (!old.dataset.said && old.outerHTML === part.outerHTML)) continue;
     if (old.contains(document.activeElement) && old.querySelector("input:checked")) continue;
+    if ([...old.querySelectorAll("textarea")].some((each) => each.value)) continue; // somebody writes
     const open = [...old.querySelectorAll("details")].map((each) => each.open), at = [scrollX, scrollY];
     const said = part.outerHTML, mine = document.importNode(part, true);
     mine.dataset.said = said;
@@ -192,22 +193,22 @@ function listen(address) {
 // ---- what changes something: sent as JSON, with the token of this page
 
 const token = () => document.querySelector('meta[name="etude-token"]')?.content ?? "";
-async function act(form) {
+async function act(form, button) {
   const said = form.querySelector("output") ?? form.appendChild(make("output"));
-  const values = Object.fromEntries([...new FormData(form)].filter(([, value]) => value !== ""));
+  const values = Object.fromEntries([...new FormData(form, button)].filter(([, value]) => value !== ""));
   said.textContent = "…";
   const reply = await fetch(form.dataset.action, { method: "POST", body: JSON.stringify(values),
     headers: { "content-type": "application/json", "x-etude-token": token() } });
   const answer = await reply.json().catch(() => ({}));
   said.textContent = reply.ok ? answer.said ?? "done" : answer.error?.message ?? `refused (${reply.status})`;
   if (reply.ok && answer.to) location.href = answer.to;
-  else if (reply.ok) renew();
+  else if (reply.ok) { form.reset(); renew(); }
 }
 
 function start(inside) {
   charts(inside);
   inside.querySelectorAll("[data-tokens]").forEach(tokens);
-  inside.querySelectorAll("form[data-action]").forEach((form) => form.addEventListener("submit", (event) => { event.preventDefault(); act(form); }));
+  inside.querySelectorAll("form[data-action]").forEach((form) => form.addEventListener("submit", (event) => { event.preventDefault(); act(form, event.submitter); }));
   inside.querySelectorAll("form.login").forEach((form) => form.addEventListener("submit", async (event) => {
     event.preventDefault();
     const reply = await fetch("/login", { method: "POST", body: new FormData(form).get("token") });
