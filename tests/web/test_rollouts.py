@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from etude.agent.trace import from_json
 from etude.errors import UserError
+from etude.rl.exchange import OBSERVED, episode_file
 from etude.rl.ledger import Batched, Closed, Finished, Opened, Trained, Weighted, from_line, to_line
+from etude.web.episode import observed, tokens
 from etude.web.metrics import metrics_of
 from etude.web.reading import Run
 from etude.web.rollouts import Rollouts, rollouts_of
@@ -127,3 +131,34 @@ def test_flags_of_monitors_are_kept_with_their_step(tmp_path: Path) -> None:
         (3.0, "comment_density", "step 3: I will fix it.")
     ]
     assert (tmp_path / "run" / STAGE).exists()
+
+
+def test_what_the_trainer_computed_is_shown_at_its_own_token(tmp_path: Path) -> None:
+    """Of the second rollout, whose trace branches: its nodes 1, 3 and 5, a summary and a turn after it were sampled."""
+    growing = Growing(head(tmp_path / "run")).train(1)
+    stage = Run("run", tmp_path / "run", None).stage("rl")
+    file = growing.folder / episode_file(0, 1)
+    trace = from_json(file.read_bytes(), "a trace")
+    sampled = [place for place, node in enumerate(trace.nodes) if node.sampled]
+    values = {place: [place + at / 10 for at in range(8)] for place in sampled}
+    own = {
+        "logprobs": [each for some in values.values() for each in some],
+        "masked": [0] * (8 * len(sampled) - 1) + [1],
+    }
+    kept = file.with_name(OBSERVED)
+    kept.write_text(json.dumps({"000.json": {}, "001.json": own}))
+    for place in sampled:
+        assert observed(stage, 0, 1, trace, place) == {
+            "trainer": values[place],
+            "masked": [0] * 7 + [int(place == sampled[-1])],
+        }
+    assert observed(stage, 0, 1, trace, 0) == {}  # was given
+    page = tokens(stage, 0, 1, sampled[-1]).body
+    assert f'"trainer":{json.dumps(values[sampled[-1]], separators=(",", ":"))}' in str(page)
+    assert "log-probs are not here" not in str(page)
+    for spoilt in ("{", "[]", '{"001.json": 3}', json.dumps({"001.json": {**own, "masked": [0]}}),
+                   json.dumps({"001.json": {**own, "logprobs": ["x"] * len(own["logprobs"])}})):  # fmt: skip
+        kept.write_text(spoilt)
+        assert observed(stage, 0, 1, trace, sampled[0]) == {}
+        assert "log-probs are not here" in str(tokens(stage, 0, 1, sampled[0]).body)
+        assert "mean 0.002, p99 0.01, masked 0.003" in str(tokens(stage, 0, 1, sampled[0]).body)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from etude.agent.trace import Trace, from_json
+from etude.agent.trace import Trace, from_json, sampled_nodes
 from etude.errors import UserError, visible
+from etude.rl.exchange import OBSERVED, episode_file
 from etude.rl.ledger import Finished  # noqa: TC001 - named in an annotation that is read
 from etude.web.html import Html, data, details, diff, element, facts, join, link, note, pre, section, short, table
 from etude.web.metrics import metrics_of
@@ -240,17 +241,9 @@ def tokens(stage: Stage, group: int, number: int, place: int) -> View:
     own, trace = rollouts.group(group), trace_of(rollouts, group, number)
     if trace is None or not 0 <= place < len(trace.nodes):
         raise KeyError(place)
-    gain = rollouts.advantages(own).get(number)
-    metrics, trained = metrics_of(stage), own.fate == "trained"
-    mismatch = {name: dict(metrics.points(f"mismatch_{name}")).get(own.step) for name in ("mean", "p99")}
-    known = ", ".join(f"{name} {value:.2g} nats" for name, value in mismatch.items() if value is not None and trained)
-    masked = dict(metrics.points("masked")).get(own.step) if trained else None
-    missing = [
-        f"The difference between trainer and sampler is not written for each token; of all tokens of step {own.step}: {known}."
-        if known else "The difference between trainer and sampler is not written for each token.",
-        f"Which tokens the correction for staleness masked is not written either; of step {own.step} it was {masked:.2%}."
-        if masked is not None else "",
-    ]  # fmt: skip
+    gain, trained = rollouts.advantages(own).get(number), own.fate == "trained"
+    seen = observed(stage, group, number, trace, place) if trained else {}
+    missing = _not_kept(stage, own.step) if trained and not seen and trace.nodes[place].trainable else ""
     name = f"rollout-{group}-{number}"
     folder = crumbs_of(stage.run, stage)[-1][1].rpartition("/")[0]
     way = [
@@ -259,7 +252,7 @@ def tokens(stage: Stage, group: int, number: int, place: int) -> View:
         (f"Rollout {group}/{number}", f"{folder}/{name}.html"),
     ]
     learnt = bool(rollouts.algorithm.settings.train_summaries) if trained and not rollouts.fallback else True
-    body = token_page(stage, trace, place, gain if trained else None, learnt_summaries=learnt, missing=missing)
+    body = token_page(stage, trace, place, gain if trained else None, seen, learnt_summaries=learnt, missing=missing)
     parts = rollouts.finished(own, number)
     reward = facts({part: f"{value:+.3f}" for part, value in parts.parts.items()}) if parts else None
     return View(
@@ -270,26 +263,61 @@ def tokens(stage: Stage, group: int, number: int, place: int) -> View:
     )
 
 
+def observed(stage: Stage, group: int, number: int, trace: Trace, place: int) -> dict[str, list[float]]:
+    """Return what the trainer computed of a node's tokens before it learnt from them: log-probs, and which tokens it masked.
+
+    Nothing where that was not kept (`keep_traces`), or is not of this trace.
+    """
+    folder, _, name = episode_file(group, number).rpartition("/")
+    kept, order = stage.json(f"{folder}/{OBSERVED}"), sampled_nodes(trace)
+    own = kept.get(name) if isinstance(kept, dict) else None
+    if not isinstance(own, dict) or place not in order:
+        return {}
+    sizes = [len(trace.nodes[each].tokens) for each in order]
+    begin = sum(sizes[: order.index(place)])
+    columns: dict[str, Any] = {"trainer": own.get("logprobs"), "masked": own.get("masked")}
+    for values in columns.values():
+        if (
+            not isinstance(values, list)
+            or len(values) != sum(sizes)
+            or not all(isinstance(each, int | float) for each in values)
+        ):
+            return {}
+    return {name: values[begin : begin + len(trace.nodes[place].tokens)] for name, values in columns.items()}
+
+
+def _not_kept(stage: Stage, step: int) -> str:
+    """Say what is known of a step whose trainer kept nothing of single tokens."""
+    metrics = metrics_of(stage)
+    found = {name: dict(metrics.points(name)).get(step) for name in ("mismatch_mean", "mismatch_p99", "masked")}
+    known = [f"{name.removeprefix('mismatch_')} {value:.2g}" for name, value in found.items() if value is not None]
+    about = f" Of all tokens of step {step}: {', '.join(known)} (nats; share masked)." if known else ""
+    return f"The trainer's own log-probs are not here, as the recipe had keep_traces = false or was run before they were kept.{about}"
+
+
 def token_page(
-    stage: Stage, trace: Trace, place: int, gain: float | None, *, learnt_summaries: bool, missing: Sequence[str] = ()
+    stage: Stage, trace: Trace, place: int, gain: float | None, seen: Mapping[str, list[float]] | None = None, *,
+    learnt_summaries: bool, missing: str = "",
 ) -> Html:  # fmt: skip
     """Return a node's tokens with all that the files say of each; what they do not say is said."""
     node = trace.nodes[place]
     shown = node.tokens[:MOST_TOKENS]
     texts, unknown = token_texts(stage.run, shown)
     learnt = node.trainable and gain is not None and (learnt_summaries or node.kind != "summary")
-    columns = {
+    columns: dict[str, Any] = {
         "id": shown, "text": texts, "logprob": [round(each, 4) for each in node.logprobs[:MOST_TOKENS]],
         "raw": [round(each, 4) for each in node.raw_logprobs[:MOST_TOKENS]], "version": node.versions[:MOST_TOKENS],
         "advantage": round(gain, 4) if gain is not None else None, "learnt": learnt,
+        "trainer": (seen or {}).get("trainer", [])[:MOST_TOKENS], "masked": (seen or {}).get("masked", [])[:MOST_TOKENS],
     }  # fmt: skip
-    said = [note(each) for each in (*missing, unknown) if each]
+    said = [note(each) for each in (missing, unknown) if each]
     if len(node.tokens) > MOST_TOKENS:
         said.append(note(f"{len(node.tokens) - MOST_TOKENS:,} more tokens are not shown.", "warning"))
     why = _mask(node, gain, learnt=learnt)
-    rows = [(at, shown[at], texts[at], *(f"{column[at]:.3f}" if column else "–" for column in (node.logprobs, node.raw_logprobs)),
+    three = (node.logprobs, node.raw_logprobs, columns["trainer"])
+    rows = [(at, shown[at], texts[at], *(f"{column[at]:.3f}" if column else "–" for column in three),
              node.versions[at] if node.versions else "–") for at in range(min(len(shown), LISTED))]  # fmt: skip
-    listed = table((">place", ">id", "text", ">log-prob", ">at temperature 1", ">weights"), rows)
+    listed = table((">place", ">id", "text", ">log-prob", ">at temperature 1", ">by the trainer", ">weights"), rows)
     box = element("div", data("tokens", columns), cls="tokens", data_tokens=True)
     sampled = "yes, by the policy" if node.sampled else "no, it was given"
     return join(section("", facts({"sampled": sampled, "tokens": f"{len(node.tokens):,}", "loss mask": why}), box, *said),

@@ -185,7 +185,7 @@ def trial_tokens(stage: Stage, place: int, node: int) -> View:
         node,
         None,
         learnt_summaries=True,
-        missing=("Nothing is learnt from a benchmark, so there are no advantages.",),
+        missing="Nothing is learnt from a benchmark, so there are no advantages.",
     )
     return View(f"Tokens of {trace.nodes[node].kind} {node}", body, crumbs_of(stage.run, stage), stage.run.key)
 

@@ -105,8 +105,10 @@ const WAYS = {
     (value) => (value ? `${value > 0 ? "u" : "d"}${Math.min(4, 1 + Math.floor(Math.abs(value) * 4))}` : "")],
   gap: ["as sampled − at temperature 1", (all, at) => (all.raw.length ? all.logprob[at] - all.raw[at] : undefined),
     (value) => (value ? `${value > 0 ? "u" : "d"}${Math.min(4, Math.ceil(Math.abs(value) * 4))}` : "")],
+  difference: ["trainer − sampler", (all, at) => (all.trainer.length ? all.trainer[at] - all.logprob[at] : undefined),
+    (value) => (Math.abs(value ?? 0) < 0.005 ? "" : `${value > 0 ? "u" : "d"}${Math.min(4, Math.ceil(Math.abs(value) * 4))}`)],
   version: ["weight version", (all, at) => all.version[at], (value, all) => (value === undefined ? "" : `u${Math.min(4, Math.max(...all.version) - value)}`)],
-  mask: ["loss mask", (all) => (all.learnt ? 1 : 0), (value) => (value ? "u3" : "")],
+  mask: ["loss mask", (all, at) => (all.learnt && !all.masked[at] ? 1 : 0), (value) => (value ? "u3" : "")],
 };
 const spelled = (value) => (value === undefined ? "–" : Number.isInteger(value) ? String(value) : value.toFixed(2).replace("-", "−"));
 
@@ -133,7 +135,8 @@ function tokens(box) {
   const tell = (at) => {
     const rows = { token: JSON.stringify(all.text[at]), id: all.id[at], place: at, "log-prob as sampled": spelled(all.logprob[at]),
       "probability": all.logprob.length ? `${(100 * Math.exp(all.logprob[at])).toPrecision(3)}%` : "–", "at temperature 1": spelled(all.raw[at]),
-      "sampled by weights of version": spelled(all.version[at]), "loss mask": all.learnt ? "1: learnt from" : "0: not learnt from",
+      "sampled by weights of version": spelled(all.version[at]), "by the trainer": spelled(all.trainer[at]),
+      "loss mask": all.masked[at] ? "0: masked, its probability had changed too much" : all.learnt ? "1: learnt from" : "0: not learnt from",
       advantage: all.advantage === null ? "–" : spelled(all.advantage) };
     about.replaceChildren(make("dl", { className: "facts" }, ...Object.entries(rows).map(([name, value]) =>
       make("div", {}, make("dt", {}, name), make("dd", {}, String(value))))));
