@@ -39,9 +39,8 @@ class Document:
     kind: str = "file"  # file, commit or row
     language: str = ""  # tag of the library `identify`: python, markdown, plain-text, …
     licence: str = UNKNOWN  # SPDX expression
-    identity: str = (
-        ""  # what duplicates are compared by, if not by the text: the repair of one function is one in any surroundings
-    )
+    # What duplicates are compared by, if not by the text: the repair of one function is one in any surroundings.
+    identity: str = ""
     evidence: str = ""  # for the licence: spdx-tag, header, text-hash, classifier, metadata, declared
 
 
@@ -143,9 +142,8 @@ class Entry(NamedTuple):
 def entry_of(path: str, key: str, size: int, fault: str, most_bytes: int) -> Entry:
     """Return the entry of a file, with a fault if its name or its size is one."""
     shown = printable(path)
-    return Entry(
-        shown, key, size, fault or ("name not UTF-8" if shown != path else TOO_LARGE if size > most_bytes else "")
-    )
+    own_fault = "name not UTF-8" if shown != path else TOO_LARGE if size > most_bytes else ""
+    return Entry(shown, key, size, fault or own_fault)
 
 
 def printable(path: str) -> str:

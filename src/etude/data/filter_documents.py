@@ -94,7 +94,7 @@ class UnitJob:
 
     @cached_property
     def result(self) -> dict[str, Any]:
-        """What came of it, once it is done: counts, digest, samples of drops, contaminated documents."""
+        """The result of a finished unit: counts, digest, samples of drops, contaminated documents."""
         return dict(read_json(self.folder / RESULT))
 
 
@@ -213,9 +213,8 @@ class _Filtering:
             self._drop(Drop(document.repository, document.path, "repair", made, size, document.text[:EXCERPT]))
             return []
         self.entry.made_of += 1
-        self.entry.add(
-            {"documents_in": len(made) - 1, "bytes_in": sum(len(each.text.encode()) for each in made) - size}
-        )
+        more = sum(len(each.text.encode()) for each in made) - size
+        self.entry.add({"documents_in": len(made) - 1, "bytes_in": more})
         return made
 
     def _write(self, kept: list[Document], work: Path, writer: pq.ParquetWriter) -> None:
