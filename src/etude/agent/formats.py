@@ -38,6 +38,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from etude.agent.calls import Call, ToolSpec, Turn
+from etude.agent.summary import PROMPTS
 from etude.data.chat import ChatTemplate
 from etude.errors import UserError, nearest, one_line
 
@@ -256,17 +257,6 @@ _NAME = r"[A-Za-z_][A-Za-z0-9_-]*"
 _HEAD = re.compile(rf"^@({_NAME})[ \t\r]*$", re.MULTILINE)
 _ARGUMENT = re.compile(rf"({_NAME})(?::[ ]?([^\n]*)|<<([A-Za-z0-9_]+))(?:\n|\Z)")
 _END = re.compile(r"@end[ \t\r]*(?:\n|\Z)")
-HOW = """To use a tool, write a call like this, on lines of its own; several calls may follow each other:
-
-@tool
-name: a value that fits on one line
-other<<END
-a value
-of several lines
-END
-@end
-
-If a line of the value is END, write END1 (or END2 …) instead, both times. Nothing is escaped. Tools:"""
 
 
 class PlainCalls:
@@ -288,7 +278,7 @@ class PlainCalls:
 
     def explain(self, tools: Sequence[ToolSpec]) -> str:
         """Return how calls are written, and what there is to call."""
-        lines = [HOW]
+        lines = [PROMPTS["calls"]]
         for tool in tools:
             lines.append(f"@{tool.name}: {tool.about}")
             for each in tool.parameters:

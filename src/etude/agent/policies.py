@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from etude.agent.formats import ChatFormat
-    from etude.inference.policy import Policy, Sampling
+    from etude.inference.policy import OnTokens, Policy, Sampling
     from etude.progress import Reporter
 
 SCHEMES = ("http://", "https://", "unix:")  # of a server's address
@@ -38,8 +38,8 @@ class ModelSource:
 
 
 async def find(
-    word: str, device: str, cache: Path, reporter: Reporter, *, name: str = "", token: str = "", context: int | None = None,
-    tokeniser: str = "",
+    word: str, device: str, cache: Path, reporter: Reporter,
+    *, name: str = "", token: str = "", context: int | None = None, tokeniser: str = "",
 ) -> ModelSource:  # fmt: skip
     """Find a model; `name`, or what follows # in an address, says which of a server's models.
 
@@ -113,25 +113,17 @@ class ScriptedPolicy:
     """
 
     def __init__(
-        self,
-        lines: Iterable[str | Callable[[str], str]],
-        talk: ChatFormat,
-        *,
-        context: int = 1 << 20,
+        self, lines: Iterable[str | Callable[[str], str]], talk: ChatFormat, *, context: int = 1 << 20
     ) -> None:
         self._lines, self._talk = iter(lines), talk
         self.prompts: list[list[int]] = []  # what was asked, for tests
         self.info = PolicyInfo("scripted", context, 1 << 31)
 
     async def generate(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        session: str | None = None,  # noqa: ARG002 - nothing is kept
-        on_tokens: Callable[[list[Token]], None] | None = None,
+        self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None, on_tokens: OnTokens = None
     ) -> Completion:
         """Return the next line."""
+        del session  # nothing is kept
         self.prompts.append(list(prompt))
         line = next(self._lines, "")
         said = line if isinstance(line, str) else line(self._talk.text(prompt))
