@@ -1,7 +1,7 @@
 """One attempt at a task, whoever makes it: a benchmark, a demonstration or training.
 
-All of them give an agent the same tree, tools and search, and look at what it left in the same way: so what is trained is what is
-measured. Whatever is raised here is the machinery's doing: what an agent gets wrong comes as answers, and as a score.
+All of them give an agent the same tree, tools and search, and score its changes in the same way, so that training and benchmarks
+measure the same. Exceptions from here are failures of the infrastructure: mistakes of an agent come as tool answers and as a score.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CLOSING = 5.0  # seconds a sandbox has to end
 
 @dataclass(frozen=True)
 class Left:
-    """What an agent left behind."""
+    """The changes that an agent made."""
 
     entries: list[Entry]  # all differences from the tree it saw
     change: Change  # the files it changed, as text
@@ -61,7 +61,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Judged:
-    """What that is worth; its score is never `invalid`."""
+    """The score of an attempt (never `invalid`), and measures of its quality and interaction."""
 
     score: Score
     quality: Quality | None  # None: nothing was changed, or nothing that can be measured
@@ -69,7 +69,7 @@ class Judged:
 
 
 class PunctualToolset(Toolset):
-    """Tools that end with the episode: the harness looks at its clock between turns, and one turn may ask for hours of commands."""
+    """Tools that stop at the episode's deadline: the harness checks it only between turns, and one turn may ask for long commands."""
 
     until = math.inf  # of time.monotonic()
     before = ""  # lines for sh before a command: what starts the services of the codebase
@@ -133,7 +133,7 @@ async def _opened(place: Place, backend: str) -> AsyncIterator[Sandbox]:
 
 
 async def judge(task: Task, codebase: Codebase, trace: Trace, left: Left, style: Style, score: Score) -> Judged:
-    """Look at what was left, whose score is known, and at the trace along the other axes."""
+    """Measure quality and interaction of a scored attempt."""
     if score.outcome == "invalid":
         raise SandboxError(score.reason)
     compared = (left.change, reference_change(task), codebase.tests)
@@ -147,7 +147,7 @@ async def judge(task: Task, codebase: Codebase, trace: Trace, left: Left, style:
 
 
 def premise_of(task: Task, style: Style, prompt: str) -> Premise | None:
-    """Return what a request with a wrong premise blames, as far as its words tell, and what is at fault."""
+    """Return the innocent names that a request with a wrong premise mentions, and the names that are at fault."""
     if style != "premise":
         return None
     words = set(re.findall(r"\w+", prompt))
@@ -162,9 +162,9 @@ def reference_change(task: Task) -> Change:
 
 
 def own_changes(entries: Sequence[Entry], layers: Sequence[Path]) -> list[Entry]:
-    """Return the files an agent changed: a folder that went is what was in it; caches, which no user would commit, are none.
+    """Return the files that an agent changed, without caches; a removed folder counts as its removed files.
 
-    Of the longest ones, where there is too much, the beginning stands for the whole.
+    Beyond a total size, only the beginning of the longest files is kept.
     """
     changed, room = [], MOST_BYTES
     for entry in sorted(entries, key=lambda each: each.size):
