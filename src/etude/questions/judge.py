@@ -1,7 +1,8 @@
-"""A model that judges answers by a rubric: what it costs is counted, and how often it agrees with people is measured.
+"""A model that judges answers by a rubric. Its cost is counted, and its agreement with people is measured.
 
-The answer stands between two lines that whoever wrote it cannot know, as they are made of the episode's seed; special tokens that it
-spells are text. The judge ends with one line, `Verdict: pass` or `Verdict: fail`. Any other reply is malformed: counted, never passed.
+The answer is put between two marker lines that its author cannot know, because they are derived from the episode's seed; special
+tokens in it are encoded as text. The judge ends with one line, `Verdict: pass` or `Verdict: fail`. Any other reply is malformed: it is
+counted and never passes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MANY = 8  # labels judged at once
 
 
 class JudgeFailed(Exception):  # noqa: N818 - a state of its server
-    """The judge did not answer: nothing is known of the answer it was shown."""
+    """The judge's server did not reply, so the answer has no verdict."""
 
 
 @dataclass(frozen=True)
