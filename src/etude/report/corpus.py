@@ -187,7 +187,7 @@ def _by_bytes(head: str, sizes: Counter[str]) -> Table:
 
 
 def _sum(sources: Sequence[SourceEntry]) -> str:
-    """Say that nothing disappeared."""
+    """Return a line that compares the documents kept and left out with those that came in."""
     gone, kept, came = added(sources, "drops").total(), total(sources, "kept"), total(sources, "documents_in")
     sure = "all that came in" if gone + kept == came else f"but {came:,} came in: THE COUNTS ARE WRONG"
     return f"{kept:,} documents kept + {gone:,} left out = {kept + gone:,}, {sure}."
