@@ -9,16 +9,13 @@ back from there. A trajectory that other programs wrote becomes a line of nodes 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
 import etude
-from etude.agent.trace import from_json, to_json
+from etude.agent.trace import Node, Trace, from_json, to_json
 from etude.errors import UserError
-
-if TYPE_CHECKING:
-    from etude.agent.trace import Node, Trace
 
 VERSION = "ATIF-v1.8"
 _SOURCES = {"opening": "user", "turn": "agent", "summary": "agent", "answers": "system", "note": "system"}

@@ -20,14 +20,13 @@ from pydantic import BaseModel, Field
 
 from etude.agent.summary import PROMPTS, SummarySettings, kept_from, state_text
 from etude.agent.trace import Node, NodeKind, Trace, first_unrouted, note_routes
-from etude.inference.policy import Busy, Completion, Sampling
+from etude.inference.policy import Busy, Completion, OnTokens, Policy, Sampling, Token
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from etude.agent.calls import Answer, Call, ToolSpec, Turn
     from etude.agent.formats import ChatFormat
-    from etude.inference.policy import OnTokens, Policy, Token
 
 VERSION = "2"  # of the harness; raise it when the same policy would see other tokens
 Stop = Literal["finished", "turns", "tokens", "seconds", "context", "malformed", "summaries"]

@@ -292,7 +292,7 @@ async def _listing(ask: Ask) -> tuple[dict[str, str], dict[str, int]]:
 
 
 async def _texts(ask: Ask, wanted: dict[str, str]) -> dict[str, str]:
-    """Return the texts of files; not of those that have changed since they were listed or cannot be had."""
+    """Return the texts of files, without those that changed since they were listed or cannot be read."""
     texts: dict[str, str] = {}
     pending = list(wanted)
     while pending:

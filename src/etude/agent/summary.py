@@ -1,4 +1,4 @@
-"""What happens when the context grows too long: the policy sums up for itself, and goes on from its summary.
+"""Compaction: when the context grows too long, the policy writes a summary and continues from it.
 
 The request is very short, as in Composer 2: what a good summary holds is learnt, not prompted. The policy may think, then writes; its
 context begins anew with the system prompt, the task, its summary and the state of the conversation (plan, open items, how many

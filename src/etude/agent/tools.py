@@ -22,18 +22,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, Field
 
 from etude.agent import toolbox
-from etude.agent.calls import Answer, Parameter, ToolSpec
+from etude.agent.calls import Answer, Call, Parameter, ToolSpec
 from etude.agent.toolbox import Refused
 from etude.errors import UserError
-from etude.sandbox.box import SandboxError
+from etude.sandbox.box import Result, Sandbox, SandboxError
 from etude.work import together
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from etude.agent.calls import Call
     from etude.agent.search import Searcher
-    from etude.sandbox.box import Result, Sandbox
 
 ToolName = Literal["read", "grep", "glob", "list", "search", "edit", "write", "shell", "todo", "bash"]
 READ_ONLY = frozenset({"read", "grep", "glob", "list", "search"})

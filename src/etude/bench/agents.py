@@ -7,18 +7,18 @@ again it is recorded as invalid. Many such failures in a row end the benchmark, 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from etude.agent.endpoint import BYTES, message_format
 from etude.agent.formats import ChatFormat
 from etude.agent.harness import VERSION, Harness, HarnessSettings
-from etude.agent.policies import ScriptedPolicy
-from etude.agent.tools import ToolSettings
+from etude.agent.policies import ModelSource, ScriptedPolicy
+from etude.agent.tools import Toolset, ToolSettings
 from etude.agent.trace import Trace, append_trace
 from etude.bench.axes import effort, set_statistics, vector
 from etude.bench.trials import Header, Trial, TrialLog, trial_key
@@ -33,24 +33,18 @@ from etude.sandbox.probe import strongest
 from etude.tasks.attempt import judge, searcher_for, work_on
 from etude.tasks.demos import solution_calls
 from etude.tasks.prompts import asked
-from etude.tasks.score import Scores, one_a_core, score
+from etude.tasks.score import Scorer, Scores, one_a_core, score
 from etude.tasks.task import Style, Task  # noqa: TC001 - pydantic reads it
 from etude.training.settings import Settings
 from etude.work import cores, together
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
-    from pydantic import BaseModel
-
-    from etude.agent.policies import ModelSource
     from etude.agent.search import Searcher
-    from etude.agent.tools import Toolset
     from etude.progress import Reporter
     from etude.progress import Task as Progress
     from etude.tasks.manifest import TaskSet
-    from etude.tasks.score import Scorer
 
 TRACES = "traces.jsonl"
 GIVE_UP = 10  # invalid attempts in a row

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.agent.calls import Call
 from etude.agent.harness import VERSION
-from etude.bench.agents import Agent, Attempt, Benchmark, scripted
+from etude.bench.agents import Agent, Attempt, Benchmark, BenchSettings, Policies, scripted
 from etude.bench.axes import effort
 from etude.bench.trials import Header, Trial, TrialLog
 from etude.files import digest_of
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from etude.agent.formats import ChatFormat
     from etude.agent.trace import Trace
-    from etude.bench.agents import BenchSettings, Policies
     from etude.progress import Reporter
     from etude.rl.arenas import Arena, Choice
     from etude.rl.environment import Item

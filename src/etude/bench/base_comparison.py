@@ -37,7 +37,7 @@ from pydantic import BaseModel, Field, model_validator
 from rapidfuzz.distance import Levenshtein
 
 from etude.bench.statistics import ratio_interval
-from etude.data.codebase import FENCE, EditChain, Keep, git_chains, made_chains
+from etude.data.codebase import FENCE, Codebase, EditChain, Keep, git_chains, made_chains
 from etude.errors import UserError
 from etude.lineage.compute import forward_flops
 from etude.lineage.licences import headline_duties, identify, licence_files
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from etude.data.codebase import Codebase
 
 BATCH = 4  # state-tracking tasks written together
 ROOM = 1.25  # tokens allowed for a file, as a multiple of the true file's

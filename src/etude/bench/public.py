@@ -26,9 +26,9 @@ from etude.agent.calls import Call
 from etude.agent.harness import SYSTEM, Harness
 from etude.agent.policies import ScriptedPolicy
 from etude.agent.trace import Trace
-from etude.bench.agents import CONTEXT, TRACES, Attempt, CodeBenchmark
+from etude.bench.agents import CONTEXT, TRACES, Attempt, BenchSettings, CodeBenchmark, Policies
 from etude.bench.axes import effort, vector
-from etude.bench.trials import read_results
+from etude.bench.trials import Trial, read_results
 from etude.errors import UserError
 from etude.files import digest_of, read_json, write_json, write_text
 from etude.rewards.interaction import interaction
@@ -43,8 +43,6 @@ from etude.tasks.public import PublicTask, outcomes, passing, read_public
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from etude.bench.agents import BenchSettings, Policies
-    from etude.bench.trials import Trial
     from etude.tasks.task import Task
 
 TREE = "export GIT_INDEX_FILE=/tmp/.etude-index; rm -f $GIT_INDEX_FILE; git add -A . && git write-tree"

@@ -29,24 +29,20 @@ from etude.data.filter_documents import UnitJob, filter_unit, units_of
 from etude.data.filters.contamination import index_tasks, ngram_runs, read_tasks
 from etude.data.filters.private import scrub
 from etude.data.heldout import hold_out, is_heldout
-from etude.data.manifest import MANIFEST, TOOLS, Manifest, SourceEntry, load_manifest
+from etude.data.manifest import MANIFEST, TOOLS, Manifest, ShardEntry, SourceEntry, load_manifest
 from etude.data.packing import dtype_for, pack_source, write_table
-from etude.data.settings import SELF
-from etude.data.sources import open_source
+from etude.data.settings import SELF, DataSettings, SourceSettings
+from etude.data.sources import OpenSource, open_source
 from etude.data.tokenise import Encoder, TokeniseJob, copy_tokeniser, read_kept, tokenise_unit, train_tokeniser
 from etude.errors import UserError
 from etude.files import canonical_json, sha256_file, write_json, write_text
 from etude.lineage.environment import version_of
-from etude.work import Unit, cores
+from etude.work import Unit, Work, cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from etude.data.filter_documents import Maker
-    from etude.data.manifest import ShardEntry
-    from etude.data.settings import DataSettings, SourceSettings
-    from etude.data.sources import OpenSource
-    from etude.work import Work
 
 UNITS, SHARDS, TOKENISER, TABLES = "units", "shards", "tokeniser", "documents"
 SAMPLES, HITS = "samples.json", "contamination.jsonl"

@@ -1,7 +1,7 @@
-"""A document on its way into the corpus, how it can leave it (dropped, with the step and the reason), and what sources share.
+"""Documents, drops (a document left out, with step and reason), and helpers that all sources share.
 
-Nothing disappears: whatever a source lists ends either as a kept document or as a `Drop`, and the manifest asserts that the
-two add up (`SourceEntry` counts both, for a unit of work as for a whole source).
+Everything that a source lists ends as a kept document or as a `Drop`. The manifest asserts that the two add up (`SourceEntry` counts
+both, for a unit of work and for a whole source).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ import hashlib
 import re
 import shutil
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -46,7 +46,6 @@ from etude.data.manifest import SourceEntry
 from etude.files import publish_folder, read_json, write_json
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 

@@ -46,8 +46,8 @@ def is_heldout(repository: str, heldout: frozenset[str] | float, seed: int) -> b
 def choose_heldout(sizes: Mapping[str, Mapping[str, int]], share: float, seed: int) -> set[str]:
     """Return repositories with about `share` of the bytes of each domain; `sizes` are bytes by domain and repository.
 
-    Never all of a domain. None if every one is too large for the share in some domain: better nothing to measure with than
-    most of it lost to training, unasked. An empty repository has nothing to measure with and is not chosen.
+    Never all of a domain, and none if each is too large for the share of some domain: then nothing is held out, rather than most of
+    the domain. Empty repositories are not chosen.
     """
 
     def place(name: str) -> bytes:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from math import isqrt
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from etude.files import digest_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
-    from typing import Self
 
     import numpy.typing as npt
 

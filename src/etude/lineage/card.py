@@ -15,13 +15,12 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from etude.errors import one_line
 from etude.lineage import facts
-from etude.lineage.facts import NOT_KNOWN
+from etude.lineage.facts import NOT_KNOWN, Release
 from etude.lineage.tree import describe_compute, render
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from etude.lineage.facts import Release
     from etude.lineage.record import Lineage
 
 WIDTH = 160  # of a line of the tree; the sources of a corpus can fill pages

@@ -18,13 +18,12 @@ from etude.errors import UserError, nearest
 from etude.lineage import licences
 from etude.lineage.facts import in_order, is_notice
 from etude.lineage.licences import OWN, duty_text, folder_name, held, is_proprietary, obligations
-from etude.lineage.record import LINEAGE_FILE, load_lineage
+from etude.lineage.record import LINEAGE_FILE, Lineage, Record, load_lineage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from etude.lineage.record import Lineage, Record
 
 UNION = {"AT", "BE", "BG", "CY", "CZ", "DE", "DK", "EE", "ES", "FI", "FR", "GR", "HR", "HU", "IE", "IT", "LT", "LU", "LV", "MT",
          "NL", "PL", "PT", "RO", "SE", "SI", "SK"}  # the EU  # fmt: skip

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError
 from etude.files import files_below, sha256_file, whole_file
-from etude.lineage.record import CarriedLicence
+from etude.lineage.record import CarriedLicence, Lineage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from etude.lineage.record import Lineage
 
 LICENSES = "LICENSES"  # the folder in a model's folder with a folder for each ancestor, its files as they were received
 PROPRIETARY = "LicenseRef-proprietary"  # the terms of code that its owner keeps; no list has them

@@ -21,7 +21,7 @@ from etude.lineage.card import card_disagreements, edited_sections
 from etude.lineage.duties import evaluate, licence_uses, load_product, released, unmet
 from etude.lineage.facts import claims, in_order
 from etude.lineage.licences import held
-from etude.lineage.record import LINEAGE_FILE, Record, load_lineage
+from etude.lineage.record import LINEAGE_FILE, Lineage, Record, load_lineage
 from etude.lineage.release import ATTESTATIONS, AUDIT, BOM, CARD, NOTICE, PRODUCT, SPDX
 from etude.lineage.signing import PUBLIC_KEY, SIGNATURE, BadSignatureError, fingerprint, statement, statement_errors
 from etude.lineage.tree import draw_svg, wrong_files
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from etude.lineage.audit.sketch import Sketch
-    from etude.lineage.record import Lineage
     from etude.progress import Reporter
 
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)

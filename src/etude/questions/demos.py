@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, Field
 
 from etude.agent.calls import Call
-from etude.agent.formats import choose_format
+from etude.agent.formats import ChatFormat, choose_format
 from etude.agent.harness import Harness, HarnessSettings
 from etude.agent.policies import ScriptedPolicy
 from etude.agent.summary import SummarySettings
@@ -22,13 +22,11 @@ from etude.agent.trace import Trace, write_traces
 from etude.errors import UserError
 from etude.progress import counted
 from etude.questions.play import Library, SearchTools, oracle, verdict_on
-from etude.questions.question import QuestionSet, read_set, refuse_benchmark
+from etude.questions.question import Question, QuestionSet, read_set, refuse_benchmark
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from etude.agent.formats import ChatFormat
-    from etude.questions.question import Question
 
 SETTINGS = HarnessSettings(summary=SummarySettings(kind="none"))
 

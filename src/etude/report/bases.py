@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from etude.bench.base_comparison import difference
+from etude.bench.base_comparison import CandidateResult, difference
 from etude.report.page import COLOURS, Table, drawing, human, terminal
 
 if TYPE_CHECKING:
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from rich import table as rich_table
 
-    from etude.bench.base_comparison import CandidateResult
     from etude.data.codebase import Codebase
 
 Interval = tuple[float, float] | None

@@ -11,7 +11,7 @@ import shlex
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import pairwise
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,6 @@ from etude.run.folder import RELEASE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
 
 
 MOST = 5  # measures of a stage before the rest is left to its report

@@ -30,7 +30,7 @@ from etude.questions.play import Library, SearchTools, faults, oracle, verdict_o
 from etude.questions.question import by_id, read_set
 from etude.questions.settings import PYTHON, QUESTIONS, QuestionSettings
 from etude.rewards.reward import PARTS, RewardSettings, length, penalty
-from etude.rl.environment import POLICY_SHARE, Environment, Episode, Item, from_journal, infrastructure
+from etude.rl.environment import POLICY_SHARE, Environment, Episode, Item, Journal, from_journal, infrastructure
 from etude.work import cores
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from etude.agent.calls import Call
     from etude.agent.formats import ChatFormat
     from etude.inference.policy import Policy
-    from etude.rl.environment import Journal
 
 LONGEST = 86_400.0  # seconds of an episode, where nobody says
 REFUSED = 0.125  # of a fault: a call that its tool refused, as in code

@@ -31,7 +31,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from etude.errors import UserError
 from etude.sandbox import inside, isolate
-from etude.sandbox.box import WORKSPACE, Result, Sandbox, SandboxError, answered, plain_path
+from etude.sandbox.box import WORKSPACE, Place, Result, Sandbox, SandboxError, answered, plain_path
 from etude.sandbox.keeper import Clip
 from etude.sandbox.layers import Below
 from etude.sandbox.local import BASE_ENV, shown
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from asyncio.subprocess import Process
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from etude.sandbox.box import Place
 
 BLOCK = 4096
 

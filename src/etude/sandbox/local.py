@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError, nearest
-from etude.sandbox.box import Result, Sandbox, SandboxError, answered
+from etude.sandbox.box import Place, Result, Sandbox, SandboxError, answered
 from etude.sandbox.inside import LENGTHS, pack
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from etude.sandbox.box import Place
 
 NAMESPACES = "namespaces"
 ENGINES = ("podman", "docker")

@@ -16,18 +16,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from etude.agent.changes import below_folder, content_of, unified
-from etude.agent.harness import SYSTEM
+from etude.agent.harness import SYSTEM, Harness
 from etude.agent.search import Searcher, installed_embedder
 from etude.agent.toolbox import Refused
-from etude.agent.tools import Outcome, Toolset
+from etude.agent.tools import Outcome, Toolset, ToolSettings
 from etude.errors import UserError
 from etude.rewards.interaction import Interaction, Premise, interaction
 from etude.rewards.quality import Quality, measure
-from etude.sandbox.box import Entry, SandboxError
+from etude.sandbox.box import Entry, Place, Sandbox, SandboxError
 from etude.sandbox.layers import lookup
 from etude.sandbox.local import open_sandbox
 from etude.tasks.prompts import not_at_fault
-from etude.tasks.score import MOST_LEFT, visible
+from etude.tasks.score import MOST_LEFT, Score, visible
 from etude.tasks.seal import FOLDERS
 from etude.tasks.services import start_lines
 from etude.tasks.suite import layers_of, place_of
@@ -36,12 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
-    from etude.agent.harness import Harness
-    from etude.agent.tools import ToolSettings
     from etude.agent.trace import Trace
     from etude.rewards.quality import Change
-    from etude.sandbox.box import Place, Sandbox
-    from etude.tasks.score import Score
     from etude.tasks.task import Codebase, Style, Task
 
     Begin = Callable[[Toolset], Harness]

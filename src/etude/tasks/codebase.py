@@ -35,7 +35,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from etude.data.document import UNKNOWN, Document, Raw
+from etude.data.document import UNKNOWN, Document, Drop, Raw
 from etude.data.filters.licence import PERMISSIVE, Licences, canonical, evaluate, spdx_of, stated_in
 from etude.data.settings import SourceSettings
 from etude.data.sources import open_source
@@ -45,7 +45,7 @@ from etude.sandbox.layers import prepare
 from etude.syntax import PARSING, parse_python
 from etude.tasks.generators.languages import LANGUAGES
 from etude.tasks.generators.parsed import TEST_FOLDERS, is_test_path, paths_below
-from etude.tasks.locks import APT, find_lock, unpack_system_packages, wrong_hashes
+from etude.tasks.locks import APT, Lock, find_lock, unpack_system_packages, wrong_hashes
 from etude.tasks.readers import ReaderName
 from etude.tasks.seal import clean
 from etude.tasks.services import ServiceSettings
@@ -54,9 +54,7 @@ from etude.tasks.task import Codebase, Command
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from etude.data.document import Drop
     from etude.progress import Reporter
-    from etude.tasks.locks import Lock
 
 LARGEST = 16_000_000  # bytes of a file that is taken
 KEPT_APART = re.compile(r"PKG-INFO|pyproject\.toml|setup\.cfg|(src/)?[^/]+\.egg-info/requires\.txt")

@@ -32,33 +32,29 @@ from etude.agent.formats import ChatFormat, choose_format
 from etude.agent.harness import Harness, HarnessSettings
 from etude.agent.policies import ScriptedPolicy
 from etude.agent.summary import SummarySettings
-from etude.agent.tools import BASH_ONLY, ToolName, ToolSettings
+from etude.agent.tools import BASH_ONLY, ToolName, Toolset, ToolSettings
 from etude.agent.trace import Trace, read_traces, samples, write_traces
 from etude.data.chat import Encoded
 from etude.errors import UserError
 from etude.files import digest_of, whole_file
 from etude.jsonl import MetricsLog
-from etude.progress import counted
+from etude.progress import Reporter, counted
 from etude.sandbox.box import SandboxError
 from etude.sandbox.images import WHERE, Backend
 from etude.tasks.attempt import searcher_for, work_on
 from etude.tasks.generators.mutation import OPERATORS
 from etude.tasks.generators.parsed import Parsed, changed_line_numbers, changed_lines, parse
 from etude.tasks.make import read_settings
-from etude.tasks.manifest import load_set, read_rows
+from etude.tasks.manifest import TaskSet, load_set, read_rows
 from etude.tasks.prompts import Change, asked, changes, changes_of, phrases
 from etude.tasks.score import score
 from etude.tasks.suite import side_by_side
-from etude.tasks.task import PointedStyle, StoredStyle, Style, Task, function_of
+from etude.tasks.task import Edit, PointedStyle, StoredStyle, Style, Task, function_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
 
     from etude.agent.search import Searcher
-    from etude.agent.tools import Toolset
-    from etude.progress import Reporter
-    from etude.tasks.manifest import TaskSet
-    from etude.tasks.task import Edit
 
     Turns = Generator["Say", "Answers", None]
 

@@ -22,7 +22,7 @@ from etude.sandbox.box import WORKSPACE
 from etude.tasks.codebase import PLUGIN, RUNNER, PackageSettings
 from etude.tasks.generators.parsed import is_below, is_test_path
 from etude.tasks.locks import APT
-from etude.tasks.manifest import built_codebase, codebase_row, task_of, task_row
+from etude.tasks.manifest import TaskSet, built_codebase, codebase_row, task_of, task_row
 from etude.tasks.score import visible
 from etude.tasks.suite import entries_of, order_of, write_entries
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from etude.progress import Reporter
-    from etude.tasks.manifest import TaskSet
     from etude.tasks.task import Codebase, Task
 
 DOCKERFILE = """FROM python:{python}-slim

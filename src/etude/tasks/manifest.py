@@ -20,13 +20,12 @@ from etude.sandbox.images import settled
 from etude.tasks.codebase import PackageSettings, unpack, with_environment
 from etude.tasks.generators.parsed import Cut, cut_text, differing
 from etude.tasks.score import visible
-from etude.tasks.task import Candidate, Edit, Span, Task
+from etude.tasks.task import Candidate, Codebase, Edit, Span, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from etude.progress import Reporter
-    from etude.tasks.task import Codebase
 
 FORMATS = (1, 2)  # in the second, a file of tests that is as in a codebase above is the name of that codebase
 Row = dict[str, Any]

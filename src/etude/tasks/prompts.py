@@ -27,12 +27,10 @@ from etude.agent.calls import Call
 from etude.tasks.generators.languages import Source, language_of
 from etude.tasks.generators.parsed import Parsed, changed_lines, differing
 from etude.tasks.seal import code_pieces
-from etude.tasks.task import PointedStyle, Split, StoredStyle, Style
+from etude.tasks.task import Candidate, Edit, PointedStyle, Split, StoredStyle, Style, Task
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from etude.tasks.task import Candidate, Edit, Task
 
     Phrases = dict[str, list[str]]  # by what they are for
 

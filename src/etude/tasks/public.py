@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from etude.errors import UserError, one_line
-from etude.tasks.task import Candidate, Task
+from etude.tasks.task import Candidate, StoredStyle, Task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
-
-    from etude.tasks.task import StoredStyle
 
     Outcomes = dict[str, str]
 

@@ -45,12 +45,12 @@ from etude.data.settings import ContaminationSettings, RepairSettings, Settings,
 from etude.data.tokenise import read_kept
 from etude.files import digest_of, read_json, whole_file, write_json
 from etude.jsonl import MetricsLog
-from etude.progress import counted
+from etude.progress import Reporter, counted
 from etude.syntax import parse_python
-from etude.tasks.generators.mutation import WEIGHTS, sites_of
+from etude.tasks.generators.mutation import WEIGHTS, Site, sites_of
 from etude.tasks.generators.parsed import Cut, Function, Parsed, changed_lines, cut_text, is_test_path, shape
 from etude.tasks.manifest import load_set, read_rows
-from etude.tasks.prompts import changes, phrases
+from etude.tasks.prompts import Change, changes, phrases
 from etude.work import Work
 
 if TYPE_CHECKING:
@@ -58,9 +58,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from etude.data.document import Document
-    from etude.progress import Reporter
-    from etude.tasks.generators.mutation import Site
-    from etude.tasks.prompts import Change
     from etude.tasks.task import Task
 
 SHORTEST, LONGEST = 3, 80  # lines of a function that is broken

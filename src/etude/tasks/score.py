@@ -29,13 +29,13 @@ import secrets
 import sys
 import tomllib
 import warnings
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from etude.files import digest_of
 from etude.sandbox.box import Entry, SandboxError
@@ -44,14 +44,9 @@ from etude.tasks.commanded import own, rewritten, spoilt_tests
 from etude.tasks.generators.languages import emptied
 from etude.tasks.generators.parsed import is_test_path
 from etude.tasks.seal import hide
-from etude.tasks.suite import entries_of, file_entry, layers_of, longest_run, run_tests
+from etude.tasks.suite import Run, entries_of, file_entry, layers_of, longest_run, run_tests
 from etude.tasks.task import Codebase, Task, function_of
 from etude.work import cores
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
-
-    from etude.tasks.suite import Run
 
 FORBIDDEN = tomllib.loads(Path(__file__).with_name("forbidden.toml").read_text(encoding="utf-8"))
 NAMES, ATTRIBUTES, MODULES = (frozenset(FORBIDDEN[kind]) for kind in ("names", "attributes", "modules"))

@@ -25,20 +25,16 @@ import numpy as np
 from rich.table import Table
 
 from etude.lineage.audit import descent_tests
-from etude.lineage.audit.descent_tests import EMBEDDING, NEURONS, ROUTER, Test
-from etude.lineage.audit.read_weights import Shape, open_weights, read_tokens, shared
+from etude.lineage.audit.descent_tests import EMBEDDING, NEURONS, ROUTER, Alignment, RowMatch, Test
+from etude.lineage.audit.read_weights import Matrix, Rows, Shape, Tokens, Weights, open_weights, read_tokens, shared
 from etude.lineage.audit.sketch import KEY_ROWS, Sketch, hashed, middles, project, thinned
-from etude.progress import BYTES, amount
+from etude.progress import BYTES, Reporter, amount
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from rich.console import Console
-
-    from etude.lineage.audit.descent_tests import Alignment, RowMatch
-    from etude.lineage.audit.read_weights import Matrix, Rows, Tokens, Weights
-    from etude.progress import Reporter
 
     Carry = Callable[[Matrix], Matrix]  # brings rows of the suspect into the reference's residual dimensions
     Vocabularies = tuple[Tokens | None, Tokens | None]
