@@ -68,9 +68,8 @@ def _agent_fields(trace: Trace, place: int) -> dict[str, Any]:
         fields["reasoning_content"] = node.details["thinking"]
     if "calls" in node.details:
         calls = [(f"call_{place}_{index}", call) for index, call in enumerate(node.details["calls"])]
-        fields["tool_calls"] = [
-            {"tool_call_id": key, "function_name": call["name"], "arguments": call["arguments"]} for key, call in calls
-        ]
+        fields["tool_calls"] = [{"tool_call_id": key, "function_name": call["name"], "arguments": call["arguments"]}
+                                for key, call in calls]  # fmt: skip
     return fields
 
 

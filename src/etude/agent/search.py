@@ -189,7 +189,7 @@ class Searcher:
         self._building = asyncio.Lock()
         if embedder is None:
             logging.getLogger(__name__).warning(
-                "search ranks by words alone: `pip install 'etude[search]'` adds meaning"
+                "search ranks by words alone; `pip install 'etude[search]'` embeds them"
             )
 
     async def search(self, ask: Ask, query: str, k: int) -> tuple[str, dict[str, Any], bool]:

@@ -33,9 +33,7 @@ Licences = Literal["permissive", "copyleft", "any"] | list[str]
 class RepairSettings(Settings):
     """Examples of repairs made from code: functions with an error in one of them, or in none, and the answer."""
 
-    each: int = Field(
-        4, ge=1, le=32, description="most errors made in a function, each of another kind, one an example"
-    )
+    each: int = Field(4, ge=1, le=32, description="most errors made in a function, one an example, of different kinds")
     nothing_wrong: float = Field(0.1, ge=0, le=0.5, description="share of examples with nothing wrong, answered so")
     functions: int = Field(4, ge=1, description="functions shown at most, neighbours in their file")
     characters: int = Field(3000, ge=200, description="characters of code shown at most")
@@ -47,11 +45,9 @@ class SourceSettings(Settings):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$", description="name in counts, shards and the manifest")
     domain: str = Field("code", pattern=r"^[a-z0-9][a-z0-9_-]*$", description="domain: code, docs, commits, general, …")
     weight: float = Field(1.0, gt=0, description="sampling weight of its tokens, relative to a source of weight 1")
-    hold_out: bool | Literal["all"] = Field(
-        default=True, description="held-out split: a share of it, none or all of it"
-    )
+    hold_out: bool | Literal["all"] = Field(default=True, description="held-out split: a share of it, none, or all")
     licences: Licences = Field(
-        "permissive", description="allowed: permissive, copyleft (and permissive), any, SPDX ids"
+        "permissive", description="allowed: permissive, copyleft (includes permissive), any, ids"
     )
     unknown: Literal["drop", "keep"] = Field("drop", description="what to do with documents of unknown licence")
     licence: str | None = Field(None, description="licence of all its documents, if you know it (SPDX)")

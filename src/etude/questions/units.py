@@ -22,9 +22,7 @@ class Unit(NamedTuple):
 
 NUMBER = "number"  # the table of what has no dimension: per cent, thousand
 BASES = tomllib.loads(Path(__file__).with_name("units.toml").read_text(encoding="utf-8"))
-KNOWN = {
-    name: (factor, "" if base == NUMBER else base) for base, units in BASES.items() for name, factor in units.items()
-}
+KNOWN = {name: (factor, base.removesuffix(NUMBER)) for base, units in BASES.items() for name, factor in units.items()}
 PLURAL = {f"{name}s": name for name in KNOWN if len(name) > 3 or name == "bp"}
 NAME = re.compile(r"([^\W\d_][^\W\d_$]*|us\$|[%$€])(?:\^?([1-3]))?")
 

@@ -115,9 +115,8 @@ def _age(rows: Sequence[Row], groups: Mapping[str, int]) -> list[str]:
 
 
 def _page(rows: Sequence[Row], lines: Sequence[str], drawn: Sequence[str], samples: Table) -> Page:
-    shown = {
-        each["file"]: [Picture(each["file"], each["about"])] * (each["file"] in drawn) for each in TABLES["picture"]
-    }
+    described = [Picture(each["file"], each["about"]) for each in TABLES["picture"]]
+    shown = {picture.file: [picture] * (picture.file in drawn) for picture in described}
     weights = [(row["step"], *map(number, starting(row, "weight_").values())) for row in [rows[0], *changes(rows)]]
     return {
         "In short": [*(f"{line}." for line in lines), *shown["reward.png"]],

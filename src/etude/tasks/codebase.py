@@ -416,9 +416,8 @@ def _build(
 def _run(command: Sequence[str], what: str) -> str:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     # Run in /: neither Python's modules nor pip's archives come from the current folder, which may be anybody's repository.
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, env=environ, cwd="/"
-    )
+    nothing = subprocess.DEVNULL
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=nothing, env=environ, cwd="/")
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it said nothing"]
         raise UserError(f"{what}: no environment for its tests: {lines[-1].strip()[:300]}; set `needs` or `drop`")

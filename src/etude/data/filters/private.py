@@ -46,10 +46,8 @@ NOBODY = re.compile(r"(?i)(?:.*\.)?(?:example|foo|bar|baz|test|domain|acme|compa
 NO_HOST = re.compile(r"(?:self|cls|np|jnp|torch|tf|this)\.")  # x@self.to is a product of matrices
 LOGIN = re.compile(r"(?:\bgit|://[^\s/@]*)$")  # git@host:path, https://user:password@host
 QUAD = re.compile(r"\.(?<=\d\.)\d{1,3}\.\d{1,3}\.\d{1,3}(?![\w.]?\d|\w|-(?!\d+\.))")
-BEFORE_A_NUMBER = (
-    r"(?:version|release)[^\n,;)]{0,24}|(?:section|spec\w*|oid|identifier|§)\W{0,4}|[a-z_.][-/]?|[=<>~!]=\s?"
-)
-NUMBERED = re.compile(rf"(?:{BEFORE_A_NUMBER})$", re.I)
+IDENTIFIES = r"(?:version|release)[^\n,;)]{0,24}|(?:section|spec\w*|oid|identifier|§)\W{0,4}"
+NUMBERED = re.compile(rf"(?:{IDENTIFIES}|[a-z_.][-/]?|[=<>~!]=\s?)$", re.I)
 SIX = re.compile(r":(?<=(?<![\w:.])[23][0-9a-f]{3}:)(?:[0-9a-f]{0,4}:){1,6}[0-9a-f]{1,4}(?![\w:])", re.I)  # 2000::/3
 
 

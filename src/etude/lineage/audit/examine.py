@@ -215,11 +215,9 @@ def open_model(path: Path, name: str = "") -> Opened:
     return Opened(name or path.name, open_weights(path), read_tokens(path))
 
 
-def examine_library(
-    suspect: Opened, sketches: Sequence[Sketch], reporter: Reporter, compared: int = 0
-) -> list[Finding]:
+def examine_library(suspect: Opened, known: Sequence[Sketch], reporter: Reporter, compared: int = 0) -> list[Finding]:
     """Compare a model with every sketch; the best match first. `compared`: with how many models in all, if with others, too."""
-    findings = [examine(sketch, suspect, reporter, compared or len(sketches)) for sketch in sketches]
+    findings = [examine(sketch, suspect, reporter, compared or len(known)) for sketch in known]
     return sorted(findings, key=lambda each: (list(VERDICTS).index(each.verdict.word), each.verdict.log10_p))
 
 
