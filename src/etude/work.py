@@ -9,6 +9,7 @@ started afresh (`spawn`): forking a process with threads, as bars and tokenisers
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import multiprocessing
 import os
@@ -19,16 +20,18 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from etude.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from etude.jsonl import MetricsLog
     from etude.progress import Reporter, Task
+
+Done = TypeVar("Done")
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,16 @@ LOOK = 0.2  # seconds between two looks whether the user wants to stop
 
 def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+async def together(jobs: Iterable[Coroutine[Any, Any, Done]]) -> list[Done]:
+    """Run coroutines at once; return their results. The first error ends all: most often the wish to stop, which several hear."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(job) for job in jobs]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def in_processes(

@@ -9,16 +9,13 @@ back from there. A trajectory that other programs wrote becomes a line of nodes 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
 import etude
-from etude.agent.trace import from_json, to_json
+from etude.agent.trace import Node, Trace, from_json, to_json
 from etude.errors import UserError
-
-if TYPE_CHECKING:
-    from etude.agent.trace import Node, Trace
 
 VERSION = "ATIF-v1.8"
 _SOURCES = {"opening": "user", "turn": "agent", "summary": "agent", "answers": "system", "note": "system"}
@@ -70,10 +67,9 @@ def _agent_fields(trace: Trace, place: int) -> dict[str, Any]:
     if "thinking" in node.details:
         fields["reasoning_content"] = node.details["thinking"]
     if "calls" in node.details:
-        fields["tool_calls"] = [
-            {"tool_call_id": f"call_{place}_{index}", "function_name": call["name"], "arguments": call["arguments"]}
-            for index, call in enumerate(node.details["calls"])
-        ]
+        calls = [(f"call_{place}_{index}", call) for index, call in enumerate(node.details["calls"])]
+        fields["tool_calls"] = [{"tool_call_id": key, "function_name": call["name"], "arguments": call["arguments"]}
+                                for key, call in calls]  # fmt: skip
     return fields
 
 
@@ -81,9 +77,8 @@ def _results(node: Node, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the answers to a turn, those to calls with the call's id."""
     answers = node.details.get("answers", [])
     ids = [{"source_call_id": call["tool_call_id"]} for call in calls] + [{}] * len(answers)
-    return [{"content": answer["text"], **each} for answer, each in zip(answers, ids, strict=False)] or [
-        {"content": node.text}
-    ]
+    results = [{"content": answer["text"], **each} for answer, each in zip(answers, ids, strict=False)]
+    return results or [{"content": node.text}]
 
 
 class _Call(BaseModel):
@@ -150,9 +145,8 @@ def _foreign(trajectory: _Trajectory) -> dict[str, Any]:
             if step.reasoning_content is not None:
                 details["thinking"] = step.reasoning_content
             if step.tool_calls is not None:
-                details["calls"] = [
-                    {"name": call.function_name, "arguments": call.arguments} for call in step.tool_calls
-                ]
+                calls = [(call.function_name, call.arguments) for call in step.tool_calls]
+                details["calls"] = [{"name": name, "arguments": arguments} for name, arguments in calls]
         add(kind, text, metrics.completion_token_ids or [], details)
         if step.observation:
             answers = [{"text": _text(result.get("content"))} for result in step.observation.results]

@@ -1,4 +1,4 @@
-"""What a policy said in one turn, taken apart: the seam between the formats of calls and everything that uses them."""
+"""The parts of one turn, calls and their answers: the interface between the formats of calls and everything that uses them."""
 
 from __future__ import annotations
 

@@ -250,9 +250,8 @@ def _apply(entries: Sequence[Entry], root: Rooted, layer: Path) -> None:
         try:
             moves.take_back()
         except OSError as worse:
-            raise UserError(
-                f"{error}; taking it back failed, too ({worse}): the old files are in {moves.name}"
-            ) from None
+            failed = f"taking it back failed, too ({worse})"
+            raise UserError(f"{error}; {failed}: the old files are in {moves.name}") from None
         moves.close()
         raise
     moves.close()

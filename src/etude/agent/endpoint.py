@@ -1,9 +1,8 @@
-"""Any OpenAI-compatible chat endpoint as a policy: text for those who sell no token ids.
+"""Any OpenAI-compatible chat endpoint as a policy, for services that return text and no token ids.
 
-The harness speaks in tokens. An endpoint that takes messages and returns text has none to give, so its tokens are the bytes of the
-text, and four more mark where a message begins and ends. What comes of it can be read, scored and served; it cannot be trained on,
-since nobody knows the tokens that were sampled: log-probs are NaN. For training use a server that returns token ids
-(inference/client.py).
+The harness works with tokens. For an endpoint that takes messages and returns text, the bytes of the text serve as tokens, and four
+more mark where a message begins and ends. Such traces can be read, scored and served, but not trained on: the sampled tokens are not
+known, and log-probs are NaN. For training use a server that returns token ids (inference/client.py).
 """
 
 from __future__ import annotations
@@ -15,15 +14,13 @@ from urllib.parse import urlsplit
 
 from etude.agent.formats import ChatFormat, PlainCalls
 from etude.errors import UserError
-from etude.inference.client import RemotePolicy, ServerFailed, TryAgain, message_in
-from etude.inference.policy import Completion, PolicyInfo, Token
+from etude.inference.client import ClientSettings, RemotePolicy, ServerFailed, TryAgain, message_in
+from etude.inference.policy import Completion, OnTokens, PolicyInfo, Sampling, Token
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from etude.inference.client import ClientSettings
     from etude.inference.connection import Reply
-    from etude.inference.policy import OnTokens, Sampling
 
 SYSTEM, USER, ASSISTANT, END = range(256, 260)
 ROLES = {SYSTEM: "system", USER: "user", ASSISTANT: "assistant"}
@@ -135,7 +132,7 @@ class EndpointPolicy(RemotePolicy):
         return Completion(tokens, "stop" if ended else "length", END if ended else None)
 
     async def _asked(self, body: dict[str, Any]) -> Any:
-        """Return the reply; where prompt and answer together are too long, to a request for what fits. None: nothing does."""
+        """Return the reply. If prompt and limit exceed the context, ask again without a limit; None: the prompt alone is too long."""
         for limited in (True, False):
             try:
                 return await self.tell(f"{self.api}/chat/completions", body)

@@ -1,10 +1,9 @@
-"""How a policy talks: the base's own template where it teaches calls, else calls as raw text.
+"""The chat format of a policy: the base's own template if it can express tool calls, otherwise calls as raw text.
 
-`native`: the template is shown a probe with a tool, a call and an answer; the style whose reader reads what the template wrote is the
-base's own. `plain`: the system text explains calls, and answers are messages of the user. Without a template there is a fixed layout.
+`native`: the template renders a probe with a tool, a call and an answer; the style that can read the rendered call is the base's own.
+`plain`: the system text explains calls, and answers are messages of the user. Without a template there is a fixed layout.
 
-A sampled turn is taken apart into thinking, calls, and what is said besides. What comes first decides: a call in thinking is none.
-Three styles of calls are known:
+A sampled turn is split into thinking, calls and other text. A call inside thinking is not a call. There are three styles of calls:
 
 - JSON, as Qwen's templates and sprout's teach it: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
 - Tags, values as raw text, as Qwen3-Coder's template teaches them: `<function=…><parameter=…>` between the same marks. A newline
@@ -38,6 +37,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from etude.agent.calls import Call, ToolSpec, Turn
+from etude.agent.summary import PROMPTS
 from etude.data.chat import ChatTemplate
 from etude.errors import UserError, nearest, one_line
 
@@ -59,7 +59,7 @@ class CallMatch:
 
 
 def read_turn(text: str, style: Style, tokens_up_to: Callable[[int], int], *, in_thinking: bool) -> Turn:
-    """Take a turn apart. `tokens_up_to`: how many tokens lie wholly before a place; one across a border counts behind it."""
+    """Split a turn. `tokens_up_to`: number of tokens that end up to a place; a token across a border counts to the next part."""
     parts: dict[str, list[str]] = {"thinking": [], "said": []}
     calls, malformed, tokens, counted = [], [], Counter(thinking=0, calls=0, said=0), 0
     for start, end, what in sections(text, style, in_thinking=in_thinking):
@@ -109,7 +109,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 class JsonCalls:
-    """The value is read first and its end after it: a string in it may well spell the closing mark."""
+    """Calls as JSON. The value is parsed before its closing tag is looked for, as a string in it may contain that tag."""
 
     name = "json"
 
@@ -195,10 +195,10 @@ def begun(text: str, word: str) -> int:
 
 
 class TurnReader:
-    """Takes a turn apart while it comes: what is returned is never taken back, what may still become a mark or a call is held back.
+    """Splits a turn while it is streamed: returned text is final, text that may become a tag or a call is held back.
 
-    A call that is not well formed stays text, so that whoever reads it can say so to the model. White space around thinking and
-    before calls is theirs. Without a style calls stay text; a style is one whose calls lie between <tool_call> and </tool_call>.
+    A malformed call stays text, so that the client can report it to the model. White space around thinking and before calls belongs
+    to them. Without a style calls stay text; a style must write calls between <tool_call> and </tool_call>.
     """
 
     def __init__(self, style: Style | None, *, in_thinking: bool = False) -> None:
@@ -256,17 +256,6 @@ _NAME = r"[A-Za-z_][A-Za-z0-9_-]*"
 _HEAD = re.compile(rf"^@({_NAME})[ \t\r]*$", re.MULTILINE)
 _ARGUMENT = re.compile(rf"({_NAME})(?::[ ]?([^\n]*)|<<([A-Za-z0-9_]+))(?:\n|\Z)")
 _END = re.compile(r"@end[ \t\r]*(?:\n|\Z)")
-HOW = """To use a tool, write a call like this, on lines of its own; several calls may follow each other:
-
-@tool
-name: a value that fits on one line
-other<<END
-a value
-of several lines
-END
-@end
-
-If a line of the value is END, write END1 (or END2 …) instead, both times. Nothing is escaped. Tools:"""
 
 
 class PlainCalls:
@@ -288,7 +277,7 @@ class PlainCalls:
 
     def explain(self, tools: Sequence[ToolSpec]) -> str:
         """Return how calls are written, and what there is to call."""
-        lines = [HOW]
+        lines = [PROMPTS["calls"]]
         for tool in tools:
             lines.append(f"@{tool.name}: {tool.about}")
             for each in tool.parameters:
@@ -470,7 +459,7 @@ WISHES = ("auto", "native", "plain")
 
 
 class ChatFormat:
-    """How talk is written for one model: a layout and a style of calls. What was sampled stays as it was sampled.
+    """The chat format of one model: a layout and a style of calls. Sampled tokens are never encoded again.
 
     `encode` returns the tokens of a text in an assistant's turn, without its end (special tokens spelt in it stay text); `text` is
     the way back, for people; `stop_tokens` end a turn.

@@ -16,37 +16,33 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from etude.agent.summary import SummarySettings, kept_from, state_text
+from etude.agent.summary import PROMPTS, SummarySettings, kept_from, state_text
 from etude.agent.trace import Node, NodeKind, Trace, first_unrouted, note_routes
-from etude.inference.policy import Busy, Completion, Sampling
+from etude.inference.policy import Busy, Completion, OnTokens, Policy, Sampling, Token
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from etude.agent.calls import Answer, Call, ToolSpec, Turn
     from etude.agent.formats import ChatFormat
-    from etude.inference.policy import Policy, Token
 
 VERSION = "2"  # of the harness; raise it when the same policy would see other tokens
 Stop = Literal["finished", "turns", "tokens", "seconds", "context", "malformed", "summaries"]
 
 
-class HarnessSettings(BaseModel):
-    """What an episode may use."""
+THINKING = "limit of thinking tokens in one turn, after which the thinking block is closed; none: no limit"
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+class HarnessSettings(BaseModel, extra="forbid", strict=True, frozen=True):
+    """What an episode may use."""
 
     turns: int = Field(default=50, ge=1, description="turn limit of an episode")
     tokens: int = Field(default=65_536, ge=1, description="token limit of an episode: all sampled, summaries too")
     seconds: float = Field(default=1800.0, gt=0, description="time limit of an episode in seconds, waiting included")
     turn_tokens: int = Field(default=4096, ge=1, description="limit of sampled tokens in one turn")
-    thinking_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="limit of thinking tokens in one turn, after which the thinking block is closed; none: no limit",
-    )
+    thinking_tokens: int | None = Field(default=None, ge=1, description=THINKING)
     malformed: int = Field(default=3, ge=1, description="consecutive turns with malformed calls that end the episode")
     temperature: float = Field(default=1.0, ge=0, description="sampling temperature (0 = greedy)")
     top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling: probability mass that is sampled from")
@@ -67,10 +63,7 @@ class Tools(Protocol):
         ...
 
 
-# The same words in training and in the product.
-SYSTEM = """You are a coding agent. The repository is in the current folder. Find what the request is about, change the files, and \
-run what shows that the change works. Several calls may be made in one turn. A turn without a call ends the work: say in it what you \
-changed and what you checked, and nothing you did not check."""
+SYSTEM = PROMPTS["system"]  # the same words in training and in the product
 
 
 @dataclass
@@ -255,9 +248,7 @@ class Harness:
         if done and done.experts is not None:
             note_routes(self.trace, self.leaf, first, done.experts)
 
-    async def _patiently(
-        self, prompt: list[int], sampling: Sampling, on_tokens: Callable[[list[Token]], None]
-    ) -> Completion:
+    async def _patiently(self, prompt: list[int], sampling: Sampling, on_tokens: OnTokens) -> Completion:
         while True:
             try:
                 return await self.policy.generate(prompt, sampling, session=self.trace.id, on_tokens=on_tokens)

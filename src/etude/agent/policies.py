@@ -1,7 +1,7 @@
-"""Which model a word means, for everything that lets one work: a run's or a model's folder, a base, or the address of a server.
+"""Finds the model that a word names: the folder of a run or a model, a base, or the address of a server.
 
-A server that has the token API (our own, or vLLM with `--enable-scale-out`) is asked in token ids, and what it samples is exact; the
-tokeniser is a folder's, which the user names or the server does. Any other server is asked in messages (agent/endpoint.py).
+A server with the token API (our own, or vLLM with `--enable-scale-out`) is called with token ids and returns the sampled ones; its
+tokeniser comes from a folder, which the user or the server names. Any other server is called with messages (agent/endpoint.py).
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.agent.endpoint import EndpointPolicy, message_format
-from etude.agent.formats import choose_format
+from etude.agent.formats import ChatFormat, choose_format
 from etude.errors import UserError
 from etude.inference.client import RemotePolicy
-from etude.inference.policy import Completion, PolicyInfo, Token
+from etude.inference.policy import Completion, OnTokens, Policy, PolicyInfo, Sampling, Token
 from etude.models.bases import known_bases, locate
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-    from etude.agent.formats import ChatFormat
-    from etude.inference.policy import Policy, Sampling
     from etude.progress import Reporter
 
 SCHEMES = ("http://", "https://", "unix:")  # of a server's address
@@ -38,8 +36,8 @@ class ModelSource:
 
 
 async def find(
-    word: str, device: str, cache: Path, reporter: Reporter, *, name: str = "", token: str = "", context: int | None = None,
-    tokeniser: str = "",
+    word: str, device: str, cache: Path, reporter: Reporter,
+    *, name: str = "", token: str = "", context: int | None = None, tokeniser: str = "",
 ) -> ModelSource:  # fmt: skip
     """Find a model; `name`, or what follows # in an address, says which of a server's models.
 
@@ -107,31 +105,23 @@ def in_folder(
 
 
 class ScriptedPolicy:
-    """Says one line a request, an empty turn when there are no more: for tests, demonstrations and attacks on the scoring.
+    """Returns one scripted line a request, then empty turns: for tests, demonstrations and attacks on the scoring.
 
-    A line is a text, or a function of the trace's text so far. It is encoded as a model would have to sample it, end of turn included.
+    A line is a text, or a function of the context's text. It is encoded as a model would have to sample it, end of turn included.
     """
 
     def __init__(
-        self,
-        lines: Iterable[str | Callable[[str], str]],
-        talk: ChatFormat,
-        *,
-        context: int = 1 << 20,
+        self, lines: Iterable[str | Callable[[str], str]], talk: ChatFormat, *, context: int = 1 << 20
     ) -> None:
         self._lines, self._talk = iter(lines), talk
         self.prompts: list[list[int]] = []  # what was asked, for tests
         self.info = PolicyInfo("scripted", context, 1 << 31)
 
     async def generate(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        session: str | None = None,  # noqa: ARG002 - nothing is kept
-        on_tokens: Callable[[list[Token]], None] | None = None,
+        self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None, on_tokens: OnTokens = None
     ) -> Completion:
         """Return the next line."""
+        del session  # nothing is kept
         self.prompts.append(list(prompt))
         line = next(self._lines, "")
         said = line if isinstance(line, str) else line(self._talk.text(prompt))

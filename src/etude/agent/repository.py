@@ -1,9 +1,9 @@
-"""The agent on a user's own repository: in a copy, and nothing comes back but what the user has seen as a diff and said yes to.
+"""The agent on a user's own repository: it works on a copy; only changes that the user has seen as a diff and accepted are applied.
 
-In order: the copy, which becomes a layer of a sandbox (in a git repository what git knows or would add, elsewhere all files but
-those of version control, environments and caches; so nothing that is secret by custom); the episode, by the harness that trains the
-model; the diff and its way back (changes.py). A repository may come from anybody: git runs nothing that it names (git.py), and no
-link in it is followed (rooted.py).
+The steps are: a copy of the repository as a layer of a sandbox (in a git repository the files that git tracks or would add, elsewhere
+all files except version control, environments and caches; so ignored secrets are not copied); the episode, with the same harness as
+in training; the diff, which is applied by changes.py. A repository may come from anybody: git runs no program that it names (git.py),
+and links in it are not followed (rooted.py).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from etude.agent.harness import SYSTEM, Harness, HarnessSettings
 from etude.agent.search import Searcher, installed_embedder
 from etude.agent.summary import SummarySettings
 from etude.agent.toolbox import SKIPPED_FOLDERS
-from etude.agent.tools import Toolset
+from etude.agent.tools import Toolset, ToolSettings
 from etude.errors import UserError
 from etude.git import git, repository_of
 from etude.rooted import DEEPEST, READ, WRITE, Rooted
 from etude.sandbox import cgroups
-from etude.sandbox.box import Limits, Place
+from etude.sandbox.box import Entry, Limits, Place, Sandbox
 from etude.sandbox.layers import prepare
 from etude.sandbox.local import open_sandbox
 
@@ -37,10 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
     from etude.agent.formats import ChatFormat
-    from etude.agent.tools import ToolSettings
     from etude.agent.trace import Node, Trace
     from etude.inference.policy import Policy
-    from etude.sandbox.box import Entry, Sandbox
 
 LARGEST = 2 << 30  # bytes of a repository that is copied
 

@@ -91,9 +91,8 @@ def chunks(path: str, text: str) -> list[Chunk]:
         end = first + len(list(run))
         made += [(start, stop, name) for start, stop in _pieces(lines, first, end, whole=bool(name))]
         first = end
-    return [
-        _chunk(path, start, stop, name, lines) for start, stop, name in made if any(map(str.strip, lines[start:stop]))
-    ]
+    filled = [piece for piece in made if any(map(str.strip, lines[slice(*piece[:2])]))]
+    return [_chunk(path, start, stop, name, lines) for start, stop, name in filled]
 
 
 def _chunk(path: str, start: int, stop: int, name: str, lines: list[str]) -> Chunk:
@@ -140,9 +139,8 @@ def _pieces(lines: list[str], first: int, end: int, *, whole: bool) -> Iterator[
         yield start, end
 
 
-SUFFIXES = sorted(
-    CODE_SUFFIXES | {".md", ".rst", ".txt", ".toml", ".cfg", ".ini", ".yaml", ".yml", ".html", ".css", ".pyx"}
-)
+TEXT_SUFFIXES = {".md", ".rst", ".txt", ".toml", ".cfg", ".ini", ".yaml", ".yml", ".html", ".css", ".pyx"}
+SUFFIXES = sorted(CODE_SUFFIXES | TEXT_SUFFIXES)
 FORMAT = 2  # of the cache; raise it when chunks or words change
 MOST_FILES = 20_000
 MOST_TEXT = 1 << 20  # characters of an unpacked file or page: nothing inside decides how much memory we use
@@ -191,7 +189,7 @@ class Searcher:
         self._building = asyncio.Lock()
         if embedder is None:
             logging.getLogger(__name__).warning(
-                "search ranks by words alone: no embedder (pip install 'etude[search]')"
+                "search ranks by words alone; `pip install 'etude[search]'` embeds them"
             )
 
     async def search(self, ask: Ask, query: str, k: int) -> tuple[str, dict[str, Any], bool]:
@@ -246,10 +244,8 @@ class Searcher:
 
     def _save(self, listing: dict[str, str]) -> None:
         if path := self._cached(listing):
-            rows = [
-                [*item, [[c.first, c.last, c.name, c.text, c.words] for c in self._files[item]]]
-                for item in listing.items() if item in self._files
-            ]  # fmt: skip
+            known = [item for item in listing.items() if item in self._files]
+            rows = [[*item, [[c.first, c.last, c.name, c.text, c.words] for c in self._files[item]]] for item in known]
             with whole_file(path) as beside:
                 beside.write_bytes(zlib.compress(json.dumps({"files": rows}).encode(), 1))
 
@@ -296,7 +292,7 @@ async def _listing(ask: Ask) -> tuple[dict[str, str], dict[str, int]]:
 
 
 async def _texts(ask: Ask, wanted: dict[str, str]) -> dict[str, str]:
-    """Return the texts of files; not of those that have changed since they were listed or cannot be had."""
+    """Return the texts of files, without those that changed since they were listed or cannot be read."""
     texts: dict[str, str] = {}
     pending = list(wanted)
     while pending:

@@ -1,4 +1,4 @@
-"""What happens when the context grows too long: the policy sums up for itself, and goes on from its summary.
+"""Compaction: when the context grows too long, the policy writes a summary and continues from it.
 
 The request is very short, as in Composer 2: what a good summary holds is learnt, not prompted. The policy may think, then writes; its
 context begins anew with the system prompt, the task, its summary and the state of the conversation (plan, open items, how many
@@ -8,9 +8,11 @@ This file decides; the harness acts.
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,33 +20,14 @@ if TYPE_CHECKING:
 
     from etude.agent.trace import Node
 
-SHORT = "Summarise the conversation so far. You will continue from your summary alone."
-LONG = """Your context is full. Write a summary that lets another engineer finish the work without seeing this conversation.
-Use these sections, in this order, and leave none out:
-1. Request: what the user asked for, word for word where the wording matters.
-2. Constraints: what must not change, what was ruled out, and why.
-3. Repository: layout, languages, how it is built and tested.
-4. Files read: each path, and what in it matters here.
-5. Files changed: each path, what was changed, and the reason.
-6. Commands run: each command, and what its output showed.
-7. Failing tests and errors: exact names and messages.
-8. Findings: the cause of the trouble, or the hypotheses that are left.
-9. Tried and given up: what did not work, and why.
-10. Plan: the steps that remain, in order.
-11. Open items: everything promised and not yet done.
-12. Next step: the very next command or edit.
-Quote names, paths, line numbers and messages exactly. Do not call tools."""
+PROMPTS: dict[str, str] = tomllib.loads(Path(__file__).with_name("prompts.toml").read_text(encoding="utf-8"))
+KINDS = "on a full context: summary (self: short prompt; prompted: long), truncate the oldest turns, or end (none)"
 
 
-class SummarySettings(BaseModel):
+class SummarySettings(BaseModel, extra="forbid", strict=True, frozen=True):
     """When and how a context begins anew."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    kind: Literal["self", "prompted", "truncate", "none"] = Field(
-        default="self",
-        description="on a full context: summary (self: short prompt; prompted: long), truncate the oldest turns, or end",
-    )
+    kind: Literal["self", "prompted", "truncate", "none"] = Field(default="self", description=KINDS)
     trigger: int = Field(default=8192, ge=64, description="context length in tokens that triggers compaction")
     trigger_to: int | None = Field(default=None, description="upper end of a random trigger; none: always `trigger`")
     tokens: int = Field(default=1024, ge=1, description="limit of tokens in a summary, thinking included")
@@ -59,7 +42,7 @@ class SummarySettings(BaseModel):
 
     @property
     def request(self) -> str:
-        return LONG if self.kind == "prompted" else SHORT
+        return PROMPTS["summarise_in_sections" if self.kind == "prompted" else "summarise"]
 
     def due(self, length: int, trigger: int, context: int) -> bool:
         """Whether a context of this length begins anew: it has reached the trigger drawn for it, or leaves no room to sum up."""

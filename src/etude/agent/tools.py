@@ -14,24 +14,24 @@ import inspect
 import json
 import re
 import time
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from etude.agent import toolbox
-from etude.agent.calls import Answer, Parameter, ToolSpec
+from etude.agent.calls import Answer, Call, Parameter, ToolSpec
 from etude.agent.toolbox import Refused
 from etude.errors import UserError
-from etude.sandbox.box import SandboxError
+from etude.sandbox.box import Result, Sandbox, SandboxError
+from etude.work import together
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from etude.agent.calls import Call
     from etude.agent.search import Searcher
-    from etude.sandbox.box import Result, Sandbox
 
 ToolName = Literal["read", "grep", "glob", "list", "search", "edit", "write", "shell", "todo", "bash"]
 READ_ONLY = frozenset({"read", "grep", "glob", "list", "search"})
@@ -43,20 +43,12 @@ TOOLBOX = inspect.getsource(toolbox)  # a program
 Outcome = tuple[str, dict[str, Any], bool]  # text for the policy, details for the trace, whether it failed
 
 
-class ToolSettings(BaseModel):
+class ToolSettings(BaseModel, extra="forbid", strict=True, frozen=True):
     """The tools of one environment."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    tools: list[ToolName] = Field(
-        default=ALL_BUT_BASH, min_length=1, description="tools offered; ['bash'] alone to compare with mini-swe-agent"
-    )
-    strict_arguments: bool = Field(
-        default=False, description="unknown or wrongly typed arguments are refused; false: ignored or converted"
-    )
-    output_characters: int = Field(
-        default=10_000, ge=1000, le=30_000, description="limit of characters in a tool's output; the middle is cut"
-    )
+    tools: list[ToolName] = Field(ALL_BUT_BASH, min_length=1, description="tools offered; ['bash']: mini-swe-agent's")
+    strict_arguments: bool = Field(default=False, description="true: unknown or mistyped arguments are refused")
+    output_characters: int = Field(10_000, ge=1000, le=30_000, description="limit of an output; the middle is cut")
     read_lines: int = Field(default=400, ge=10, description="limit of lines in one read")
     matches: int = Field(default=100, ge=1, description="match limit of a grep; a glob or list has five times that")
     seconds: float = Field(default=20.0, gt=0, description="time limit of a tool other than shell in seconds")
@@ -170,16 +162,19 @@ def request(name: str, given: dict[str, Any], settings: ToolSettings) -> dict[st
     return given
 
 
+@dataclass(eq=False)
 class Toolset:
     """The tools of one episode and what they remember: the plan, and the index that `search` looks into."""
 
-    def __init__(
-        self, sandbox: Sandbox, settings: ToolSettings, searcher: Searcher | None = None, python: str = "python3"
-    ) -> None:
-        self.sandbox, self.settings, self.searcher, self.python = sandbox, settings, searcher, python
-        self.plan_text = ""  # the to-do list
+    sandbox: Sandbox
+    settings: ToolSettings
+    searcher: Searcher | None = None
+    python: str = "python3"
+    plan_text: str = ""  # the to-do list
+
+    def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(AT_ONCE)
-        if "search" in self.settings.tools and searcher is None:
+        if "search" in self.settings.tools and self.searcher is None:
             raise UserError("the tool 'search' needs an index; give one, or leave 'search' out of tools")
 
     @property
@@ -190,15 +185,10 @@ class Toolset:
         """Answer calls in their order. Neighbours that only read run at once; a writing one runs alone."""
         answers: list[Answer] = []
         for only_read, group in groupby(calls, key=lambda call: call.name in READ_ONLY):
-            if not only_read:
+            if only_read:
+                answers += await together(map(self._answer, group))
+            else:
                 answers += [await self._answer(call) for call in group]
-                continue
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    running = [tasks.create_task(self._answer(call)) for call in group]
-            except ExceptionGroup as failures:
-                raise failures.exceptions[0] from None
-            answers += [task.result() for task in running]
         return answers
 
     async def _answer(self, call: Call) -> Answer:

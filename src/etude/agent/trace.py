@@ -47,9 +47,8 @@ class Node:
     tokens: list[int]
     text: str
     sampled: bool = False
-    logprobs: list[float] = field(
-        default_factory=list
-    )  # of sampled tokens, under the distribution they were drawn from
+    # Of sampled tokens, under the distribution they were drawn from.
+    logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)  # at temperature 1, nothing cut off
     versions: list[int] = field(default_factory=list)  # of the weights, a token
     began: float = 0.0  # seconds since the episode began
@@ -174,9 +173,8 @@ def _fault(node: Node, place: int) -> str:
     if lengths[2] != wanted or not {*lengths[:2]} <= {0, wanted}:
         counts = " / ".join(map(str, lengths))
         return f"it has {counts} log-probs / raw ones / versions, but {wanted} sampled tokens"
-    reported = [
-        number for each in columns[:2] if not all(map(math.isnan, each)) for number in each
-    ]  # vLLM reports one of two
+    # Of the two, vLLM reports one.
+    reported = [number for each in columns[:2] if not all(map(math.isnan, each)) for number in each]
     if not all(map(math.isfinite, [node.began, node.seconds, *reported])):
         return "a log-prob or a time of it is not finite"
     return "" if min(node.tokens, default=0) >= 0 else "it has a token below 0"

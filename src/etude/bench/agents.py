@@ -1,26 +1,24 @@
-"""Running a benchmark: every agent at every task k times, each attempt in a sandbox of its own and written down as soon as it ends.
+"""Runs a benchmark: every agent at every task k times, each attempt in its own sandbox and recorded as soon as it ends.
 
 An agent is a model behind the harness, loaded when its turn comes, or one of two scripts that measure the benchmark itself.
-Where the machinery fails nothing is known of the model. Such an attempt is not written down but made once more after all others,
-when whatever was wrong may be over; if it fails again it is recorded as invalid. Many failures in a row end the benchmark instead:
-a server that is down would spoil the rest.
+An attempt that fails by a fault of the infrastructure says nothing about the model. It is repeated once after all others; if it fails
+again it is recorded as invalid. Many such failures in a row end the benchmark, because a server that is down would spoil the rest.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from etude.agent.endpoint import BYTES, message_format
 from etude.agent.formats import ChatFormat
 from etude.agent.harness import VERSION, Harness, HarnessSettings
-from etude.agent.policies import ScriptedPolicy
-from etude.agent.tools import ToolSettings
+from etude.agent.policies import ModelSource, ScriptedPolicy
+from etude.agent.tools import Toolset, ToolSettings
 from etude.agent.trace import Trace, append_trace
 from etude.bench.axes import effort, set_statistics, vector
 from etude.bench.trials import Header, Trial, TrialLog, trial_key
@@ -35,24 +33,18 @@ from etude.sandbox.probe import strongest
 from etude.tasks.attempt import judge, searcher_for, work_on
 from etude.tasks.demos import solution_calls
 from etude.tasks.prompts import asked
-from etude.tasks.score import Scores, one_a_core, score
+from etude.tasks.score import Scorer, Scores, one_a_core, score
 from etude.tasks.task import Style, Task  # noqa: TC001 - pydantic reads it
 from etude.training.settings import Settings
-from etude.work import cores
+from etude.work import cores, together
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
-    from pydantic import BaseModel
-
-    from etude.agent.policies import ModelSource
     from etude.agent.search import Searcher
-    from etude.agent.tools import Toolset
     from etude.progress import Reporter
     from etude.progress import Task as Progress
     from etude.tasks.manifest import TaskSet
-    from etude.tasks.score import Scorer
 
 TRACES = "traces.jsonl"
 GIVE_UP = 10  # invalid attempts in a row
@@ -66,10 +58,8 @@ INTEGRITY = {
 }
 
 
-class BenchSettings(Settings):
+class BenchSettings(Settings, frozen=True):
     """How a benchmark is run."""
-
-    model_config = ConfigDict(frozen=True)
 
     harness: HarnessSettings = HarnessSettings()
     tools: ToolSettings = ToolSettings()
@@ -154,18 +144,16 @@ async def run_benchmark(
         reporter.say(f"{others} tasks have no {settings.style} request: asked in another style, see the report")
     sampling = settings.model_dump(mode="json", include={"harness", "tools", "style"})
     about = kind.about(task_set.tasks, {name: prompt for name, (_, prompt) in asks.items()})
-    header = Header(
-        integrity=await kind.rules(settings), harness=VERSION, tasks=task_set.digest, sampling=sampling, about=about
-    )
+    rules = await kind.rules(settings)
+    header = Header(integrity=rules, harness=VERSION, tasks=task_set.digest, sampling=sampling, about=about)
     tasks = sorted(task_set.tasks, key=lambda task: digest_of(task.id))[: settings.limit or None]
     numbered = [(task, number) for number in range(1, settings.k + 1) for task in tasks]
     total, tested = len(numbered) * len(agents), one_a_core(scorer)
     searcher, known = searcher_for(settings.tools, cache), Scores(tested).of
     with TrialLog(folder, header) as log, reporter.task(f"benchmark {task_set.name}", total, "trials") as progress:
         for agent in agents:
-            benchmark = kind(
-                settings, folder, log, reporter, progress, task_set, searcher, tested if agent.probe else known
-            )
+            scores = tested if agent.probe else known
+            benchmark = kind(settings, folder, log, reporter, progress, task_set, searcher, scores)
             await benchmark.measure(agent, [Attempt(agent, task, number, *asks[task.id]) for task, number in numbered])
 
 
@@ -210,12 +198,7 @@ class Benchmark:
                 self.log.add(trial)
                 self.progress.advance()
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(self.settings.concurrency or 2 * cores(), len(attempts))):
-                    group.create_task(work())
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None  # most often the wish to stop, which several may hear
+        await together(work() for _ in range(min(self.settings.concurrency or 2 * cores(), len(attempts))))
         return again
 
     async def _made(self, policies: Policies, attempt: Attempt) -> tuple[Trial, Trace | None]:

@@ -1,7 +1,7 @@
 """A benchmark in an arena that is not `code`: the episodes of training, with the same seeds, statistics and report as any benchmark.
 
-What a trial has of code stays empty: no tests, no quality. What the arena watches (unmarked or hedged answers, verdicts of a judge)
-is kept beside the other numbers of interaction.
+The fields of a trial that are about code stay empty: no tests, no quality. Metrics of the arena (unmarked or hedged answers, verdicts
+of a judge) are stored with those of interaction.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.agent.calls import Call
 from etude.agent.harness import VERSION
-from etude.bench.agents import Agent, Attempt, Benchmark, scripted
+from etude.bench.agents import Agent, Attempt, Benchmark, BenchSettings, Policies, scripted
 from etude.bench.axes import effort
 from etude.bench.trials import Header, Trial, TrialLog
 from etude.files import digest_of
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from etude.agent.formats import ChatFormat
     from etude.agent.trace import Trace
-    from etude.bench.agents import BenchSettings, Policies
     from etude.progress import Reporter
     from etude.rl.arenas import Arena, Choice
     from etude.rl.environment import Item
@@ -61,7 +60,7 @@ class ArenaBenchmark(Benchmark):
 
 
 def known(arena: Arena, agent: Agent) -> Agent:
-    """Return the agent that plays in an arena: the oracle knows its solutions; the others are who they are."""
+    """Return the agent for an arena: the oracle gets the arena's solutions; others are returned unchanged."""
     if agent.name != "oracle":
         return agent
 
@@ -78,9 +77,8 @@ async def run_arena(
     """Make all attempts that the folder does not hold yet, one agent after another; return how many items there are."""
     arena = choice.open()
     sampling = settings.model_dump(mode="json", include={"harness"})
-    header = Header(
-        integrity=arena.about, harness=VERSION, tasks=arena.digest, sampling=sampling, about=arena.statistics
-    )
+    rules, about = arena.about, arena.statistics
+    header = Header(integrity=rules, harness=VERSION, tasks=arena.digest, sampling=sampling, about=about)
     items = sorted(arena.items, key=lambda item: digest_of(item.id))[: settings.limit or None]
     agents = [known(arena, agent) for agent in agents]
     total = len(items) * settings.k * len(agents)
@@ -93,11 +91,10 @@ async def run_arena(
         for agent in agents:
             arena = replace(choice, harness=agent.bounded(settings.harness)).open()
             benchmark = ArenaBenchmark(settings, folder, log, reporter, progress, arena, Path(journals))
-            numbered = [(item, number) for number in range(1, settings.k + 1) for item in items]
+            numbers = range(1, settings.k + 1)
+            attempts = [ArenaAttempt(agent, item, number, "terse", "") for number in numbers for item in items]
             try:
-                await benchmark.measure(
-                    agent, [ArenaAttempt(agent, item, number, "terse", "") for item, number in numbered]
-                )
+                await benchmark.measure(agent, attempts)
             finally:
                 await arena.close(reporter.say)
     return len(items)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from etude.rewards.quality import size
 from etude.tasks.attempt import reference_change
@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from etude.tasks.task import Task
 
 
-class Prices(BaseModel):
+class Prices(BaseModel, extra="forbid", strict=True, frozen=True):
     """Prices of a million tokens, in any one currency."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     read: float = Field(default=0.0, ge=0, description="price of a million prompt tokens, uncached")
     cached: float = Field(default=0.0, ge=0, description="price of a million prompt tokens, cached")
@@ -80,17 +78,17 @@ def _tokens(name: str, kind: str) -> Metric:
     return Metric(name, lambda trial: trial.tokens.get(kind, 0))
 
 
-SCORE = Metric(
-    "avg@k", lambda trial: {"pass": 1.0, "fail": 0.0}[trial.outcome], rate=True
-)  # invalid: a mistake of ours
+def _added_complexity(quality: Mapping[str, float]) -> float:
+    return quality["complexity"] - quality["reference_complexity"]
+
+
+SCORE = Metric("avg@k", lambda trial: {"pass": 1.0, "fail": 0.0}[trial.outcome], rate=True)  # invalid: our own mistake
 TESTS = Metric("tests passed", _tests_passed, rate=True)
 WRITTEN = _tokens("tokens written ↓", "written")
 QUALITY = (
     _quality("new lint findings ↓", lambda q: q["lint"]),
     _quality("lines changed, × reference", lambda q: _share(q["lines"], q["reference_lines"])),
-    _quality(
-        "decision points above the reference ↓", lambda q: q["complexity"] - q["reference_complexity"], signed=True
-    ),
+    _quality("decision points above the reference ↓", _added_complexity, signed=True),
     _leaves("changes unrelated files ↓", "unrelated_files"),
     _leaves("changes unrelated functions ↓", "unrelated_functions"),
     _leaves("leaves scratch files ↓", "scratch_files"),

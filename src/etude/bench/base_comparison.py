@@ -37,7 +37,7 @@ from pydantic import BaseModel, Field, model_validator
 from rapidfuzz.distance import Levenshtein
 
 from etude.bench.statistics import ratio_interval
-from etude.data.codebase import FENCE, EditChain, Keep, git_chains, made_chains
+from etude.data.codebase import FENCE, Codebase, EditChain, Keep, git_chains, made_chains
 from etude.errors import UserError
 from etude.lineage.compute import forward_flops
 from etude.lineage.licences import headline_duties, identify, licence_files
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from etude.data.codebase import Codebase
 
 BATCH = 4  # state-tracking tasks written together
 ROOM = 1.25  # tokens allowed for a file, as a multiple of the true file's
@@ -259,9 +258,8 @@ def measure_bits(candidate: Candidate, code: Codebase, config: CompareConfig, wo
     by_file = [FileBits(file.path, file.bytes, cost) for file, cost in zip(code.files, bits, strict=True)]
     scored_bytes = code.bytes - tokens.unscored_bytes
     interval = ratio_interval(bits, [file.bytes for file in by_file])
-    return BitsResult(
-        sum(bits) / scored_bytes, interval, scored_bytes, scored, len(code.files), tokens.lossy_files, by_file
-    )
+    bits_per_byte, files = sum(bits) / scored_bytes, len(code.files)
+    return BitsResult(bits_per_byte, interval, scored_bytes, scored, files, tokens.lossy_files, by_file)
 
 
 def difference(worse: BitsResult, better: BitsResult) -> tuple[float, tuple[float, float] | None]:
@@ -308,10 +306,9 @@ def tracking_units(candidate: Candidate, chains: Sequence[EditChain]) -> list[Un
         budget = int(ROOM * max(len(candidate.ids(chain.versions[-1])) for chain in some)) + 8
         needed = max(map(len, prompts)) + budget
         if needed > candidate.shape.context:
-            raise UserError(
-                f"a state-tracking task needs {needed} tokens, but {candidate.name} has a context of {candidate.shape.context}; "
-                "lower compare.state_chars or compare.state_diffs"
-            )
+            context = f"{candidate.name} has a context of {candidate.shape.context}"
+            advice = "lower compare.state_chars or compare.state_diffs"
+            raise UserError(f"a state-tracking task needs {needed} tokens, but {context}; {advice}")
         units.append(Unit(f"{candidate.rows}/state/{start:04d}", Batch(some, prompts, budget), budget * len(some)))
     return units
 
@@ -323,9 +320,8 @@ def measure_state(candidate: Candidate, chains: Sequence[EditChain], work: Work)
     tokeniser = candidate.tokeniser
     for unit in work.pending(f"{candidate.name}: tracking state", tracking_units(candidate, chains), "tokens"):
         batch, begun, on_step = unit.item, clock(candidate.device), partial(work.tick, len(unit.item.chains))
-        written = transformers_reference.write_greedily(
-            candidate.model, tokeniser, batch.prompts, batch.budget, FENCE, on_step
-        )
+        write, prompts = transformers_reference.write_greedily, batch.prompts
+        written = write(candidate.model, tokeniser, prompts, batch.budget, FENCE, on_step)
         files = [tokeniser.decode(ids).partition(FENCE)[0] for ids in written]
         truth = [chain.versions[-1] for chain in batch.chains]
         distances = [Levenshtein.distance(file, true) for file, true in zip(files, truth, strict=True)]
@@ -334,15 +330,10 @@ def measure_state(candidate: Candidate, chains: Sequence[EditChain], work: Work)
     distances = [distance for row in work.metrics.rows(f"{candidate.rows}/state/") for distance in row["distances"]]
     lengths = [len(chain.versions[-1]) for chain in chains]
     copying = sum(Levenshtein.distance(chain.versions[0], chain.versions[-1]) for chain in chains)
-    return StateResult(
-        tasks=len(chains),
-        from_git=sum(chain.origin == "git" for chain in chains),
-        distance=sum(distances) / len(distances),
-        distance_per_character=sum(distances) / sum(lengths),
-        interval=ratio_interval(distances, lengths),
-        copying_per_character=copying / sum(lengths),
-        exact=sum(distance == 0 for distance in distances),
-    )
+    from_git, exact = sum(chain.origin == "git" for chain in chains), sum(distance == 0 for distance in distances)
+    distance, per_character = sum(distances) / len(distances), sum(distances) / sum(lengths)
+    interval, copying_per_character = ratio_interval(distances, lengths), copying / sum(lengths)
+    return StateResult(len(chains), from_git, distance, per_character, interval, copying_per_character, exact)
 
 
 def _measure_speed(candidate: Candidate, config: CompareConfig, work: Work) -> dict[str, Any]:

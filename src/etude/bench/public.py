@@ -5,7 +5,8 @@ benchmark's harness applies it, and `eval.sh` is run there. `logs/run_evaluation
 every attempt where that harness looks for them; beside it lie predictions and the run's report. Harbor: `tests/test.sh` runs where
 the agent worked, or in a fresh container with its artifacts where the task says so; its reward files are kept under `harbor/`.
 
-A container that cannot be started makes an attempt invalid. Whatever the verifier says is the agent's, an end without a word included.
+A container that cannot be started makes an attempt invalid. Everything else counts as the agent's result, a verifier without output
+included.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from etude.agent.calls import Call
 from etude.agent.harness import SYSTEM, Harness
 from etude.agent.policies import ScriptedPolicy
 from etude.agent.trace import Trace
-from etude.bench.agents import CONTEXT, TRACES, Attempt, CodeBenchmark
+from etude.bench.agents import CONTEXT, TRACES, Attempt, BenchSettings, CodeBenchmark, Policies
 from etude.bench.axes import effort, vector
-from etude.bench.trials import read_results
+from etude.bench.trials import Trial, read_results
 from etude.errors import UserError
 from etude.files import digest_of, read_json, write_json, write_text
 from etude.rewards.interaction import interaction
@@ -42,9 +43,6 @@ from etude.tasks.public import PublicTask, outcomes, passing, read_public
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from etude.agent.formats import ChatFormat
-    from etude.bench.agents import BenchSettings, Policies
-    from etude.bench.trials import Trial
     from etude.tasks.task import Task
 
 TREE = "export GIT_INDEX_FILE=/tmp/.etude-index; rm -f $GIT_INDEX_FILE; git add -A . && git write-tree"
@@ -83,9 +81,7 @@ def engine_of(sandbox: str) -> str:
         raise UserError(f'sandbox = "{sandbox}": public tasks name their own images; say podman, docker or auto')
     there = next((each for each in ENGINES if shutil.which(each)), "") if engine == "auto" else engine
     if not there:
-        raise UserError(
-            "tasks of public benchmarks run in containers, and there is neither podman nor docker; install one"
-        )
+        raise UserError("public benchmarks run in containers, and there is neither podman nor docker; install one")
     return there
 
 
@@ -97,6 +93,18 @@ class Verdict:
     why: str = ""
     passed: dict[str, int] = field(default_factory=dict)
     expected: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One attempt at a task, with its policy, image and trace."""
+
+    policies: Policies
+    attempt: Attempt
+    task: PublicTask
+    engine: str
+    image: str
+    trace: Trace
 
 
 class PublicBenchmark(CodeBenchmark):
@@ -120,71 +128,59 @@ class PublicBenchmark(CodeBenchmark):
         image = await asyncio.to_thread(images.digest, engine, task.image or str(task.build), task.build)
         trace = Trace(f"{attempt.agent.name}:{task.id}:{attempt.number}", task.request)
         trace.made_by |= {"sandbox": f"{engine}:{image}", "suite": task.suite, "image": task.image}
+        job = Job(policies, attempt, task, engine, image, trace)
         try:
-            seen = await (self._swebench if task.suite == "swebench" else self._harbor)(
-                policies, attempt, task, engine, image, trace
-            )
+            seen = await (self._swebench(job) if task.suite == "swebench" else self._harbor(job))
         except UserError as error:  # of the policy or of an image, and neither is to be tried again
             raise SandboxError(str(error)) from error
         trace.rewards = {"pass": float(seen.resolved)}
-        return attempt.trial(
-            outcome="pass" if seen.resolved else "fail", passed=seen.passed, expected=seen.expected, **effort(trace),
-            interaction=vector(interaction(trace, None)), trace=f"{TRACES}#{trace.id}",
-        ), trace  # fmt: skip
+        outcome, interacted = "pass" if seen.resolved else "fail", vector(interaction(trace, None))
+        measured = {"passed": seen.passed, "expected": seen.expected, "interaction": interacted, **effort(trace)}
+        return attempt.trial(outcome=outcome, trace=f"{TRACES}#{trace.id}", **measured), trace
 
-    async def _work(
-        self,
-        policies: Policies,
-        attempt: Attempt,
-        box: ImageSandbox,
-        trace: Trace,
-        oracle: str,
-        seconds: float = math.inf,
-    ) -> None:
-        """Have the agent work in a container. `oracle`: the command that puts the benchmark's own solution in place."""
-        policy, talk = policies(attempt.task)
-        if attempt.agent.probe:
-            policy = ScriptedPolicy(
-                _turns(attempt.agent.name, oracle, talk, self.settings.tools.tools), talk, context=CONTEXT
-            )
-        bounded, seed = attempt.agent.bounded(self.settings.harness), attempt.seed
+    async def _work(self, job: Job, box: ImageSandbox, solve: str, seconds: float = math.inf) -> None:
+        """Have the agent work in a container. `solve`: the command that puts the benchmark's own solution in place."""
+        agent = job.attempt.agent
+        policy, talk = job.policies(job.attempt.task)
+        if agent.probe:
+            tool = "shell" if "shell" in self.settings.tools.tools else "bash"
+            call = talk.write(Call(tool, {"command": solve, "timeout": 600}))
+            turns = [call, "The reference is in place."] if agent.name == "oracle" else []
+            policy = ScriptedPolicy(turns, talk, context=CONTEXT)
+        bounded = agent.bounded(self.settings.harness)
         bounded = bounded.model_copy(update={"seconds": min(bounded.seconds, seconds)})
         tools = PunctualToolset(box, self.settings.tools, self.searcher)
-        harness = Harness(policy, talk, tools, bounded, trace, seed=seed)
+        harness = Harness(policy, talk, tools, bounded, job.trace, seed=job.attempt.seed)
         tools.until = harness.began + bounded.seconds
-        await harness.run(SYSTEM, trace.task)
+        await harness.run(SYSTEM, job.trace.task)
 
-    async def _swebench(
-        self, policies: Policies, attempt: Attempt, task: PublicTask, engine: str, image: str, trace: Trace
-    ) -> Verdict:
+    async def _swebench(self, job: Job) -> Verdict:
+        task, attempt, trace = job.task, job.attempt, job.trace
         env = {"BASH_ENV": "/root/.bashrc"}  # where the images activate their environment
-        async with ImageSandbox.opened(engine, image, root=task.root, env=env) as box:
+        async with ImageSandbox.opened(job.engine, job.image, root=task.root, env=env) as box:
             before = await _said(box, TREE)
             if attempt.agent.name == "oracle":
                 await box.put(task.folder / "gold.patch", "/tmp/gold.patch")  # noqa: S108 - of the container
-            await self._work(policies, attempt, box, trace, "git apply /tmp/gold.patch && rm /tmp/gold.patch")
+            await self._work(job, box, "git apply /tmp/gold.patch && rm /tmp/gold.patch")
             after = await _said(box, TREE)
             patch = (await box.exec(["git", "diff", "--binary", before, after])).out.decode(errors="surrogateescape")
         trace.diff = patch.encode(errors="replace").decode()
         folder = self.folder / RUNS / f"etude-{attempt.number}" / _plain(attempt.agent.name) / task.id
         write_text(folder / "patch.diff", trace.diff)
-        async with ImageSandbox.opened(engine, image, root=task.root) as box:
+        async with ImageSandbox.opened(job.engine, job.image, root=task.root) as box:
             why = await _apply(box, trace.diff) if patch else ""
             done = None if why else await _evaluate(box, task)
         log = done.decode(errors="replace") if done is not None else why
         write_text(folder / "test_output.txt", log)
         report = graded(task, log, applied=not why)
         write_json(folder / "report.json", {task.id: report})
-        counts = report.get("tests_status", {})
-        lists = {
-            name: counts.get(name.upper(), {"success": [], "failure": []}) for name in ("fail_to_pass", "pass_to_pass")
-        }
         expected = {"fail_to_pass": len(task.fail_to_pass), "pass_to_pass": len(task.pass_to_pass)}
-        return Verdict(report["resolved"], why, {name: len(each["success"]) for name, each in lists.items()}, expected)
+        ended = report.get("tests_status", {})
+        passed = {name: len(ended[name.upper()]["success"]) if ended else 0 for name in expected}
+        return Verdict(report["resolved"], why, passed, expected)
 
-    async def _harbor(
-        self, policies: Policies, attempt: Attempt, task: PublicTask, engine: str, image: str, trace: Trace
-    ) -> Verdict:
+    async def _harbor(self, job: Job) -> Verdict:
+        task, attempt = job.task, job.attempt
         environment, agent, verifier = map(task.table, ("environment", "agent", "verifier"))
         memory = int(float(environment.get("memory_mb") or LIMITS.memory >> 20)) << 20
         limits = replace(LIMITS, memory=memory, cpus=float(environment.get("cpus") or 1))
@@ -192,31 +188,20 @@ class PublicBenchmark(CodeBenchmark):
         about: dict[str, Any] = {"network": mode != "no-network", "root": task.root, "limits": limits}
         about["env"] = {key: str(value) for key, value in environment.get("env", {}).items()}
         folder = self.folder / "harbor" / _plain(attempt.agent.name) / f"{task.id}__{attempt.number}" / "verifier"
-        async with ImageSandbox.opened(engine, image, **about) as box:
+        async with ImageSandbox.opened(job.engine, job.image, **about) as box:
             if attempt.agent.name == "oracle":
                 await box.put(task.folder / "solution", "/solution")
-            env = " ".join(
-                f"{key}={shlex.quote(str(value))}" for key, value in task.table("solution").get("env", {}).items()
-            )
-            seconds = float(agent.get("timeout_sec") or math.inf)
-            await self._work(policies, attempt, box, trace, f"{env} bash /solution/solve.sh".strip(), seconds)
+            variables = task.table("solution").get("env", {}).items()
+            words = [*(f"{key}={shlex.quote(str(value))}" for key, value in variables), "bash /solution/solve.sh"]
+            await self._work(job, box, " ".join(words), float(agent.get("timeout_sec") or math.inf))
             if verifier.get("environment_mode") != "separate":
                 return await _rewarded(box, task, folder)
             kept = [await box.get(str(place)) for place in task.about.get("artifacts", [])]
-        async with ImageSandbox.opened(engine, image, **about) as box:
+        async with ImageSandbox.opened(job.engine, job.image, **about) as box:
             for artifact in filter(None, kept):
                 if (done := await box.exec(["tar", "-x", "-f", "-", "-C", "/", "--no-same-owner"], stdin=artifact)).rc:
                     raise SandboxError(f"an artifact does not fit: {done.err.decode(errors='replace')[-300:]}")
             return await _rewarded(box, task, folder)
-
-
-def _turns(name: str, command: str, talk: ChatFormat, offered: Sequence[str]) -> list[str]:
-    tool = "shell" if "shell" in offered else "bash"
-    return (
-        [talk.write(Call(tool, {"command": command, "timeout": 600})), "The reference is in place."]
-        if name == "oracle"
-        else []
-    )
 
 
 def _plain(model: str) -> str:
@@ -278,9 +263,8 @@ async def _rewarded(box: ImageSandbox, task: PublicTask, folder: Path) -> Verdic
             if member.isfile() and (name := Path(member.name).name) in {"reward.txt", "reward.json"}:
                 (folder / name).write_bytes(tar.extractfile(member).read())  # type: ignore[union-attr]
     reward, why = _reward(folder)
-    return Verdict(
-        reward >= 1.0, why or ("out of time" if done.timed_out else ""), {"reward": int(reward >= 1.0)}, {"reward": 1}
-    )
+    passed = reward >= 1.0
+    return Verdict(passed, why or "out of time" * done.timed_out, {"reward": int(passed)}, {"reward": 1})
 
 
 def _reward(folder: Path) -> tuple[float, str]:

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from etude.errors import UserError
 from etude.files import canonical_json
@@ -29,10 +29,8 @@ Outcome = Literal["pass", "fail", "invalid"]
 Stored = TypeVar("Stored", bound=BaseModel)
 
 
-class Header(BaseModel):
+class Header(BaseModel, extra="forbid", strict=True, frozen=True):
     """The rules that all trials of a folder share."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     integrity: dict[str, Any]  # what the agent could reach and what was restored before scoring
     harness: str
@@ -47,10 +45,8 @@ class Header(BaseModel):
         return [name for name, here, there in zip(names, one, two, strict=True) if here != there]
 
 
-class Trial(BaseModel):
+class Trial(BaseModel, extra="forbid", strict=True, frozen=True):
     """One attempt of one model at one task."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     model: str
     task: str
@@ -124,10 +120,9 @@ def read_results(folder: Path) -> Results:
         raise UserError(f"{folder} holds no {FILE}; give a folder that `etude bench` wrote") from None
     if len(whole) < 2:
         raise UserError(f"{path} holds no trials yet; run `etude bench` first")
-    header, *trials = (
-        _read(Trial if number > 1 else Header, line, f"line {number} of {path}") for number, line in enumerate(whole, 1)
-    )
-    return Results(header, tuple(trials))  # type: ignore[arg-type]
+    header = _read(Header, whole[0], f"line 1 of {path}")
+    trials = (_read(Trial, line, f"line {number} of {path}") for number, line in enumerate(whole[1:], 2))
+    return Results(header, tuple(trials))
 
 
 def read_together(folders: Sequence[Path]) -> Results:

@@ -29,24 +29,20 @@ from etude.data.filter_documents import UnitJob, filter_unit, units_of
 from etude.data.filters.contamination import index_tasks, ngram_runs, read_tasks
 from etude.data.filters.private import scrub
 from etude.data.heldout import hold_out, is_heldout
-from etude.data.manifest import MANIFEST, TOOLS, Manifest, SourceEntry, load_manifest
+from etude.data.manifest import MANIFEST, TOOLS, Manifest, ShardEntry, SourceEntry, load_manifest
 from etude.data.packing import dtype_for, pack_source, write_table
-from etude.data.settings import SELF
-from etude.data.sources import open_source
+from etude.data.settings import SELF, DataSettings, SourceSettings
+from etude.data.sources import OpenSource, open_source
 from etude.data.tokenise import Encoder, TokeniseJob, copy_tokeniser, read_kept, tokenise_unit, train_tokeniser
 from etude.errors import UserError
 from etude.files import canonical_json, sha256_file, write_json, write_text
 from etude.lineage.environment import version_of
-from etude.work import Unit, cores
+from etude.work import Unit, Work, cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from etude.data.filter_documents import Maker
-    from etude.data.manifest import ShardEntry
-    from etude.data.settings import DataSettings, SourceSettings
-    from etude.data.sources import OpenSource
-    from etude.work import Work
 
 UNITS, SHARDS, TOKENISER, TABLES = "units", "shards", "tokeniser", "documents"
 SAMPLES, HITS = "samples.json", "contamination.jsonl"
@@ -160,9 +156,8 @@ class Build:
         for source in self.data.source:
             for parts in units_of(sources[source.name].parts):
                 maker = self.maker(source) if self.maker and source.kind == "repair" else None
-                jobs.append(
-                    UnitJob(source, self.data, parts, index, self.work.folder / UNITS / f"{len(jobs):05d}", maker)
-                )
+                folder = self.work.folder / UNITS / f"{len(jobs):05d}"
+                jobs.append(UnitJob(source, self.data, parts, index, folder, maker))
         units = [Unit(f"filter/{job.folder.name}", job, max(job.size, 1)) for job in jobs]
         self.work.parallel("data: filtering", units, "B", filter_unit, self.data.workers or cores())
         for source in self.data.source:
@@ -242,23 +237,14 @@ class Build:
         write_json(folder / SAMPLES, self._scrubbed(samples.all()))
         write_text(folder / HITS, "".join(canonical_json(hit) + "\n" for hit in hits))
         longest = {domain: max(counts, default=-1) for domain, counts in self.histogram.items()}
+        counts = {name: [self.histogram[name][bit] for bit in range(last + 1)] for name, last in longest.items()}
         Manifest(
-            etude=etude.__version__,
-            seed=self.seed,
-            length=self.data.length,
-            dtype=dtype_for(vocabulary),
-            separator=separator,
-            vocabulary=vocabulary,
-            tokeniser=sha256_file(self._tokeniser),
-            exact_fast_tokeniser=exact,
-            shares=self._shares(),
-            histogram={name: [self.histogram[name][bit] for bit in range(last + 1)] for name, last in longest.items()},
-            contamination=len(hits) if self.data.contamination.tasks else None,
-            sources=list(self.entries.values()),
-            shards=self.shards,
-            tools={name: version_of(name) for name in TOOLS},
+            etude=etude.__version__, seed=self.seed, length=self.data.length, dtype=dtype_for(vocabulary), separator=separator,
+            vocabulary=vocabulary, tokeniser=sha256_file(self._tokeniser), exact_fast_tokeniser=exact, shares=self._shares(),
+            histogram=counts, contamination=len(hits) if self.data.contamination.tasks else None,
+            sources=list(self.entries.values()), shards=self.shards, tools={name: version_of(name) for name in TOOLS},
             settings=self.data.model_dump(mode="json", exclude={"workers"}),
-        ).save(folder)
+        ).save(folder)  # fmt: skip
 
     def _scrubbed(self, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return samples of dropped documents without their secrets: most left before the step that replaces those."""
@@ -283,7 +269,5 @@ def refuse_empty(entry: SourceEntry) -> None:
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in counts) or "there were none"
     unlicensed = counts and counts[0][0].startswith("licence: licence unknown")
     advice = 'set its `licence`, if you know it, or `unknown = "keep"`' if unlicensed else "change its settings"
-    raise UserError(
-        f"source {entry.name!r}: not one of its {entry.documents_in:,} documents is left ({reasons}); "
-        f"{advice}, or take it out of the recipe"
-    )
+    gone = f"not one of its {entry.documents_in:,} documents is left ({reasons})"
+    raise UserError(f"source {entry.name!r}: {gone}; {advice}, or take it out of the recipe")

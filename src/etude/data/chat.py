@@ -25,6 +25,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import resources
+from itertools import chain
 from pathlib import Path
 from textwrap import dedent
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -149,9 +150,10 @@ TOOL = {"type": "function", "function": READ_FILE}
 CUT = "\n… (the rest of the file is not shown)"
 
 
-def conversations_from_code(
-    codebase: Codebase, *, seed: int = 0, most_chars: int = 5000
-) -> tuple[list[Conversation], dict[str, int]]:
+Made = tuple[list[Conversation], dict[str, int]]
+
+
+def conversations_from_code(codebase: Codebase, *, seed: int = 0, most_chars: int = 5000) -> Made:
     """Return conversations with at most `most_chars` of messages, shuffled; and how many were made and skipped, and why."""
     made, counts = [], Counter[str]()
     for file in codebase.files:
@@ -330,15 +332,13 @@ def pack_chat(
     if 2 * (dropped := counts["train"].get(TOO_LONG, 0)) > counts["train"]["conversations"]:
         median = sorted(len(each.tokens) for each in splits["train"])[len(splits["train"]) // 2]
         most = f"{dropped} of {counts['train']['conversations']} conversations are longer than a row of {length} tokens"
-        advice = (
-            'raise length, make them shorter (of demonstrations: fewer tools, a shorter style), or set too_long = "cut"'
-        )
+        shorter = "make them shorter (of demonstrations: fewer tools, a shorter style)"
+        advice = f'raise length, {shorter}, or set too_long = "cut"'
         raise UserError(f"{most} (the median has {median}), so little would be trained on; {advice}")
     shards = {split: _shard(kept, length) for split, (kept, _) in sorted(fitted.items()) if kept}
     series = {split: {"chat": Series("chat", [shard])} for split, shard in shards.items()}  # the only source and domain
-    arrays: list[Any] = [
-        part for each in shards.values() for part in (each.tokens, each.pieces, each.rows, each.learnt)
-    ]
+    parts = [(each.tokens, each.pieces, each.rows, each.learnt) for each in shards.values()]
+    arrays: list[Any] = list(chain.from_iterable(parts))
     digest = digest_of([length, separator, list(shards), [hashlib.sha256(each).hexdigest() for each in arrays]])
     place = Path("the conversations")
     return Corpus(place, length, separator, vocabulary, {"chat": 1.0}, {"chat": "chat"}, series, digest), counts

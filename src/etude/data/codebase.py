@@ -18,6 +18,7 @@ import os
 import random
 import re
 import shutil
+import tomllib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,15 +32,8 @@ from etude.rooted import Rooted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-# fmt: off
-CODE_SUFFIXES = frozenset({
-    ".py", ".pyi", ".js", ".jsx", ".ts", ".tsx", ".mjs", ".java", ".kt", ".scala", ".c", ".h", ".cc", ".cpp",
-    ".cxx", ".hpp", ".cu", ".cuh", ".cs", ".go", ".rs", ".rb", ".php", ".swift", ".m", ".lua", ".jl", ".r", ".pl",
-    ".sh", ".bash", ".sql", ".zig", ".ex", ".exs", ".erl", ".hs", ".ml", ".clj", ".dart", ".vue", ".svelte",
-    ".proto", ".cmake", ".tf",
-})
-# fmt: on
-PROSE_SUFFIXES = frozenset({".txt", ".md", ".rst", ".tex"})
+TABLES = tomllib.loads(Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))
+CODE_SUFFIXES, PROSE_SUFFIXES = frozenset(TABLES["code_suffixes"]), frozenset(TABLES["prose_suffixes"])
 Keep = Literal["code", "prose"]
 SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages", "venv", "build", "dist", "target"})
 LARGEST_FILE = 1_000_000  # bytes; longer ones are data or generated
@@ -282,9 +276,8 @@ def _git_chain(root: Path, path: str, steps: int, most_chars: int) -> EditChain 
     commits = (git_says(root, "log", f"-{steps + 1}", "--format=%H", "--", path) or "").split()
     if len(commits) <= steps:
         return None
-    versions = tuple(
-        (git_says(root, "show", f"{commit}:./{path}") or "").removeprefix("\ufeff") for commit in reversed(commits)
-    )
+    texts = [git_says(root, "show", f"{commit}:./{path}") or "" for commit in reversed(commits)]
+    versions = tuple(text.removeprefix("\ufeff") for text in texts)
     short = all(0 < len(version) <= most_chars and FENCE not in version for version in versions)
     distinct = len({tuple(version.splitlines()) for version in versions}) == len(versions)
     return EditChain(path, versions, "git") if short and distinct else None

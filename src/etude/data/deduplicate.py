@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import xxhash
 from rensa import RMinHash
 
-from etude.data.document import Drop
+from etude.data.document import Drop, Samples
 from etude.data.filters.contamination import MULTIPLIER, ngram_runs, without_notice
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from etude.data.document import Samples
     from etude.data.filter_documents import UnitJob
     from etude.data.manifest import SourceEntry
     from etude.data.settings import DataSettings, DuplicateSettings

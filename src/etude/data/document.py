@@ -1,7 +1,7 @@
-"""A document on its way into the corpus, how it can leave it (dropped, with the step and the reason), and what sources share.
+"""Documents, drops (a document left out, with step and reason), and helpers that all sources share.
 
-Nothing disappears: whatever a source lists ends either as a kept document or as a `Drop`, and the manifest asserts that the
-two add up (`SourceEntry` counts both, for a unit of work as for a whole source).
+Everything that a source lists ends as a kept document or as a `Drop`. The manifest asserts that the two add up (`SourceEntry` counts
+both, for a unit of work and for a whole source).
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ class Document:
     kind: str = "file"  # file, commit or row
     language: str = ""  # tag of the library `identify`: python, markdown, plain-text, …
     licence: str = UNKNOWN  # SPDX expression
-    identity: str = (
-        ""  # what duplicates are compared by, if not by the text: the repair of one function is one in any surroundings
-    )
+    # What duplicates are compared by, if not by the text: the repair of one function is one in any surroundings.
+    identity: str = ""
     evidence: str = ""  # for the licence: spdx-tag, header, text-hash, classifier, metadata, declared
 
 
@@ -143,9 +142,8 @@ class Entry(NamedTuple):
 def entry_of(path: str, key: str, size: int, fault: str, most_bytes: int) -> Entry:
     """Return the entry of a file, with a fault if its name or its size is one."""
     shown = printable(path)
-    return Entry(
-        shown, key, size, fault or ("name not UTF-8" if shown != path else TOO_LARGE if size > most_bytes else "")
-    )
+    own_fault = "name not UTF-8" if shown != path else TOO_LARGE if size > most_bytes else ""
+    return Entry(shown, key, size, fault or own_fault)
 
 
 def printable(path: str) -> str:

@@ -27,7 +27,7 @@ import hashlib
 import re
 import shutil
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -46,7 +46,6 @@ from etude.data.manifest import SourceEntry
 from etude.files import publish_folder, read_json, write_json
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
@@ -94,7 +93,7 @@ class UnitJob:
 
     @cached_property
     def result(self) -> dict[str, Any]:
-        """What came of it, once it is done: counts, digest, samples of drops, contaminated documents."""
+        """The result of a finished unit: counts, digest, samples of drops, contaminated documents."""
         return dict(read_json(self.folder / RESULT))
 
 
@@ -213,9 +212,8 @@ class _Filtering:
             self._drop(Drop(document.repository, document.path, "repair", made, size, document.text[:EXCERPT]))
             return []
         self.entry.made_of += 1
-        self.entry.add(
-            {"documents_in": len(made) - 1, "bytes_in": sum(len(each.text.encode()) for each in made) - size}
-        )
+        more = sum(len(each.text.encode()) for each in made) - size
+        self.entry.add({"documents_in": len(made) - 1, "bytes_in": more})
         return made
 
     def _write(self, kept: list[Document], work: Path, writer: pq.ParquetWriter) -> None:

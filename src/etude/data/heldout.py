@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from etude.data.manifest import SourceEntry
     from etude.data.settings import DataSettings
 
+    Entries = Mapping[str, SourceEntry]  # by source
+
 GROSS = 1.5  # times the wanted share: a repository that would lead beyond it is passed over
 
 
@@ -44,8 +46,8 @@ def is_heldout(repository: str, heldout: frozenset[str] | float, seed: int) -> b
 def choose_heldout(sizes: Mapping[str, Mapping[str, int]], share: float, seed: int) -> set[str]:
     """Return repositories with about `share` of the bytes of each domain; `sizes` are bytes by domain and repository.
 
-    Never all of a domain. None if every one is too large for the share in some domain: better nothing to measure with than
-    most of it lost to training, unasked. An empty repository has nothing to measure with and is not chosen.
+    Never all of a domain, and none if each is too large for the share of some domain: then nothing is held out, rather than most of
+    the domain. Empty repositories are not chosen.
     """
 
     def place(name: str) -> bytes:
@@ -64,9 +66,7 @@ def choose_heldout(sizes: Mapping[str, Mapping[str, int]], share: float, seed: i
     return chosen
 
 
-def hold_out(
-    units: Sequence[UnitJob], data: DataSettings, entries: Mapping[str, SourceEntry], seed: int
-) -> frozenset[str]:
+def hold_out(units: Sequence[UnitJob], data: DataSettings, entries: Entries, seed: int) -> frozenset[str]:
     """Choose whole repositories, domain by domain; one held out in a domain is held out in every source it occurs in."""
     sizes: dict[str, Counter[str]] = defaultdict(Counter)  # by domain and repository
     repositories: dict[str, set[str]] = {source.name: set() for source in data.source}
@@ -79,10 +79,10 @@ def hold_out(
         for name, size in zip(*(table.column(key).to_pylist() for key in ("repository", "bytes")), strict=True):
             sizes[unit.source.domain][name] += size
             repositories[unit.source.name].add(name)
-    never, always = (
-        {name for source in data.source if source.hold_out == wish for name in repositories[source.name]}
-        for wish in (False, "all")
-    )
+    by_wish: dict[bool | str, set[str]] = defaultdict(set)
+    for each in data.source:
+        by_wish[each.hold_out] |= repositories[each.name]
+    never, always = by_wish[False], by_wish["all"]
     if both := sorted(never & always):
         where = 'a source with hold_out = false and in one with hold_out = "all"'
         raise UserError(f"{both[0]} is in {where}; take it out of one")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from math import isqrt
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from etude.files import digest_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
-    from typing import Self
 
     import numpy.typing as npt
 
@@ -51,10 +50,8 @@ def shares(
     """
     mass = {source: count * weights.get(source, 1.0) for source, count in tokens.items()}
     mixed = [source for source in tokens if not (replay and source == replay[0])]
-    stated = [
-        (f"the domain {domain!r}", share, [source for source in mixed if domains[source] == domain])
-        for domain, share in domain_shares.items()
-    ]
+    by_domain = {domain: [source for source in mixed if domains[source] == domain] for domain in domain_shares}
+    stated = [(f"the domain {domain!r}", share, by_domain[domain]) for domain, share in domain_shares.items()]
     if replay:
         stated.append((f"replay of {replay[0]!r}", replay[1], [replay[0]]))
     rest = 1 - sum(share for _, share, _ in stated)
@@ -173,9 +170,8 @@ class Corpus:
             if len(shard):
                 opened[entry.split][entry.source].append(shard)
         domains = {entry.source: entry.domain for entry in manifest.shards}
-        splits = {
-            split: {name: Series(name, shards) for name, shards in each.items()} for split, each in opened.items()
-        }
+        named = {split: each.items() for split, each in opened.items()}
+        splits = {split: {name: Series(name, shards) for name, shards in each} for split, each in named.items()}
         digest = digest_of([shape, [entry.model_dump() for entry in manifest.shards]])
         return cls(folder, **shape, shares=manifest.shares, domains=domains, splits=splits, digest=digest)
 

@@ -58,9 +58,8 @@ class SourceEntry(Entry):
     tokens_in: int = 0  # estimated: the text that came in, at the bytes a token of what stayed
     fim: int = 0  # files with their middle at the end
     made_of: int = 0  # files, or commits, that gave way to the examples made of them
-    made: Counter[str] = (
-        Counter()
-    )  # examples by what is wrong in them, and by reason what could not be made; before duplicates go
+    # Examples by what is wrong in them, and by reason what could not be made; before duplicates go.
+    made: Counter[str] = Counter()
 
     @field_serializer("drops", "dropped_bytes", "scrubbed", "licences", "languages", "evidence", "made")
     def _largest_first(self, counts: Counter[str]) -> dict[str, int]:
@@ -146,11 +145,8 @@ def check_shards(folder: Path, manifest: str, reporter: Reporter) -> None:
     """Refuse a corpus whose manifest (by its recorded digest) or shards are not, byte for byte, those that were built."""
     if sha256_file(folder / MANIFEST) != manifest:
         raise UserError(f"{folder / MANIFEST} is not what was built; {BUILD_AGAIN}")
-    digests = {
-        folder / "shards" / name: digest
-        for shard in load_manifest(folder).shards
-        for name, digest in shard.files.items()
-    }
+    files = [pair for shard in load_manifest(folder).shards for pair in shard.files.items()]
+    digests = {folder / "shards" / name: digest for name, digest in files}
     size = sum(path.stat().st_size for path in digests if path.exists())
     with reporter.task("checking the corpus", size, "B") as task:
         for path, digest in digests.items():

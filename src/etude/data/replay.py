@@ -18,19 +18,16 @@ from etude.data.document import Document
 from etude.data.heldout import draw, is_heldout
 from etude.data.manifest import SourceEntry
 from etude.data.packing import save_array
-from etude.data.settings import SELF
+from etude.data.settings import SELF, DataSettings, ReplaySettings
 from etude.data.tokenise import unit_writer
 from etude.errors import UserError
 from etude.files import digest_of, sha256_file
 from etude.models.load import weight_files
-from etude.work import Unit
+from etude.work import Unit, Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    from etude.data.settings import DataSettings, ReplaySettings
-    from etude.work import Work
 
 
 def sample_base(

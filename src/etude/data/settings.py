@@ -33,12 +33,8 @@ Licences = Literal["permissive", "copyleft", "any"] | list[str]
 class RepairSettings(Settings):
     """Examples of repairs made from code: functions with an error in one of them, or in none, and the answer."""
 
-    each: int = Field(
-        4, ge=1, le=32, description="errors made in a function, at most, one an example and each of another kind"
-    )
-    nothing_wrong: float = Field(
-        0.1, ge=0, le=0.5, description="share of examples in which nothing is wrong, and the answer says so"
-    )
+    each: int = Field(4, ge=1, le=32, description="most errors made in a function, one an example, of different kinds")
+    nothing_wrong: float = Field(0.1, ge=0, le=0.5, description="share of examples with nothing wrong, answered so")
     functions: int = Field(4, ge=1, description="functions shown at most, neighbours in their file")
     characters: int = Field(3000, ge=200, description="characters of code shown at most")
 
@@ -49,11 +45,9 @@ class SourceSettings(Settings):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$", description="name in counts, shards and the manifest")
     domain: str = Field("code", pattern=r"^[a-z0-9][a-z0-9_-]*$", description="domain: code, docs, commits, general, …")
     weight: float = Field(1.0, gt=0, description="sampling weight of its tokens, relative to a source of weight 1")
-    hold_out: bool | Literal["all"] = Field(
-        default=True, description="held-out split: true: a share of it; false: none; all: all of it"
-    )
+    hold_out: bool | Literal["all"] = Field(default=True, description="held-out split: a share of it, none, or all")
     licences: Licences = Field(
-        "permissive", description="allowed: permissive, copyleft (and permissive), any, SPDX ids"
+        "permissive", description="allowed: permissive, copyleft (includes permissive), any, ids"
     )
     unknown: Literal["drop", "keep"] = Field("drop", description="what to do with documents of unknown licence")
     licence: str | None = Field(None, description="licence of all its documents, if you know it (SPDX)")
@@ -63,9 +57,7 @@ class SourceSettings(Settings):
     folder: str | None = Field(None, description="a folder with files")
     git: str | None = Field(None, description="a git repository: a folder, or anything git can clone")
     revision: str = Field("HEAD", description="git: the commit, tag or branch to read")
-    kind: Literal["files", "repair"] = Field(
-        "files", description="the files as they are, or repairs made of their functions"
-    )
+    kind: Literal["files", "repair"] = Field("files", description="files as they are, or repairs of their functions")
     repair: RepairSettings = RepairSettings()
     history: int = Field(0, ge=0, description="git: read this many last commits (message and diff) instead of files")
     reports: str | None = Field(None, description="git history: where bug reports lie, such as issues/{number}.md")
@@ -182,9 +174,7 @@ class DataSettings(Settings):
     length: int = Field(2048, ge=16, le=1 << 24, description="tokens in a packed row")
     separator: str | None = Field(None, description="token after each document; default <|endoftext|> or another end")
     heldout: float = Field(0.02, ge=0, lt=1, description="share of each domain that is held out, in whole repositories")
-    repositories: Literal["off", "path", "imports"] = Field(
-        "off", description="join a repository's files, in this order"
-    )
+    repositories: Literal["off", "path", "imports"] = Field("off", description="order of a repository's joined files")
     repository_chars: int = Field(200_000, ge=1000, description="longest joined document, in characters")
     shares: dict[str, float] = Field({}, description="share of tokens by domain; the rest is split as the weights say")
     filters: FilterSettings = FilterSettings()

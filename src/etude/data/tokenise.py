@@ -70,9 +70,7 @@ RESERVED_TOKENS = 16
 SEPARATORS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 TEMPLATE = "chat_template.jinja"
-IMPORT = re.compile(
-    r"^[ \t]*(?:from[ \t]+(\.*[\w.]*)[ \t]+import[ \t]+\(?([\w, \t]*)|import[ \t]+([\w., \t]+))", re.MULTILINE
-)
+IMPORT = re.compile(r"(?m)^[ \t]*(?:from[ \t]+(\.*[\w.]*)[ \t]+import[ \t]+\(?([\w, \t]*)|import[ \t]+([\w., \t]+))")
 TOKENS, TABLE = "tokens.bin", "table.parquet"  # in a unit's folder: tokens one after another, and what they are of
 READ_ROWS = 256  # documents read at once: each may have a megabyte
 JOINED_BYTES = 64_000_000  # of one repository held in memory
@@ -173,9 +171,8 @@ def train_tokeniser(texts: Iterable[str], vocabulary: int, folder: Path) -> None
     if (size := made.get_vocab_size()) < vocabulary:
         advice = "add text or lower data.tokeniser.vocabulary"
         raise UserError(f"this corpus gives a vocabulary of {size} tokens, not {vocabulary}; {advice}")
-    saved = PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token=END, eos_token=END, pad_token=END, extra_special_tokens=special[1:]
-    )
+    roles = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END)
+    saved = PreTrainedTokenizerFast(tokenizer_object=made, **roles, extra_special_tokens=special[1:])
     saved.chat_template = resources.files("etude.models").joinpath("sprout", TEMPLATE).read_text(encoding="utf-8")
     work = folder.with_name(f"{folder.name}.work")
     saved.save_pretrained(work)
@@ -194,9 +191,8 @@ def copy_tokeniser(model: Path, folder: Path) -> None:
 
     tokeniser: Any = load_tokeniser(model)
     if not getattr(tokeniser, "is_fast", False):
-        raise UserError(
-            f"{model} has no tokenizer.json and none can be made of what it has; convert its tokeniser first"
-        )
+        none = "has no tokenizer.json and none can be made of what it has"
+        raise UserError(f"{model} {none}; convert its tokeniser first")
     tokeniser.save_pretrained(folder)
 
 
@@ -310,10 +306,8 @@ def _encoded(shaped: list[Shaped], encoder: Encoder, job: TokeniseJob) -> Iterat
 def _tokens(shaped: Sequence[Shaped], encoder: Encoder, separator: int) -> list[Tokens]:
     pieces = [[*each.pieces, separator] for each in shaped]
     encoded = iter(encoder.encode([piece for each in pieces for piece in each if isinstance(piece, str)]))
-    return [
-        np.concatenate([next(encoded) if isinstance(piece, str) else np.array([piece], np.uint32) for piece in each])
-        for each in pieces
-    ]
+    parts = [[next(encoded) if isinstance(one, str) else np.array([one], np.uint32) for one in each] for each in pieces]
+    return [np.concatenate(each) for each in parts]
 
 
 @contextlib.contextmanager
@@ -324,11 +318,9 @@ def unit_writer(folder: Path) -> Iterator[Callable[[Tokens, Sequence[Document], 
     """
     rows: list[dict[str, Any]] = []
     with (
-        whole_file(folder / TOKENS) as beside,
-        beside.open("wb") as file,
-        whole_file(folder / TABLE) as table,
-        pq.ParquetWriter(table, TABLE_SCHEMA, compression="zstd") as writer,
-    ):
+        whole_file(folder / TOKENS) as beside, beside.open("wb") as file,
+        whole_file(folder / TABLE) as table, pq.ParquetWriter(table, TABLE_SCHEMA, compression="zstd") as writer,
+    ):  # fmt: skip
 
         def flush() -> None:
             writer.write_table(pa.Table.from_pylist(rows, TABLE_SCHEMA))

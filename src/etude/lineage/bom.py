@@ -19,12 +19,11 @@ from urllib.parse import quote
 
 from etude.files import canonical_json
 from etude.lineage.card import LIMITS
-from etude.lineage.facts import NOT_KNOWN, edges, in_order, licence_terms, trained_on
+from etude.lineage.facts import NOT_KNOWN, Release, edges, in_order, licence_terms, trained_on
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from etude.lineage.facts import Release
     from etude.lineage.record import DataUse, FileDigest, Lineage, Parent, Record
 
 MODEL = "machine-learning-model"

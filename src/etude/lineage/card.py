@@ -15,13 +15,12 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from etude.errors import one_line
 from etude.lineage import facts
-from etude.lineage.facts import NOT_KNOWN
+from etude.lineage.facts import NOT_KNOWN, Release
 from etude.lineage.tree import describe_compute, render
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from etude.lineage.facts import Release
     from etude.lineage.record import Lineage
 
 WIDTH = 160  # of a line of the tree; the sources of a corpus can fill pages
@@ -170,11 +169,8 @@ def _data(lineage: Lineage) -> str:
          use.files, use.bytes, use.tokens, counted(use.licences) or NOT_KNOWN, sum(use.left_out.values())]
         for record, use in facts.trained_on(lineage)
     ]  # fmt: skip
-    unknown = [
-        f"What `{record.origin.name}` learned from before is in no record here: {NOT_KNOWN}."
-        for record in facts.in_order(lineage, "weights")
-        if record.origin and not record.parents
-    ]
+    bases = [each.origin.name for each in facts.in_order(lineage, "weights") if each.origin and not each.parents]
+    unknown = [f"What `{name}` learned from before is in no record here: {NOT_KNOWN}." for name in bases]
     return "\n\n".join([*unknown, _table(header, rows) if rows else "No stage read data."])
 
 

@@ -12,29 +12,19 @@ import tomllib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from etude.errors import UserError, nearest
+from etude.lineage import licences
 from etude.lineage.facts import in_order, is_notice
-from etude.lineage.licences import (
-    OWN,
-    clause_text,
-    duty_facts,
-    duty_text,
-    folder_name,
-    held,
-    is_proprietary,
-    obligations,
-)
-from etude.lineage.record import LINEAGE_FILE, load_lineage
+from etude.lineage.licences import OWN, duty_text, folder_name, held, is_proprietary, obligations
+from etude.lineage.record import LINEAGE_FILE, Lineage, Record, load_lineage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from etude.lineage.record import Lineage, Record
 
-STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 UNION = {"AT", "BE", "BG", "CY", "CZ", "DE", "DK", "EE", "ES", "FI", "FR", "GR", "HR", "HU", "IE", "IT", "LT", "LU", "LV", "MT",
          "NL", "PL", "PT", "RO", "SE", "SI", "SK"}  # the EU  # fmt: skip
 
@@ -43,10 +33,12 @@ def _ask(question: str, **bounds: Any) -> Any:
     return Field(default=None, description=question, **bounds)
 
 
-class Organisation(BaseModel):
-    """Who offers the product, with all its affiliates."""
+class Facts(BaseModel, extra="forbid", strict=True, allow_inf_nan=False, frozen=True):
+    """Unknown keys and wrong types are refused."""
 
-    model_config = STRICT
+
+class Organisation(Facts):
+    """Who offers the product, with all its affiliates."""
 
     name: str | None = _ask("Who provides the model?")
     contact: str | None = _ask("How is the provider reached?")
@@ -54,16 +46,12 @@ class Organisation(BaseModel):
     monthly_revenue: float | None = _ask("What is the group's revenue a month, of everything, in USD?", ge=0)
     yearly_revenue: float | None = _ask("What was the group's highest revenue in 12 months, in USD?", ge=0)
     model_service: bool | None = _ask("Does the group sell access to models (inference, fine-tuning) as a service?")
-    model_service_or_work_assistant: bool | None = _ask(
-        "Does the group offer models as a service, or an AI assistant for work such as coding or office?"
-    )
+    model_service_or_work_assistant: bool | None = _ask("Does it sell access to models, or an AI assistant for work?")
     users_in_month: dict[str, int] | None = _ask("How many monthly active users had the whole group in {month}?")
 
 
-class Product(BaseModel):
+class Product(Facts):
     """The product a model goes into; in the file, all but `organisation` stands in the table `product`."""
-
-    model_config = STRICT
 
     model_name: str | None = _ask("What is the model called in public?")
     intended_use: str | None = _ask("What is the model meant for?")
@@ -110,10 +98,8 @@ def question(key: str, month: str | None = None) -> str:
     return str(kind.model_fields[name].description).format(month=month)
 
 
-class ProductFile(BaseModel):
+class ProductFile(Facts):
     """The tables of `product.toml`."""
-
-    model_config = STRICT
 
     product: Product = Product()
     organisation: Organisation = Organisation()
@@ -215,11 +201,8 @@ def licence_uses(folder: Path) -> list[LicenceUse]:
     teachers = _only_teachers(lineage) if lineage else set()
     files = [(each, SELF if each.inherited_from == OWN else each.inherited_from) for each in held(folder)]
     noticed = {name for each, name in files if is_notice(each.file)}
-    uses = [
-        LicenceUse(name, _role(name, teachers), each.licence, each.file, name in noticed)
-        for each, name in files
-        if not is_notice(each.file)
-    ]
+    texts = [(each, name) for each, name in files if not is_notice(each.file)]
+    uses = [LicenceUse(name, _role(name, teachers), each.licence, each.file, name in noticed) for each, name in texts]
     if lineage is None:
         return uses or [LicenceUse(SELF, "weights", None)]
     return [*uses, *_silent(lineage, teachers), *_data_uses(lineage)]
@@ -261,7 +244,7 @@ def _data_uses(lineage: Lineage) -> list[LicenceUse]:
 def evaluate(
     uses: Iterable[LicenceUse], product: Product | None, facts: Iterable[dict[str, Any]] | None = None
 ) -> list[Duty]:
-    """Return every clause of every licence with what becomes of it for this product; no product: nothing is known of it."""
+    """Return every clause of every licence with its outcome for this product; no product: all its facts are unknown."""
     known = {str(licence["id"]): licence for licence in (obligations() if facts is None else facts)}
     product = product or Product()
     duties: list[Duty] = []
@@ -349,7 +332,7 @@ class Given:
         hosting = self.licence.get("distribution_includes_hosting")
         copied = self.offered if hosting else self._holds(DISTRIBUTED)
         for name in self.licence.get("redistribution", []):
-            kind, words, where, answer = duty_facts(name)["kind"], "", None, copied
+            kind, words, where, answer = licences.duty_facts(name)["kind"], "", None, copied
             if kind == "notice":
                 words, where = str(self.licence.get("notice_text", "")), "NOTICE"
             elif kind == "pass on":
@@ -365,7 +348,8 @@ class Given:
             together.append(either([self._holds(part) for part in clause["if_any"]]))
         answer = both(together) if together else self.offered
         words, where = str(clause.get("text", "")), clause.get("where")
-        return self.duty(duty_facts(clause["duty"])["kind"], clause_text(clause), answer, words, where)
+        kind, text = licences.duty_facts(clause["duty"])["kind"], licences.clause_text(clause)
+        return self.duty(kind, text, answer, words, where)
 
     def _holds(self, condition: dict[str, Any]) -> Answer:
         key, month = str(condition["fact"]), condition.get("month")

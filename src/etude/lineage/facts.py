@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from etude.files import read_json
@@ -18,7 +18,6 @@ from etude.lineage.weight_files import read_header
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from etude.lineage.duties import Duty, Product
     from etude.lineage.record import CarriedLicence, DataUse, FileDigest, Lineage, Origin, Parent, Record

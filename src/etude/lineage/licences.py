@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError
 from etude.files import files_below, sha256_file, whole_file
-from etude.lineage.record import CarriedLicence
+from etude.lineage.record import CarriedLicence, Lineage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from etude.lineage.record import Lineage
 
 LICENSES = "LICENSES"  # the folder in a model's folder with a folder for each ancestor, its files as they were received
 PROPRIETARY = "LicenseRef-proprietary"  # the terms of code that its owner keeps; no list has them
@@ -39,12 +38,10 @@ CONDITION = re.compile(
     r"|commercial\w*|revenue|conditions?|require\w*|terminat\w*|expire\w*|delete\w*|agree\w*|except\w*|unless|grant\w*|restrict\w*|purposes?|until)\b"
 )
 OWNER_LENGTH = 200  # characters
-LAYOUT = (
-    re.compile(  # simple tags of HTML, fences of Markdown, page numbers: a tag with attributes may hide what it holds
-        r"<!doctype html>|</?(?:html|body|p|br|hr|b|i|em|strong|div|span|li|ul|ol|pre|code|blockquote|h[1-6])\s*/?>"
-        r"|^[ \t>]*```(?:text|txt|markdown|md)[ \t]*$|^[ \t]*(?:page \d+(?: of \d+)?|[-–—] ?\d+ ?[-–—])[ \t]*$",
-        re.IGNORECASE | re.MULTILINE,
-    )
+# Simple tags of HTML, fences of Markdown, page numbers: a tag with attributes may hide what it holds.
+LAYOUT = re.compile(
+    r"(?im)<!doctype html>|</?(?:html|body|p|br|hr|b|i|em|strong|div|span|li|ul|ol|pre|code|blockquote|h[1-6])\s*/?>"
+    r"|^[ \t>]*```(?:text|txt|markdown|md)[ \t]*$|^[ \t]*(?:page \d+(?: of \d+)?|[-–—] ?\d+ ?[-–—])[ \t]*$"
 )
 # What a reader sees and letters do not show: struck-out words, an order of letters that is overridden, thousandths.
 UNSEEN = re.compile(r"(?<!~)~~(?!~)|[\u0334-\u0338\u202a-\u202e\u2066-\u2069‰‱]")

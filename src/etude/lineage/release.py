@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import etude
 from etude.errors import UserError
 from etude.files import files_below, publish_folder, read_json, sha256_file, write_json, write_text
-from etude.lineage.audit.examine import examine, examine_library, open_model
-from etude.lineage.audit.sketch import digest_weights
+from etude.lineage.audit.examine import Finding, examine, examine_library, open_model
+from etude.lineage.audit.sketch import Sketch, digest_weights
 from etude.lineage.bom import bom, spdx
 from etude.lineage.card import model_card
-from etude.lineage.compute import compute_shares
-from etude.lineage.duties import UNKNOWN, evaluate, licence_uses, load_product, notice, released, unmet
-from etude.lineage.facts import Release, carried, claims, in_order, read_architecture
+from etude.lineage.compute import Known, compute_shares
+from etude.lineage.duties import UNKNOWN, Duty, Product, evaluate, licence_uses, load_product, notice, released, unmet
+from etude.lineage.facts import Architecture, Claim, Measured, Release, carried, claims, in_order, read_architecture
 from etude.lineage.licences import LICENCE_NAME, LICENSES, carry, folder_name, held, identify, is_proprietary
-from etude.lineage.record import LINEAGE_FILE, FileDigest, load_lineage
+from etude.lineage.record import LINEAGE_FILE, FileDigest, Lineage, Record, load_lineage
 from etude.lineage.signing import folder_digests, public_pem, seal, sign_folder, statement
 from etude.lineage.tree import changed_corpora, draw_png, draw_svg, find_model, wrong_files
 
@@ -39,12 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from etude.lineage.audit.examine import Finding
-    from etude.lineage.audit.sketch import Sketch
-    from etude.lineage.compute import Known
-    from etude.lineage.duties import Duty, Product
-    from etude.lineage.facts import Architecture, Claim, Measured
-    from etude.lineage.record import Lineage, Record
     from etude.progress import Reporter
 
 CARD, NOTICE, LICENSE, PRODUCT, AUDIT = "README.md", "NOTICE", "LICENSE", "product.toml", "audit.json"

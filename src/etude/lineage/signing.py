@@ -28,12 +28,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from etude.errors import UserError, one_line
 from etude.files import canonical_json, files_below, read_json, sha256_file
-from etude.lineage.record import manifest_of
+from etude.lineage.record import FileDigest, Lineage, Record, manifest_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from etude.lineage.record import FileDigest, Lineage, Record
     from etude.progress import Reporter
 
 SIGNATURE = "model.sig"

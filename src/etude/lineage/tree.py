@@ -270,10 +270,8 @@ def _node(record: Record | Parent) -> Node:
     lines += [f"of it {spent.sampling_flops:.2e} FLOP sampling"] if spent.sampling_flops else []
     if origin is not None:
         unknown = "see above" if record.parents else "compute not known"
-        lines = [
-            shown_source(origin.source),
-            f"before: {_spent(origin.pretraining) if origin.pretraining else unknown}",
-        ]
+        before = _spent(origin.pretraining) if origin.pretraining else unknown
+        lines = [shown_source(origin.source), f"before: {before}"]
         lines += [f"on top of {origin.continues}"] if origin.continues else []
     lines.append(f"weights {record.model_digest[:12]}, record {record.id[:12]}")
     sizes = [f"{_count(use.tokens)} tokens" if use.tokens else f"{use.files:,} file(s)" for use in record.data]

@@ -21,7 +21,7 @@ from etude.lineage.card import card_disagreements, edited_sections
 from etude.lineage.duties import evaluate, licence_uses, load_product, released, unmet
 from etude.lineage.facts import claims, in_order
 from etude.lineage.licences import held
-from etude.lineage.record import LINEAGE_FILE, Record, load_lineage
+from etude.lineage.record import LINEAGE_FILE, Lineage, Record, load_lineage
 from etude.lineage.release import ATTESTATIONS, AUDIT, BOM, CARD, NOTICE, PRODUCT, SPDX
 from etude.lineage.signing import PUBLIC_KEY, SIGNATURE, BadSignatureError, fingerprint, statement, statement_errors
 from etude.lineage.tree import draw_svg, wrong_files
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from etude.lineage.audit.sketch import Sketch
-    from etude.lineage.record import Lineage
     from etude.progress import Reporter
 
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
@@ -136,11 +135,9 @@ def _what(name: str) -> str:
 
 def _edited_records(folder: Path) -> list[str]:
     filed = {key: Record.model_validate(each) for key, each in read_json(folder / LINEAGE_FILE)["records"].items()}
-    edited = [
-        f"the record of stage {record.stage} was edited: it is filed as {key[:12]}, but its digest is {record.id[:12]}"
-        for key, record in filed.items()
-        if record.id != key
-    ]
+    digests = {key: (record.stage, record.id) for key, record in filed.items() if record.id != key}
+    edited = [f"the record of stage {stage} was edited: it is filed as {key[:12]}, but its digest is {own[:12]}"
+              for key, (stage, own) in digests.items()]  # fmt: skip
     if edited:
         return edited
     lineage = load_lineage(folder)  # says what else is wrong with it
@@ -202,9 +199,8 @@ def _check_documents(result: Verification, lineage: Lineage) -> None:
     def card() -> list[str]:
         wrong, version = card_disagreements(text(CARD), lineage), read_json(folder / AUDIT).get("etude")
         if version != etude.__version__ and not wrong:
-            why = (
-                f"written by {f'Etude {version}' if version else 'an older Etude'}, whose words this one does not know"
-            )
+            writer = f"Etude {version}" if version else "an older Etude"
+            why = f"written by {writer}, whose words this one does not know"
             raise OpenError(f"its metadata are right; its text was {why}")
         facts = release.as_released(folder, lineage)
         drawn = [_words(text("tree.svg")), _words(draw_svg(lineage, facts.name))]

@@ -1,7 +1,7 @@
-"""Demonstrations from question sets: the solution of each question, said through the harness, graded, and kept if it passes.
+"""Demonstrations from question sets: the solution of each question, replayed through the harness, graded, and kept if it passes.
 
-Tokens are those that the policy would see and sample in training by reinforcement. Answers to rubrics are kept ungraded, as there may
-be no judge when they are made.
+The tokens are those that the policy would see and sample in RL. Answers to rubrics are kept without a grade, as there may be no judge
+when they are made.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from etude.agent.calls import Call
-from etude.agent.formats import choose_format
+from etude.agent.formats import ChatFormat, choose_format
 from etude.agent.harness import Harness, HarnessSettings
 from etude.agent.policies import ScriptedPolicy
 from etude.agent.summary import SummarySettings
@@ -22,26 +22,20 @@ from etude.agent.trace import Trace, write_traces
 from etude.errors import UserError
 from etude.progress import counted
 from etude.questions.play import Library, SearchTools, oracle, verdict_on
-from etude.questions.question import QuestionSet, read_set, refuse_benchmark
+from etude.questions.question import Question, QuestionSet, read_set, refuse_benchmark
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from etude.agent.formats import ChatFormat
-    from etude.questions.question import Question
 
 SETTINGS = HarnessSettings(summary=SummarySettings(kind="none"))
 
 
-class QuestionDemoSettings(BaseModel):
+class QuestionDemoSettings(BaseModel, extra="forbid", strict=True, frozen=True):
     """Which questions are answered in demonstrations."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
     tasks: str = Field(description="JSONL of questions, of a training set")
-    only: str = Field(
-        default="", description="prefixes of the ids of questions to use, separated by spaces; empty: all"
-    )
+    only: str = Field(default="", description="prefixes of the ids of questions, separated by spaces; empty: all")
     most: int = Field(default=0, ge=0, description="limit of demonstrations, spread over the set (0 = none)")
     corpus: str = Field(default="", description="JSONL (id, text) or folder that `search` looks in; empty: no tool")
     results: int = Field(default=3, ge=1, le=20, description="passages that a search returns")
@@ -78,10 +72,8 @@ def demonstrate(
         raise UserError(f"{settings.path}: none of {most} questions could be answered: {counted(left_out)}")
     out.parent.mkdir(parents=True, exist_ok=True)
     write_traces(out, kept)
-    say(
-        f"{len(kept)} of {most} questions of {found.about.set} answered"
-        + (f"; left out: {counted(left_out)}" if left_out else "")
-    )
+    lost = f"; left out: {counted(left_out)}" if left_out else ""
+    say(f"{len(kept)} of {most} questions of {found.about.set} answered{lost}")
 
 
 async def _one(
@@ -90,16 +82,12 @@ async def _one(
     """Return a demonstration, and why it is none."""
     if not question.reference:
         return Trace(question.id, question.prompt), "no answer is known"
-    about = {
-        "task": question.id,
-        "package": question.source or question.topic or question.id,
-        "licence": found.about.licence,
-    }
+    package = question.source or question.topic or question.id
+    about = {"task": question.id, "package": package, "licence": found.about.licence}
     made_by = {"tokeniser": digest, "set": found.about.set, "demonstration": about}
     trace = Trace(f"{found.about.set}:{question.id}", question.prompt, made_by=made_by)
-    said = [
-        talk.write(each) if isinstance(each, Call) else each for each in oracle(question, calls=bool(tools.library))
-    ]
+    turns = oracle(question, calls=bool(tools.library))
+    said = [talk.write(each) if isinstance(each, Call) else each for each in turns]
     harness = Harness(ScriptedPolicy(said, talk), talk, tools, SETTINGS, trace, seed=0)
     await harness.run(found.about.system, question.prompt)
     if trace.stop != "finished":

@@ -1,4 +1,4 @@
-"""Whether an answer is right, read strictly: what could be read in two ways is wrong.
+"""Grades answers strictly: an ambiguous answer is wrong.
 
 The last line of the final message is `Answer: …`, and there is no other such line. What stands there must be the answer alone. So
 these are wrong, each tested in tests/questions/test_cheats.py: two answers ("A or B", "12/13", ranges, "about"), all the choices, a
@@ -24,9 +24,8 @@ Why = Literal[
     "no verdict of the judge",
 ]  # fmt: skip
 MARK = re.compile(r"answer:[ \t]*(.*)", re.IGNORECASE)
-LIKE_A_MARK = re.compile(
-    r"\W*(?:(?:my|the|final|correct|right)\s+)*answer(?:\s+is)?\W*?[:=]", re.IGNORECASE
-)  # read widely, so that none is smuggled in
+# Read widely, so that none is smuggled in.
+LIKE_A_MARK = re.compile(r"(?i)\W*(?:(?:my|the|final|correct|right)\s+)*answer(?:\s+is)?\W*?[:=]")
 NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][+-]?\d{1,3})?|[+-]?\.\d+", re.ASCII)
 MONEY = re.compile(r"us\$|\$|€|usd\b|eur\b", re.IGNORECASE)
 LETTERED = re.compile(r"\(?([A-Za-z])(?:[).:]+\s*|\s+|$)(.*)", re.DOTALL)
@@ -35,7 +34,7 @@ LONGEST = 10_000  # characters of an answer that are looked at
 
 
 class Verdict(NamedTuple):
-    """What an answer is worth, and why it is worth nothing."""
+    """Whether an answer passed, and why not."""
 
     passed: bool
     why: Why = ""

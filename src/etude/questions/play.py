@@ -107,10 +107,9 @@ async def verdict_on(question: Question, trace: Trace, judge: Judge | None, seed
     assert judge is not None
     passed_by, spent = await judge.verdict(question, answer, seed)
     trace.counts |= spent
-    return Verdict(
-        passed_by is True,
-        "" if passed_by else "no verdict of the judge" if passed_by is None else "the judge refuses it",
-    )
+    if passed_by is None:
+        return Verdict(passed=False, why="no verdict of the judge")
+    return Verdict(passed_by, "" if passed_by else "the judge refuses it")
 
 
 async def accepted(program: str, answer: str) -> bool:

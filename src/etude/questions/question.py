@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from etude.data.filters.licence import canonical
 from etude.errors import UserError
@@ -37,19 +37,15 @@ Answer = str | int | float
 Kept = TypeVar("Kept", bound=BaseModel)
 
 
-class Label(BaseModel):
+class Label(BaseModel, extra="forbid", strict=True, frozen=True):
     """An answer that a person has judged, to measure a judge by."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     answer: str = Field(min_length=1)
     passed: bool
 
 
-class Question(BaseModel):
+class Question(BaseModel, extra="forbid", strict=True, frozen=True, allow_inf_nan=False):
     """One question. `answer`: the right one, or several texts that are all right."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     id: str = Field(min_length=1, max_length=100)
     question: str = Field(min_length=1)
@@ -113,10 +109,8 @@ class Question(BaseModel):
             raise ValueError("its answer is none of the choices: give the letter, or the text, of one")
 
 
-class About(BaseModel):
+class About(BaseModel, extra="forbid", strict=True, frozen=True):
     """The line before the questions."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     set: str = Field(min_length=1)
     split: Literal["train", "bench"] = "train"
@@ -147,10 +141,8 @@ class QuestionSet:
         )  # fmt: skip
         kinds = Counter(question.kind for question in self.questions)
         count = len(self.questions)
-        several = {
-            f"{name.replace('y', 'ie')}s": len({getattr(q, name) for q in self.questions})
-            for name in ("topic", "family", "source")
-        }
+        plurals = {"topic": "topics", "family": "families", "source": "sources"}
+        several = {words: len({getattr(q, name) for q in self.questions}) for name, words in plurals.items()}
         return {"questions": count, **several,
                 **{f"of kind {kind}": kinds[kind] for kind in sorted(kinds)},
                 "share of the commonest answer": round(max(said.values(), default=0) / count, 4)}  # fmt: skip
@@ -225,11 +217,8 @@ def _benchmark(path: Path) -> QuestionSet | None:
         header = json.loads(first)
     except ValueError:
         return None
-    return (
-        read_set(path)
-        if isinstance(header, dict) and {"set", "split"} <= {*header} and header["split"] == "bench"
-        else None
-    )
+    marked = isinstance(header, dict) and {"set", "split"} <= {*header} and header["split"] == "bench"
+    return read_set(path) if marked else None
 
 
 def by_id(questions: Sequence[Question]) -> dict[str, Question]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from etude.errors import nearest
 
 CODE, QUESTIONS, PYTHON = "code", "questions", "python:"
 
 
-class QuestionSettings(BaseModel):
+class QuestionSettings(BaseModel, extra="forbid", strict=True, frozen=True):
     """What the arena `questions` needs besides a set."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     corpus: str = Field(default="", description="JSONL (id, text) or folder that `search` looks in; empty: no tool")
     results: int = Field(default=3, ge=1, le=20, description="passages that a search returns")
@@ -27,15 +25,11 @@ def check_arena(name: str) -> str:
     module, _, cls = name.removeprefix(PYTHON).rpartition(".")
     if name.startswith(PYTHON) and module and all(part.isidentifier() for part in [*module.split("."), cls]):
         return name
-    raise ValueError(
-        f"unknown arena {name!r}{nearest(name, (CODE, QUESTIONS))}; one of your own is python:module.Class"
-    )
+    close = nearest(name, (CODE, QUESTIONS))
+    raise ValueError(f"unknown arena {name!r}{close}; one of your own is python:module.Class")
 
 
 def idle_in(arena: str) -> set[str]:
     """Return the settings that have no effect in an arena."""
-    return (
-        {"questions"}
-        if arena == CODE
-        else {"sandbox", "style", "tools"} | ({"questions"} if arena != QUESTIONS else set())
-    )
+    of_questions = set() if arena == QUESTIONS else {"questions"}
+    return of_questions if arena == CODE else {"sandbox", "style", "tools"} | of_questions

@@ -7,7 +7,9 @@ equal to itself only. Temperatures are left out: they are no multiples of each o
 from __future__ import annotations
 
 import re
+import tomllib
 from collections import Counter
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -18,17 +20,9 @@ class Unit(NamedTuple):
     powers: frozenset[tuple[str, int]]
 
 
-KNOWN = {  # name: factor, base
-    "g": (1.0, "g"), "gram": (1.0, "g"), "kg": (1e3, "g"), "mg": (1e-3, "g"), "ug": (1e-6, "g"), "mcg": (1e-6, "g"), "ng": (1e-9, "g"),
-    "l": (1.0, "l"), "litre": (1.0, "l"), "liter": (1.0, "l"), "dl": (0.1, "l"), "ml": (1e-3, "l"), "ul": (1e-6, "l"),
-    "mol": (1.0, "mol"), "mmol": (1e-3, "mol"), "umol": (1e-6, "mol"), "nmol": (1e-9, "mol"),
-    "m": (1.0, "m"), "cm": (1e-2, "m"), "mm": (1e-3, "m"), "km": (1e3, "m"),
-    "s": (1.0, "s"), "sec": (1.0, "s"), "second": (1.0, "s"), "min": (60.0, "s"), "minute": (60.0, "s"), "h": (3600.0, "s"),
-    "hr": (3600.0, "s"), "hour": (3600.0, "s"), "d": (86400.0, "s"), "day": (86400.0, "s"), "week": (604800.0, "s"),
-    "%": (0.01, ""), "percent": (0.01, ""), "bp": (1e-4, ""), "hundred": (1e2, ""), "thousand": (1e3, ""), "million": (1e6, ""),
-    "billion": (1e9, ""), "$": (1.0, "usd"), "us$": (1.0, "usd"), "dollar": (1.0, "usd"), "€": (1.0, "eur"), "euro": (1.0, "eur"),
-    "kcal": (1e3, "cal"), "j": (1 / 4.184, "cal"), "kj": (1e3 / 4.184, "cal"),
-}  # fmt: skip
+NUMBER = "number"  # the table of what has no dimension: per cent, thousand
+BASES = tomllib.loads(Path(__file__).with_name("units.toml").read_text(encoding="utf-8"))
+KNOWN = {name: (factor, base.removesuffix(NUMBER)) for base, units in BASES.items() for name, factor in units.items()}
 PLURAL = {f"{name}s": name for name in KNOWN if len(name) > 3 or name == "bp"}
 NAME = re.compile(r"([^\W\d_][^\W\d_$]*|us\$|[%$€])(?:\^?([1-3]))?")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from etude.bench.base_comparison import difference
+from etude.bench.base_comparison import CandidateResult, difference
 from etude.report.page import COLOURS, Table, drawing, human, terminal
 
 if TYPE_CHECKING:
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from rich import table as rich_table
 
-    from etude.bench.base_comparison import CandidateResult
     from etude.data.codebase import Codebase
 
 Interval = tuple[float, float] | None
@@ -71,12 +70,10 @@ def legend(results: Sequence[CandidateResult], code: Codebase, total_files: int)
         f"memory: peak of the {speed['peak_of']}."
     )
     lines += [f"{result.name}: {'; '.join(result.duties)}." for result in ranked(results)]
-    lines += [
-        f"{result.name}: its tokeniser does not give back {result.bits.lossy_files} of {result.bits.files} files exactly; "
-        "its bits per byte are not comparable."
-        for result in results
-        if result.bits.lossy_files
-    ]
+    for result in results:
+        if lossy := result.bits.lossy_files:
+            lost = f"its tokeniser does not give back {lossy} of {result.bits.files} files exactly"
+            lines.append(f"{result.name}: {lost}; its bits per byte are not comparable.")
     return lines
 
 
@@ -90,10 +87,8 @@ def verdict(results: Sequence[CandidateResult]) -> str:
     sure = interval is not None and interval[0] > 0
     word = "predicts this code best" if sure else "is ahead, but within the noise of this sample"
     spread = f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else ""
-    return (
-        f"{best.name} {word}: {best.bits.bits_per_byte:.3f} bits per byte; next is {second.name}, "
-        f"{behind:.3f}{spread} behind, file by file."
-    )
+    following = f"next is {second.name}, {behind:.3f}{spread} behind, file by file"
+    return f"{best.name} {word}: {best.bits.bits_per_byte:.3f} bits per byte; {following}."
 
 
 def markdown(results: Sequence[CandidateResult], code: Codebase, total_files: int) -> str:

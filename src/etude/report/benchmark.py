@@ -10,7 +10,7 @@ import textwrap
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import chain, combinations
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
     from etude.bench.statistics import Statistic
 
-    Scores = Mapping[str, Estimate | None]  # by model
+    Mean = Estimate | None
+    Scores = Mapping[str, Mean]  # by model
+    Trials = Sequence[Trial]
     Line = tuple[str | float, ...]
 
 TITLE = "what do these agents do with these tasks?"
@@ -73,7 +75,7 @@ class Scored:
         return [f">{name}" for name in (names if len(set(names)) == len(names) else self.valid)]
 
     @cached_property
-    def by(self) -> dict[str, dict[str, dict[str, Estimate | None]]]:
+    def by(self) -> dict[str, dict[str, dict[str, Mean]]]:
         """The score by field, group and model."""
         return {field: {group: {model: self.of([trial for trial in trials if getattr(trial, field) == group])
                                 for model, trials in self.valid.items()}
@@ -81,13 +83,11 @@ class Scored:
                 for field in ("category", "generator", "style", "package")}  # fmt: skip
 
     @cached_property
-    def scores(self) -> dict[str, Estimate | None]:
+    def scores(self) -> dict[str, Mean]:
         """avg@k of each model."""
         return {model: self.of(trials) for model, trials in self.valid.items()}
 
-    def of(
-        self, trials: Sequence[Trial], metric: Metric = SCORE, statistic: Statistic = average, least: int = 1
-    ) -> Estimate | None:
+    def of(self, trials: Trials, metric: Metric = SCORE, statistic: Statistic = average, least: int = 1) -> Mean:
         rows = metric.rows(trials)
         return estimate(rows, statistic, rate=metric.rate, signed=metric.signed, least=least)
 
@@ -106,9 +106,8 @@ def write_report(folders: Sequence[Path], target: Path, prices: Prices | None = 
     scored = Scored(read_together(folders))
     if not any(scored.valid.values()):
         reasons = Counter(trial.why for trial in scored.results.trials).most_common()
-        lines = [
-            f"all {len(scored.results.trials)} trials are invalid, so nothing is known of any model; most often: {reasons[0][0]}"
-        ]
+        invalid = f"all {len(scored.results.trials)} trials are invalid, so nothing is known of any model"
+        lines = [f"{invalid}; most often: {reasons[0][0]}"]
         write_page(target, TITLE, {"In short": [f"{lines[0]}.", Table(("why", ">trials"), reasons)]}, wide=True)
         return lines
     draw_score_against_tokens(target / TOKENS.file, scored)
@@ -331,10 +330,8 @@ def draw_lengths(path: Path, scored: Scored) -> None:
     valid, attempts = scored.valid, max(Counter(trial.model for trial in scored.results.trials).values(), default=1)
     turns = {model: [trial.turns for trial in trials] for model, trials in valid.items()}
     written = {model: [max(trial.tokens.get("written", 0), 1) for trial in trials] for model, trials in valid.items()}
-    most, longest = (
-        scored.limit(name, max((count for counts in each.values() for count in counts), default=1))
-        for name, each in (("turns", turns), ("tokens", written))
-    )
+    most = scored.limit("turns", max(chain.from_iterable(turns.values()), default=1))
+    longest = scored.limit("tokens", max(chain.from_iterable(written.values()), default=1))
     step = math.ceil(most / BARS)
     steps, powers = np.arange(0.5, most + 1 + step, step), np.geomspace(0.95, longest * 1.05, 2 * BARS)
     with drawing(path, 10, 1.3 + 1.15 * len(valid)) as figure:

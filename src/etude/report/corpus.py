@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections import Counter
 from itertools import groupby, islice
 from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.data.build import HITS, SAMPLES
@@ -19,7 +21,6 @@ from etude.report.page import COLOURS, Block, Folded, Page, Picture, Table, abri
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from rich.console import RenderableType
 
@@ -27,22 +28,8 @@ if TYPE_CHECKING:
 
 TITLE = "What is in this corpus, where is it from, and what was left out?"
 PICTURE = Picture("report.png", "Tokens by source; licences by bytes; bytes left out at each step; documents by length")
-STEPS = {  # in the order documents meet them
-    "read": "it could not be read", "decode": "it is no text", "language": "it is neither code nor prose",
-    "selection": "the recipe does not ask for it", "generated": "nobody wrote it there",
-    "quality": "there is little to learn from it", "licence": "it may not be used",
-    "contamination": "it would give answers of benchmarks away", "duplicates": "it is there already",
-}  # fmt: skip
-DUTIES: tuple[tuple[Any, str], ...] = (  # by the narrowest policy that lets a licence pass
-    (["0BSD", "CC-PDDC", "CC0-1.0", "LicenseRef-public-domain", "MIT-0", "Unlicense", "WTFPL"], "none"),
-    ("permissive", "copies keep the notices and the licence text"),
-    ("copyleft", "copies, and what is made from it, keep the notices and this licence, with source"),
-)
-EVIDENCE = {
-    "spdx-tag": "a tag in the file", "header": "words at the top of the file", "text-hash": "a licence file, word for word",
-    "classifier": "a licence file, recognised", "metadata": "metadata of the package or the row",
-    "declared": "the recipe", "none": "nothing",
-}  # fmt: skip
+WORDS = tomllib.loads(Path(__file__).with_name("corpus.toml").read_text(encoding="utf-8"))
+STEPS, EVIDENCE = WORDS["steps"], WORDS["evidence"]
 LISTED, SAMPLED = 20, 3  # lines of a table, samples of a reason; what goes beyond is added up, or counted
 SOURCES, LICENCES = 15, 8  # bars; the rest is added up
 NAME = 26  # characters beside a bar
@@ -119,9 +106,9 @@ def dropped(manifest: Manifest, key: str) -> dict[str, Counter[str]]:
 
 def duty(licence: str) -> str:
     """Return in a few words what a licence asks of whoever passes documents on."""
-    for policy, words in DUTIES:
-        if refusal(licence, policy) is None:
-            return words
+    for each in WORDS["duty"]:
+        if refusal(licence, each["policy"]) is None:
+            return str(each["words"])
     return "not known, so nobody has allowed its use" if licence == UNKNOWN else "none that we know: read it"
 
 
@@ -187,7 +174,7 @@ def _by_bytes(head: str, sizes: Counter[str]) -> Table:
 
 
 def _sum(sources: Sequence[SourceEntry]) -> str:
-    """Say that nothing disappeared."""
+    """Return a line that compares the documents kept and left out with those that came in."""
     gone, kept, came = added(sources, "drops").total(), total(sources, "kept"), total(sources, "documents_in")
     sure = "all that came in" if gone + kept == came else f"but {came:,} came in: THE COUNTS ARE WRONG"
     return f"{kept:,} documents kept + {gone:,} left out = {kept + gone:,}, {sure}."

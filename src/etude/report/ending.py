@@ -11,7 +11,7 @@ import shlex
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import pairwise
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,6 @@ from etude.run.folder import RELEASE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
 
 
 MOST = 5  # measures of a stage before the rest is left to its report
@@ -75,7 +74,7 @@ class Measure:
 
 
 def verdict(change: float, margin: float | None, *, lower_is_better: bool = False) -> str:
-    """Return what may be said of a change; without an interval only its direction."""
+    """Return a word for a change: better, worse or unclear; without an interval only its direction."""
     if margin is None:
         return "level" if not change else "higher" if change > 0 else "lower"
     if abs(change) <= margin:
@@ -220,11 +219,8 @@ def write_overview(run: Path, name: str, stages: Sequence[Ended]) -> None:
     for record in (stage.record for stage in stages):
         file = next((file for file in ("report.html", "report.md") if file in record.outputs), None)
         links += [page.Link(record.stage, f"{record.stage}/{file}")] if file else []
-    page.write_page(
-        run,
-        f"{name}: what did each stage change?",
-        {"": [page.Table(heads, rows), footnote(stages)], "Reports": [*links]},
-    )
+    contents: page.Page = {"": [page.Table(heads, rows), footnote(stages)], "Reports": [*links]}
+    page.write_page(run, f"{name}: what did each stage change?", contents)
 
 
 def took(record: Record) -> str:
@@ -260,20 +256,19 @@ def _amount(record: Record) -> str:
 
 
 def footnote(stages: Sequence[Ended]) -> str:
-    """Return what must be known to read the table, as far as it is in it."""
+    """Return the notes that explain the rows of the table."""
     trained = [stage.results for stage in stages if isinstance(stage.results, dict)]
     domains = list(dict.fromkeys(row["domain"] for results in trained for row in results.get("domains", [])))
     named = ", ".join(domains[:MOST]) + ", …" * (len(domains) > MOST)
     kinds = {stage.record.kind for stage in stages}
     picked = any(stage.record.recipe.stage.get("only") for stage in stages)
+    packages = {len({package for package, *_ in each.trials}) for each in stages}
     notes = {
         f"{named}: bits per byte of held-out text, lower is better": bool(domains),
         "accepted: expected acceptance rate of the first draft token": "mtp" in kinds,
         f"{PICKED.strip()}: only of the tasks that the recipe picked (`only`), not of the whole set": picked,
         f"rl: means of the first and the last tenth of the episodes ({ENOUGH} at least)": "rl" in kinds,
-        "solved: two packages prove next to nothing": any(
-            len({package for package, *_ in each.trials}) == 2 for each in stages
-        ),
+        "solved: two packages prove next to nothing": 2 in packages,
         "± and (low–high), [low, high] of a change: 95 % intervals; unclear: within them; higher, lower, level: none is known": True,
     }
     return ". ".join(note for note, there in notes.items() if there) + "."

@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 Cell = str | float
-ESCAPES = str.maketrans(
-    {sign: f"\\{sign}" for sign in "\\`*_{}[]~$!#"} | {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;"}
-)
+MARKUP = {sign: f"\\{sign}" for sign in "\\`*_{}[]~$!#"}
+ESCAPES = str.maketrans(MARKUP | {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;"})
 WIDE = "body { max-width: 92rem; } td:first-child { min-width: 12rem; }"  # for tables with a column a model
 COLOURS = ("#3b6ea8", "#d08020", "#4f9d69", "#a8557f", "#7d7d7d", "#5cb3cc", "#c4b13c", "#6a51a3")
 RED, SOFT, GRID = "#b3372b", "#c3c9d0", "#e3e6e9"

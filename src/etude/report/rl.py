@@ -6,8 +6,10 @@ A curve shows each step faintly, and the mean of the steps around it.
 from __future__ import annotations
 
 import math
+import tomllib
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -22,20 +24,12 @@ from etude.rl.view import number, percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     Row = Mapping[str, Any]
     Points = list[tuple[int, float]]  # step, value
 
 METRICS, PAGE = "metrics.jsonl", "report.html"
 TITLE = "what did this agent learn, and what did it cost?"
-ABOUT_PICTURES = {
-    "reward.png": "Reward, its parts, and tasks solved, by step",
-    "health.png": "Entropy, KL, mismatch of log-probs, importance ratio, gradient",
-    "staleness.png": "Staleness of trained tokens; what became of groups; invalid episodes",
-    "speed.png": "Tokens a second, idle time, queues, weight sync",
-    "behaviour.png": "Behaviours that monitors watch; a red line where one raised a flag",
-}
 SHARES = ("solved", "best_of_group", "masked", "idle_", "held_back")  # shown as percentages
 SPEEDS = ("device_seconds", "episode_seconds", "sampled_per_second", "trained_per_second", "idle_", "held_back", "seconds_",
           "at_once_", "swap_")  # fmt: skip
@@ -43,54 +37,21 @@ LISTED = 30  # lines of samples
 NOT_MEASURED = f"as that takes {ENOUGH} episodes at the beginning and as many in other steps at the end"
 ACROSS = 3  # panels
 SLOW = 1.3  # times as long: slow tasks, which are mostly hard ones, are trained on less than they are tried
-LABELS = {
-    "solved": "any episode", "best_of_group": "one of its group", "sampled_per_second": "sampled", "trained_per_second": "trained",
-    "mismatch_mean": "mean", "mismatch_p99": "99th percentile", "ratio_min": "smallest", "ratio_mean": "mean",
-    "ratio_max": "largest", "swap_seconds": "in all", "swap_paused": "engine paused",
-    "seconds_trained": "of groups trained on", "seconds_stale": "of groups that came too late", "held_back": "sampling held back",
-    "queue_episodes": "episodes", "queue_open": "groups open", "queue_ready": "ready", "queue_training": "in training",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves over one axis. A name that ends with an underscore stands for all that begin so."""
+    """Curves over one axis (rl.toml). A name that ends with an underscore stands for all that begin so."""
 
     title: str
-    names: tuple[str, ...]
+    names: Sequence[str]
     look: str = ""  # percent, log, counts (what a step has not is 0) or stacked: shares of all counts
     unit: str = ""
 
 
-PICTURES = {
-    "reward.png": (
-        Panel("Reward", ("reward",)),
-        Panel("Parts of the reward, weighted", ("reward_",)),
-        Panel("Tasks solved by", ("solved", "best_of_group"), "percent"),
-    ),
-    "health.png": (
-        Panel("Entropy of sampled tokens", ("entropy",), unit="nats a token"),
-        Panel("KL to the reference", ("kl",), unit="nats a token"),
-        Panel("Log-prob mismatch, trainer against engine", ("mismatch_mean", "mismatch_p99"), "log", "nats a token"),
-        Panel("Importance ratio", ("ratio_min", "ratio_mean", "ratio_max"), "log"),
-        Panel("Masked by the correction", ("masked",), "percent", "of tokens"),
-        Panel("Gradient norm", ("gradient",), "log"),
-    ),
-    "staleness.png": (
-        Panel("Staleness: versions behind when trained on", ("staleness_",), "stacked", "of tokens"),
-        Panel("Groups that closed", ("groups_",), "stacked"),
-        Panel("Invalid episodes, by cause", ("invalid_",), "counts"),
-        Panel("How long episodes took", ("seconds_trained", "seconds_stale"), unit="seconds"),
-    ),
-    "speed.png": (
-        Panel("Tokens a second", ("sampled_per_second", "trained_per_second")),
-        Panel("Idle", ("idle_", "held_back"), "percent", "of the time"),
-        Panel("Under way", ("queue_episodes", "queue_open", "queue_ready", "queue_training")),
-        Panel("Weight sync", ("swap_seconds", "swap_paused"), "log", "seconds"),
-        Panel("Seconds a step", ("device_seconds",)),
-        Panel("Tokens sampled an episode", ("episode_tokens",)),
-    ),
-}
+TABLES = tomllib.loads(Path(__file__).with_name("rl.toml").read_text(encoding="utf-8"))
+LABELS: dict[str, str] = TABLES["labels"]  # of curves; others have their own names
+PICTURES = {each["file"]: [Panel(**panel) for panel in each["panels"]] for each in TABLES["picture"]}
 
 
 def steps_of(folder: Path) -> list[Row]:
@@ -118,17 +79,15 @@ def write_report(folder: Path, target: Path, stage: str = "") -> list[str]:
 
 
 def verdict(rows: Sequence[Row]) -> list[str]:
-    """Return what came of it, a fact a line."""
+    """Return the results of the run, a fact a line."""
     seconds, episodes = (sum(row.get(name, 0) for row in rows) for name in ("device_seconds", "episodes"))
     lines = [f"{len(rows):,} step{'s'[: len(rows) != 1]}, {episodes:,} episodes, {duration(seconds)}"]
     for name in ("reward", "solved", "best_of_group"):
+        came = f"change not measured, {NOT_MEASURED}"
         if tenths := ends(rows, name):
             first, last = (written(name, value) for value in tenths)
-            lines.append(
-                f"{_words(name)}: from {first} in the first tenth of the episodes ({ENOUGH} at least) to {last} in the last"
-            )
-        else:
-            lines.append(f"{_words(name)}: change not measured, {NOT_MEASURED}")
+            came = f"from {first} in the first tenth of the episodes ({ENOUGH} at least) to {last} in the last"
+        lines.append(f"{_words(name)}: {came}")
     groups, invalid = added(rows, "groups_"), added(rows, "invalid_")
     if flat := groups["flat"]:
         share = percent(flat / groups.total())
@@ -141,14 +100,12 @@ def verdict(rows: Sequence[Row]) -> list[str]:
 
 
 def _age(rows: Sequence[Row], groups: Mapping[str, int]) -> list[str]:
-    """Return what the bound on a group's age cost, and whether it was the slow tasks that paid."""
+    """Return how many groups were too old for a step, and whether they were those of slow tasks."""
     lines = []
     if groups["stale"] and (trained := [row["seconds_trained"] for row in rows if "seconds_trained" in row]):
         late = sum(row["seconds_stale"] * row["groups_stale"] for row in rows if "seconds_stale" in row)
-        share, times = (
-            percent(groups["stale"] / (groups["ready"] or 1)),
-            late / groups["stale"] / max(fmean(trained), 1e-9),
-        )
+        share = percent(groups["stale"] / (groups["ready"] or 1))
+        times = late / groups["stale"] / max(fmean(trained), 1e-9)
         advice = '; late = "wait" holds sampling back instead' if times > SLOW else ""
         said = f"{share} of the ready groups came too late for a step; their episodes took {times:.1f} times as long"
         lines.append(f"{said}{advice}")
@@ -158,7 +115,8 @@ def _age(rows: Sequence[Row], groups: Mapping[str, int]) -> list[str]:
 
 
 def _page(rows: Sequence[Row], lines: Sequence[str], drawn: Sequence[str], samples: Table) -> Page:
-    shown = {file: [Picture(file, about)] * (file in drawn) for file, about in ABOUT_PICTURES.items()}
+    described = [Picture(each["file"], each["about"]) for each in TABLES["picture"]]
+    shown = {picture.file: [picture] * (picture.file in drawn) for picture in described}
     weights = [(row["step"], *map(number, starting(row, "weight_").values())) for row in [rows[0], *changes(rows)]]
     return {
         "In short": [*(f"{line}." for line in lines), *shown["reward.png"]],

@@ -1,10 +1,10 @@
-"""Arenas: which `Environment` episodes are played in, chosen by the setting `arena` of the stages `rl` and `bench`.
+"""Arenas: the `Environment` in which episodes run, chosen by the setting `arena` of the stages `rl` and `bench`.
 
     "code"                  tasks in codebases, scored by hidden tests (environment.py)
     "questions"             a set of questions with verifiable answers (questions/)
     "python:module.Class"   a class of one's own: called with `tasks` and the harness's settings, it is an `Environment`
 
-What the last one returns is checked, and what it raises is counted as infrastructure, episode by episode: docs/arenas.md.
+Episodes of the last kind are checked, and its exceptions are counted as failures of the infrastructure: docs/arenas.md.
 """
 
 from __future__ import annotations
@@ -30,17 +30,7 @@ from etude.questions.play import Library, SearchTools, faults, oracle, verdict_o
 from etude.questions.question import by_id, read_set
 from etude.questions.settings import PYTHON, QUESTIONS, QuestionSettings
 from etude.rewards.reward import PARTS, RewardSettings, length, penalty
-from etude.rl.environment import (
-    POLICY_SHARE,
-    Diverged,
-    Environment,
-    Episode,
-    Item,
-    Journal,
-    ReplayPolicy,
-    ReplayTools,
-    infrastructure,
-)
+from etude.rl.environment import POLICY_SHARE, Environment, Episode, Item, Journal, from_journal, infrastructure
 from etude.work import cores
 
 if TYPE_CHECKING:
@@ -49,7 +39,6 @@ if TYPE_CHECKING:
     from etude.agent.calls import Call
     from etude.agent.formats import ChatFormat
     from etude.inference.policy import Policy
-    from etude.questions.question import Question
 
 LONGEST = 86_400.0  # seconds of an episode, where nobody says
 REFUSED = 0.125  # of a fault: a call that its tool refused, as in code
@@ -57,20 +46,20 @@ CHECKED = 2  # programs that are tried before any time is spent on episodes
 
 
 class Arena(Environment, Protocol):
-    """What the stages need of an arena that is not `code`, besides episodes."""
+    """What the stages need from an arena other than `code`, besides episodes."""
 
-    about: dict[str, Any]  # what decides what an episode is worth, for the header of a benchmark
+    about: dict[str, Any]  # the rules of scoring, for the header of a benchmark
     statistics: dict[str, float]
     digest: str
 
     async def ready(self, say: Callable[[str], None]) -> None:
-        """Refuse what would make every reward worthless; say what is to be known of a judge."""
+        """Check programs and judge before any episode runs; report how well the judge agrees with people."""
 
     async def close(self, say: Callable[[str], None]) -> None:
-        """Close what was opened; say what it cost."""
+        """Close the judge, if one was opened, and report what it cost."""
 
     def solution(self, item: str) -> list[Call | str]:
-        """Return what a perfect policy does; UserError where nobody knows."""
+        """Return the calls and messages of a perfect policy; UserError if there is no solution."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +88,8 @@ class QuestionArena:
     def __init__(self, choice: Choice) -> None:
         path, settings, stage = Path(choice.tasks).expanduser(), choice.questions, choice.setting
         if not path.is_file():
-            raise UserError(
-                f"{stage}.tasks: {choice.tasks!r} is not a file (looked in {Path.cwd()}); name a JSONL of questions"
-            )
+            missing = f"{stage}.tasks: {choice.tasks!r} is not a file (looked in {Path.cwd()})"
+            raise UserError(f"{missing}; name a JSONL of questions")
         self.set, self.choice, self.settings = read_set(path, choice.only), choice, settings
         self.questions, self.digest, self.statistics = by_id(self.set.questions), self.set.digest, self.set.statistics
         refuse_without(settings.judge, self.set.questions, f"{stage}.questions.judge")
@@ -149,14 +137,14 @@ class QuestionArena:
     ) -> Episode:
         """See `Environment`."""
         question = self.questions[item]
+
+        async def play(past: Journal) -> Trace:
+            trace = Trace(name, question.prompt, made_by={"set": self.set.about.set, "task": item})
+            harness = Harness(*past.replaying(policy, talk, self.tools), self.harness, trace, seed=seed)
+            return await harness.run(self.set.about.system, question.prompt)
+
         async with infrastructure("the episode", self.choice.seconds):
-            owner = {"name": name, "task": item, "seed": seed}
-            try:
-                trace = await self._rollout(question, policy, talk, name, seed, Journal(journal, **owner))
-            except Diverged:
-                journal.unlink()
-                trace = await self._rollout(question, policy, talk, name, seed, Journal(journal, **owner))
-                trace.counts["restarted"] = 1
+            trace = await from_journal(journal, {"name": name, "task": item, "seed": seed}, play)
             async with self._checking if question.kind == "program" else nullcontext():
                 judge = await self.judge() if question.kind == "rubric" else None
                 verdict = await verdict_on(question, trace, judge, seed)
@@ -166,19 +154,9 @@ class QuestionArena:
                          "length": length(trace.counts, self.choice.rewards.effort, solved=verdict.passed)}  # fmt: skip
         return Episode(trace, "pass" if verdict.passed else "fail", _behaviour(trace, verdict.why))
 
-    async def _rollout(
-        self, question: Question, policy: Policy, talk: ChatFormat, name: str, seed: int, journal: Journal
-    ) -> Trace:
-        trace = Trace(name, question.prompt, made_by={"set": self.set.about.set, "task": question.id})
-        replaying = ReplayPolicy(policy, journal), talk, ReplayTools(self.tools, journal)
-        await Harness(*replaying, self.harness, trace, seed=seed).run(self.set.about.system, question.prompt)
-        if journal.replayed:
-            trace.counts["replayed"] = journal.replayed
-        return trace
-
 
 def _behaviour(trace: Trace, why: str) -> dict[str, float]:
-    """Return what monitors watch: drift in these shows a habit, such as hedging, or pleasing the judge."""
+    """Return the metrics that monitors watch: a drift shows a habit such as hedging or pleasing the judge."""
     counts = trace.counts
     values = {"thinking_tokens": counts.get("tokens_thinking", 0), "said_tokens": counts.get("tokens_said", 0),
               **{name: counts.get(name, 0) for name in ("calls", "malformed", "failed_calls")},
@@ -191,7 +169,7 @@ def _behaviour(trace: Trace, why: str) -> dict[str, float]:
 
 
 class OwnArena:
-    """A user's class, checked: what it returns must be an episode that can be learnt from. See `Environment` and `Arena`."""
+    """A user's class; the episodes that it returns are checked. See `Environment` and `Arena`."""
 
     def __init__(self, choice: Choice) -> None:
         self.choice, arena = choice, choice.arena
@@ -206,9 +184,8 @@ class OwnArena:
             what = f"{cls.__name__}(tasks, harness) fails: {type(error).__name__}: {one_line(error)}"
             raise UserError(f"arena {arena!r}: {what}") from None
         if lacking := [each for each in ("items", "run_episode") if not hasattr(self.inner, each)]:
-            raise UserError(
-                f"arena {arena!r}: {cls.__name__} has no `{lacking[0]}`; docs/arenas.md shows what it needs"
-            )
+            what = f"{cls.__name__} has no `{lacking[0]}`"
+            raise UserError(f"arena {arena!r}: {what}; docs/arenas.md shows what it needs")
         self.items = tuple(self.inner.items)
         if not self.items or not all(isinstance(item, Item) for item in self.items):
             raise UserError(f"arena {arena!r}: `items` must be a list of etude.rl.environment.Item, one or more")
@@ -223,9 +200,8 @@ class OwnArena:
 
     def solution(self, item: str) -> list[Call | str]:
         if not hasattr(self.inner, "solution"):
-            raise UserError(
-                f"arena {self.choice.arena!r} has no `solution`, so there is no oracle; leave the oracle out"
-            )
+            missing = f"arena {self.choice.arena!r} has no `solution`, so there is no oracle"
+            raise UserError(f"{missing}; leave the oracle out")
         return list(self.inner.solution(item))
 
     async def run_episode(
@@ -240,7 +216,7 @@ class OwnArena:
 
 
 def _fault(played: object) -> str:
-    """Return why what an arena returned cannot be learnt from."""
+    """Return why the result of a user's arena cannot be used for training, or nothing."""
     if not isinstance(played, Episode):
         return f"returned {type(played).__name__}, not an etude.rl.environment.Episode"
     if played.outcome not in {"pass", "fail"}:
@@ -268,9 +244,8 @@ def own_class(arena: str) -> tuple[Callable[..., Any], Path]:
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - anybody's code
-        raise UserError(
-            f"arena {arena!r}: {module} cannot be imported: {type(error).__name__}: {one_line(error)}"
-        ) from None
+        why = f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(f"arena {arena!r}: {module} cannot be imported: {why}") from None
     if not isinstance(cls := getattr(loaded, name, None), type):
         known = [each for each, value in vars(loaded).items() if isinstance(value, type) and value.__module__ == module]
         raise UserError(f"arena {arena!r}: {module} has no class {name!r}{nearest(name, known)}")

@@ -1,17 +1,16 @@
 """Environments: where episodes run. The RL loop knows groups and weights; an environment knows what a task is.
 
-`CodingEnvironment` runs an agent in a sandbox, then the hidden tests on what it left. Others are chosen in arenas.py.
+`CodingEnvironment` runs an agent in a sandbox, then the hidden tests on the changed code. Others are chosen in arenas.py.
 
-Two clocks keep a slow policy apart from infrastructure that hangs. What the policy does, commands included, ends at the harness's
-deadline, and is scored. That lies before the end of the rollout's time, and scoring has a time of its own which no test run can
-exceed: so whoever reaches one of those ends hangs, and the episode is excluded. Waiting for a free core to score on counts for
-neither, nor does waiting for the score of another episode that left the same code.
+Two time limits tell a slow policy from hanging infrastructure. The policy, its commands included, must end by the harness's deadline;
+whatever it has done by then is scored. The limits of the whole rollout and of scoring are later, and normal work cannot reach them:
+an episode that does is excluded as hung. Waiting for a free core to score on, or for the score of another episode with the same code,
+counts for neither.
 
-A half-finished episode goes on after a kill: what was sampled is kept, what was run is run again. Every completion and every round
-of answers is appended to a journal. An episode that begins again with that file replays itself up to where it broke off. Its calls
-are run in the fresh sandbox, which so becomes what the old one was, while the policy's context holds the very tokens it had. If a
-command now answers otherwise, the sandbox is not what it was; if a prompt differs, neither is the harness. Then the journal is worth
-nothing, and the episode starts over.
+An unfinished episode continues after a kill: sampled tokens are kept, commands are run again. Every completion and every round of
+tool answers is appended to a journal. An episode that starts with an existing journal replays it: the calls run in a fresh sandbox,
+which brings it to the same state, and the policy's context gets the same tokens. If a command now answers differently, or a prompt
+differs, the journal is discarded and the episode starts over.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from etude.tasks.prompts import asked
 from etude.tasks.score import Score, Scorer, Scores, longest_scoring, one_a_core, score
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
     from pathlib import Path
 
     from etude.agent.formats import ChatFormat
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Item:
-    """A task as the loop sees it. `family`: what tasks that are alike have in common; difficulty is learnt of those.
+    """A task as the RL loop sees it. `family`: a name that similar tasks share; the curriculum learns difficulty by family.
 
     For benchmarks: scores are shown by `topic`; tasks of one `source`, such as a repository or a company, are not independent.
     """
@@ -63,7 +62,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Episode:
-    """An episode that ended by itself, at a limit, or malformed: whatever the policy did, it is scored."""
+    """A scored episode: it ended by itself, at a limit, or with malformed calls."""
 
     trace: Trace  # `rewards` holds the parts, without weights
     outcome: Literal["pass", "fail"]
@@ -71,7 +70,7 @@ class Episode:
 
 
 class InfrastructureError(Exception):
-    """Not the policy's fault: the episode is excluded and counted, never scored as 0. The text is the cause."""
+    """A failure that is not the policy's: the episode is excluded and counted, never scored as 0. The text is the cause."""
 
 
 class Environment(Protocol):
@@ -123,6 +122,10 @@ class Journal:
 
     def write(self, kind: str, value: Any) -> None:
         self._append({kind: value})
+
+    def replaying(self, policy: Policy, talk: ChatFormat, tools: Tools) -> tuple[Policy, ChatFormat, Tools]:
+        """Return what a harness takes, such that what is in this journal comes first."""
+        return ReplayPolicy(policy, self), talk, ReplayTools(tools, self)
 
     def _append(self, entry: dict[str, Any]) -> None:
         append_line(self.path, json.dumps(entry, separators=(",", ":")).encode() + b"\n")
@@ -192,13 +195,26 @@ NOISE = re.compile(r"\d+(?:\.\d+)?(?=\s?(?:ms|s|seconds?)\b)|={4,}|0x[0-9a-f]{6,
 
 
 def without_noise(text: str) -> str:
-    """Return what two runs of the same command on the same files have in common."""
+    """Return a text without times, addresses and temporary paths, which differ between two runs of the same command."""
     return NOISE.sub("#", text)
 
 
-POLICY_SHARE = (
-    0.9  # of the rollout's time; the rest is for opening and closing the sandbox, and for ending the last call
-)
+async def from_journal(path: Path, owner: dict[str, Any], play: Callable[[Journal], Awaitable[Trace]]) -> Trace:
+    """Continue an episode from its journal; if the replay differs from the journal, discard it and start over."""
+    journal, restarted = Journal(path, **owner), False
+    try:
+        trace = await play(journal)
+    except Diverged:
+        path.unlink()
+        journal, restarted = Journal(path, **owner), True
+        trace = await play(journal)
+    trace.counts |= {"replayed": journal.replayed} if journal.replayed else {}
+    trace.counts |= {"restarted": 1} if restarted else {}
+    return trace
+
+
+# Of the rollout's time; the rest is for opening and closing the sandbox, and for ending the last call.
+POLICY_SHARE = 0.9
 SHORTEST_ROLLOUT = 5.0  # seconds
 
 
@@ -222,9 +238,8 @@ class CodingEnvironment:
         longest = max(self._longest_scoring(task) for task in tasks.tasks)
         least = longest + SHORTEST_ROLLOUT
         if settings.seconds < least:
-            raise UserError(
-                f"seconds = {settings.seconds:g}: scoring alone may take {longest:.0f}; set at least {least:.0f}"
-            )
+            alone = f"scoring alone may take {longest:.0f}"
+            raise UserError(f"seconds = {settings.seconds:g}: {alone}; set at least {least:.0f}")
         measure({}, {})  # says now, not after the first episode, that ruff is missing
 
     def _longest_scoring(self, task: Task) -> float:
@@ -258,31 +273,22 @@ class CodingEnvironment:
     async def _rollout(
         self, task: Task, policy: Policy, talk: ChatFormat, name: str, seed: int, path: Path
     ) -> tuple[Trace, Left]:
-        """Go on from the journal, or begin anew where the sandbox cannot be brought back to where it was."""
-        owner = {"name": name, "task": task.id, "seed": seed}
-        try:
-            return await self._run_harness(task, policy, talk, name, seed, Journal(path, **owner))
-        except Diverged:
-            path.unlink()
-        trace, left = await self._run_harness(task, policy, talk, name, seed, Journal(path, **owner))
-        trace.counts["restarted"] = 1
-        return trace, left
-
-    async def _run_harness(
-        self, task: Task, policy: Policy, talk: ChatFormat, name: str, seed: int, journal: Journal
-    ) -> tuple[Trace, Left]:
         style, prompt = asked(task, self.settings.style)
-        trace = Trace(name, prompt, made_by={"set": self.set.name, "task": task.id, "style": style})
-        settings = self.settings.harness.model_copy(update={"seconds": self.clocks(task).policy})
+        own, codebase, left = self.settings, self.set.codebase(task), list[Left]()
+        settings = own.harness.model_copy(update={"seconds": self.clocks(task).policy})
 
-        def begin(tools: Toolset) -> Harness:
-            replaying = ReplayPolicy(policy, journal), talk, ReplayTools(tools, journal)
-            return Harness(*replaying, settings, trace, seed=seed, experts=bool(self.settings.router_replay))
+        async def play(journal: Journal) -> Trace:
+            trace = Trace(name, prompt, made_by={"set": self.set.name, "task": task.id, "style": style})
 
-        left = await work_on(task, self.set.codebase(task), trace, self.settings.tools, self.searcher, begin)
-        if journal.replayed:
-            trace.counts["replayed"] = journal.replayed
-        return trace, left
+            def begin(tools: Toolset) -> Harness:
+                replaying = journal.replaying(policy, talk, tools)
+                return Harness(*replaying, settings, trace, seed=seed, experts=bool(own.router_replay))
+
+            left.append(await work_on(task, codebase, trace, own.tools, self.searcher, begin))
+            return trace
+
+        trace = await from_journal(path, {"name": name, "task": task.id, "seed": seed}, play)
+        return trace, left[-1]
 
     async def _judge(self, task: Task, trace: Trace, left: Left, result: Score) -> Episode:
         judged = await judge(task, self.set.codebase(task), trace, left, trace.made_by["style"], result)
@@ -295,9 +301,9 @@ class CodingEnvironment:
 
 @asynccontextmanager
 async def infrastructure(doing: str, seconds: float) -> AsyncIterator[None]:
-    """Turn what goes wrong into an InfrastructureError, whose text begins with the kind of failure.
+    """Turn exceptions into InfrastructureError, whose text begins with the kind of failure.
 
-    What a policy writes cannot raise, so an unknown error is no doing of its; it is named by its type, and many of them end a run.
+    Nothing that a policy writes raises an exception here, so an unknown one is a fault of the infrastructure; many of them end a run.
     """
     try:
         async with asyncio.timeout(seconds):

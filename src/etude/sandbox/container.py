@@ -8,7 +8,7 @@ Unlike `local`: the image must have python3, sh and tar; the layers are copied i
 other, as what one has left running cannot be told from another; an end by signal n and an exit with 128 + n are the same;
 `Place.warm` makes nothing faster; /tmp has a bound of its own, as large as the workspace's; Podman bounds files by memory alone.
 
-Layers go in as a tar of what they show together; files are read and written by `inside`, whose text is handed to the image's Python.
+Layers are copied in as one tar; files are read and written by `inside`, whose source is passed to the image's Python.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import errno
 import json
 import platform
 import posixpath
+import re
 import resource
 import secrets
 import tarfile
@@ -30,22 +31,23 @@ from typing import IO, TYPE_CHECKING, Any
 
 from etude.errors import UserError
 from etude.sandbox import inside, isolate
-from etude.sandbox.box import WORKSPACE, Result, Sandbox, SandboxError, answered, plain_path
+from etude.sandbox.box import WORKSPACE, Place, Result, Sandbox, SandboxError, answered, plain_path
 from etude.sandbox.keeper import Clip
 from etude.sandbox.layers import Below
-from etude.sandbox.local import shown
+from etude.sandbox.local import BASE_ENV, shown
 
 if TYPE_CHECKING:
+    from asyncio.subprocess import Process
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from etude.sandbox.box import Place
 
 BLOCK = 4096
 
 
-def pack_layers(
-    layers: Iterable[Path], file: IO[bytes], fixed: Collection[str] = (), owned: IO[bytes] | None = None
-) -> int:
+Packed = IO[bytes]
+
+
+def pack_layers(layers: Iterable[Path], file: Packed, fixed: Collection[str] = (), owned: Packed | None = None) -> int:
     """Write what the layers show as a tar; return the bytes that takes in memory.
 
     `fixed` files and the folders above them go into a tar of their own, which root unpacks: what is in a folder with the sticky bit,
@@ -78,7 +80,6 @@ def _shown(below: Below, prefix: str) -> Iterator[tuple[str, Path]]:
 WORKLOAD = "61185:61185"
 _runs: set[tuple[str, str, Path]] = set()  # engines, images and Pythons of this machine that were tried and work
 PATIENCE = 300.0  # seconds for what the engine itself has to do: on a crowded machine starting takes minutes
-BASE_ENV = {"HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONNOUSERSITE": "1"}  # noqa: S108 - inside
 RUN = '(cd "$0" && exec "$@"); rc=$?; kill -9 -1 2>/dev/null; exit $rc'  # a daemon must not hold the call's pipes open
 
 
@@ -153,15 +154,73 @@ async def _drain(stream: asyncio.StreamReader, clip: Clip) -> None:
         clip.add(block)
 
 
-class ContainerSandbox(Sandbox):
-    """One container."""
+def gathered(process: Process, clips: tuple[Clip, Clip]) -> asyncio.Future[Any]:
+    """Return what is done when a process has ended and the clips hold all that it wrote."""
+    streams = zip((process.stdout, process.stderr), clips, strict=True)
+    waits = [asyncio.create_task(_drain(stream, clip)) for stream, clip in streams if stream is not None]
+    return asyncio.gather(process.wait(), *waits)
+
+
+def result_of(process: Process, clips: tuple[Clip, Clip], **how: Any) -> Result:
+    """Return how a call ended; an exit with 128 + n is taken for an end by signal n."""
+    rc = process.returncode or 0
+    rc = 128 - rc if 128 < rc < 128 + 65 else rc
+    return Result(rc, bytes(clips[0]), bytes(clips[1]), cut=(clips[0].cut, clips[1].cut), **how)
+
+
+def env_words(*variables: Mapping[str, str] | None) -> list[str]:
+    """Return variables as options of an engine, the last of one name."""
+    merged = {name: value for each in variables if each for name, value in each.items()}
+    return [word for name, value in merged.items() for word in ("--env", f"{name}={value}")]
+
+
+@contextlib.contextmanager
+def filled(content: bytes = b"") -> Iterator[IO[bytes]]:
+    """Give a temporary file with some content, at its beginning."""
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.seek(0)
+        yield file
+
+
+class EngineSandbox(Sandbox):
+    """What every container has: an engine's command line drives it, and it ends when the input of its first process ends."""
 
     def __init__(self, engine: str, image: str, place: Place) -> None:
         self.engine, self.image, self.place = engine, image, place
         self.backend = f"{Path(engine).name}:{image}"
         self.name = f"etude-{secrets.token_hex(8)}"
+        self.process: Process | None = None
+
+    async def _run(self, words: list[str], up: bytes, needs: str) -> None:
+        """Start the container. `up`: what its first line must match; `needs`: what an image that says nothing may lack."""
+        pipe = asyncio.subprocess.PIPE
+        self.process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=pipe)
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        try:
+            first = await asyncio.wait_for(self.process.stdout.readline(), PATIENCE)
+        except TimeoutError:
+            raise SandboxError(f"{self.backend}: no container within {PATIENCE:.0f} s") from None
+        if not re.fullmatch(up, first):
+            said = (await self.process.stderr.read(2000)).decode(errors="replace").split("\n")[0]
+            raise SandboxError(f"{self.backend}: no container was started: {said or f'no {needs}?'}")
+
+    def _answer(self, op: str, done: Result, content: bytes) -> tuple[dict[str, Any], bytes]:
+        """Return what `inside` said on its error stream, and what it sent."""
+        try:
+            return answered(json.loads(done.err), content)
+        except ValueError:
+            why = done.err.decode(errors="replace")[-300:] or f"it ended with {done.rc}"
+            raise SandboxError(f"cannot {op} files in the container: {why}") from None
+
+
+class ContainerSandbox(EngineSandbox):
+    """One container."""
+
+    def __init__(self, engine: str, image: str, place: Place) -> None:
+        super().__init__(engine, image, place)
         self.lock = asyncio.Lock()
-        self.process: asyncio.subprocess.Process | None = None
         self.oom_kills = 0
 
     @classmethod
@@ -179,7 +238,11 @@ class ContainerSandbox(Sandbox):
         with tempfile.TemporaryFile() as packed, tempfile.TemporaryFile() as owned:
             fixed = frozenset(self.place.fixed)
             self.held = await asyncio.to_thread(pack_layers, self.place.layers, packed, fixed, owned)
-            await self._run()
+            with tempfile.NamedTemporaryFile("w", suffix=".json") as filtering:
+                json.dump(profile(), filtering)
+                filtering.flush()
+                words = run_words(self.engine, self.image, self.place, self.name, self.held, filtering.name)
+                await self._run(words, rb"\s*\d+\s*", "python3")
             for file, user in ((owned, "0:0"), (packed, WORKLOAD)) if fixed else ((packed, WORKLOAD),):
                 file.seek(0)
                 words = ["tar", "-x", "-p", "--no-same-owner", "-f", "-"]
@@ -198,40 +261,20 @@ class ContainerSandbox(Sandbox):
             raise UserError(f"the image {self.image} cannot run {python} ({said}): {needs}; choose another image")
         _runs.add((self.engine, self.image, Path(python)))
 
-    async def _run(self) -> None:
-        pipe = asyncio.subprocess.PIPE
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as filtering:
-            json.dump(profile(), filtering)
-            filtering.flush()
-            words = run_words(self.engine, self.image, self.place, self.name, self.held, filtering.name)
-            self.process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=pipe)
-            assert self.process.stdout is not None
-            assert self.process.stderr is not None
-            try:
-                first = await asyncio.wait_for(self.process.stdout.readline(), PATIENCE)
-            except TimeoutError:
-                raise SandboxError(f"{self.backend}: no container within {PATIENCE:.0f} s") from None
-        if not first.strip().isdigit():
-            said = (await self.process.stderr.read(2000)).decode(errors="replace").split("\n")[0]
-            raise SandboxError(f"{self.backend}: no container was started: {said or 'no python3?'}")
-
     async def exec(
         self, command: str | Sequence[str], *, timeout: float | None = None, env: Mapping[str, str] | None = None, stdin: bytes = b"",
         cwd: str = ".",
     ) -> Result:  # fmt: skip
         words = ["sh", "-c", command] if isinstance(command, str) else list(command)
         limits = self.place.limits
-        with tempfile.TemporaryFile() as given:
-            given.write(stdin)
-            given.seek(0)
-            bound = limits.seconds if timeout is None else timeout
+        bound = limits.seconds if timeout is None else timeout
+        with filled(stdin) as given:
             return await self._call(words, stdin=given, timeout=bound, env=env, cwd=cwd, keep=limits.output)
 
     async def _call(self, words: list[str], *, stdin: IO[bytes], timeout: float, env: Mapping[str, str] | None = None,
                     cwd: str = ".", keep: int = 1 << 20, out: IO[bytes] | None = None, user: str = WORKLOAD) -> Result:  # fmt: skip
         """Run words, alone; kill what they leave."""
-        pairs = {**BASE_ENV, **self.place.env, **(env or {})}
-        given = [word for key, value in pairs.items() for word in ("--env", f"{key}={value}")]
+        given = env_words(BASE_ENV, self.place.env, env)
         place = ["--workdir", WORKSPACE, self.name, "sh", "-c", RUN, posixpath.join(WORKSPACE, plain_path(cwd))]
         call = [self.engine, "exec", "-i", "--user", user, *given, *place, *words]
         clips = Clip(keep), Clip(keep)
@@ -239,9 +282,7 @@ class ContainerSandbox(Sandbox):
             began = time.monotonic()
             pipe = asyncio.subprocess.PIPE
             process = await asyncio.create_subprocess_exec(*call, stdin=stdin, stdout=out or pipe, stderr=pipe)
-            streams = zip((process.stdout, process.stderr), clips, strict=True)
-            waits = [asyncio.create_task(_drain(stream, clip)) for stream, clip in streams if stream is not None]
-            ended = asyncio.gather(process.wait(), *waits)
+            ended = gathered(process, clips)
             try:
                 done, _ = await asyncio.wait([ended], timeout=timeout)
                 seconds = time.monotonic() - began
@@ -254,9 +295,7 @@ class ContainerSandbox(Sandbox):
                 if isinstance(error, TimeoutError):
                     raise SandboxError(f"{self.backend} exec did not end") from error
                 raise
-        rc = process.returncode or 0
-        rc = 128 - rc if 128 < rc < 128 + 65 else rc
-        return Result(rc, bytes(clips[0]), bytes(clips[1]), not done, oom, (clips[0].cut, clips[1].cut), seconds)
+        return result_of(process, clips, timed_out=not done, oom=oom, seconds=seconds)
 
     async def _clear(self) -> bool:
         """Have all killed that runs; return whether something was killed for want of memory since the last time."""
@@ -273,18 +312,11 @@ class ContainerSandbox(Sandbox):
         return self.oom_kills > before
 
     async def _ask(self, header: dict[str, Any], payload: bytes = b"") -> tuple[dict[str, Any], bytes]:
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as sent:
-            given.write(payload)
-            given.seek(0)
+        with filled(payload) as given, filled() as sent:
             words = _python(json.dumps(header))
             done = await self._call(words, stdin=given, timeout=PATIENCE * 10, keep=1 << 17, out=sent)
             sent.seek(0)
-            content = sent.read()
-        try:
-            return answered(json.loads(done.err), content)
-        except ValueError:
-            why = done.err.decode(errors="replace")[-300:] or f"it ended with {done.rc}"
-            raise SandboxError(f"cannot {header['op']} files in the container: {why}") from None
+            return self._answer(header["op"], done, sent.read())
 
     async def close(self) -> None:
         """End the container: it removes itself when its input ends, and is removed by force where it does not."""

@@ -47,9 +47,8 @@ def digest(engine: str, image: str, build: Path | None = None) -> str:
     if not there and (why := _ran(engine, "pull", "-q", image)[1]):
         if build is not None:
             return built(engine, build)
-        raise UserError(
-            f"{engine} has no image {image} and cannot pull it: {why}; `{engine} images` shows what is there"
-        )
+        missing = f"{engine} has no image {image} and cannot pull it: {why}"
+        raise UserError(f"{missing}; `{engine} images` shows what is there")
     return there or known(engine, image)
 
 
@@ -68,9 +67,8 @@ def built(engine: str, place: Path) -> str:
     if sum(path.stat().st_size for path in paths) > LARGEST:
         large = f"{file.parent} holds more than {LARGEST >> 30} GiB to build from"
         raise UserError(f"{large}; put the Dockerfile into a folder of its own")
-    contents = [
-        [path.relative_to(file.parent).as_posix(), path.stat().st_mode & 0o777, sha256_file(path)] for path in paths
-    ]
+    named = [(path.relative_to(file.parent).as_posix(), path) for path in paths]
+    contents = [[name, path.stat().st_mode & 0o777, sha256_file(path)] for name, path in named]
     name = f"localhost/etude:{digest_of([file.name, contents])[:32]}"
     if there := known(engine, name):
         return there
@@ -83,11 +81,9 @@ def built(engine: str, place: Path) -> str:
 def _ran(engine: str, *words: str) -> tuple[str, str]:
     """Return what an engine says; where it fails, why."""
     try:
-        done = subprocess.run(
-            [engine, *words], capture_output=True, text=True, check=False, errors="replace", timeout=PULLED
-        )
+        call = [engine, *words]
+        done = subprocess.run(call, capture_output=True, text=True, check=False, errors="replace", timeout=PULLED)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"cannot run {engine}: {error}; `etude sandbox probe` says what works here") from None
-    return done.stdout, " ".join(done.stderr.split())[
-        -400:
-    ] or f"exit code {done.returncode}" if done.returncode else ""
+    why = " ".join(done.stderr.split())[-400:] or f"exit code {done.returncode}"
+    return done.stdout, why if done.returncode else ""

@@ -95,9 +95,8 @@ def show_folder(source: str, target: str, *, userxattr: bool) -> None:
     """
     os.makedirs(target, exist_ok=True)
     os.symlink(source, "/shown/source")
-    options = (
-        "lowerdir=/shown/source:/shown/empty,redirect_dir=nofollow,metacopy=off,index=off" + ",userxattr" * userxattr
-    )
+    options = "lowerdir=/shown/source:/shown/empty,redirect_dir=nofollow,metacopy=off,index=off"
+    options += ",userxattr" if userxattr else ""
     with open("/host/proc/self/mountinfo", encoding="utf-8") as file:
         mounts_below = any(line.split()[4].startswith(source.replace(" ", "\\040") + "/") for line in file)
     try:
@@ -398,11 +397,8 @@ NAMESPACES = 0x7E020080  # all CLONE_NEW* flags
 X32 = 0x40000000
 UNIX, INET, INET6, NETLINK = 1, 2, 10, 16
 TERMINAL_INJECTION = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
-FILE_SYSTEM_IOCTLS = (
-    0x5800,
-    0x6600,
-    0x9400,
-)  # by their second byte: XFS and freezing, ext4 and flags, btrfs and clones
+# By their second byte: XFS and freezing, ext4 and flags, btrfs and clones.
+FILE_SYSTEM_IOCTLS = (0x5800, 0x6600, 0x9400)
 # F_SETLEASE and F_NOTIFY, what others do to a file; F_SETPIPE_SZ; F_OFD_SETLK and F_OFD_SETLKW, locks that /proc/locks shows to all
 FILE_CONTROLS = (0x400, 0x402, 0x407, 37, 38)
 BUFFER_SIZES = (7, 8)  # SO_SNDBUF, SO_RCVBUF

@@ -165,9 +165,8 @@ def write_layer(folder: Path, entries: Iterable[Entry], layers: tuple[Path, ...]
     os.chown(folder, *owner)
     for entry in entries:
         path = folder / entry.path
-        for missing in reversed(
-            [above for above in path.parents if above.is_relative_to(folder) and not above.exists()]
-        ):
+        above = [each for each in path.parents if each.is_relative_to(folder) and not each.exists()]
+        for missing in reversed(above):
             missing.mkdir()
             below = lookup(layers, str(missing.relative_to(folder))).found
             missing.chmod(plain_mode(below.st_mode if below else stat.S_IFDIR | 0o755))
@@ -192,6 +191,5 @@ def _write_gap(path: Path) -> None:
     try:
         os.mknod(path, stat.S_IFCHR, os.makedev(0, 0))
     except PermissionError as error:
-        raise UserError(
-            f"cannot write {path}: this file system or kernel refuses the mark for a removed file; choose another folder"
-        ) from error
+        refused = "this file system or kernel refuses the mark for a removed file"
+        raise UserError(f"cannot write {path}: {refused}; choose another folder") from error

@@ -19,23 +19,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError, nearest
-from etude.sandbox.box import Result, Sandbox, SandboxError, answered
+from etude.sandbox.box import Place, Result, Sandbox, SandboxError, answered
 from etude.sandbox.inside import LENGTHS, pack
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from etude.sandbox.box import Place
 
 NAMESPACES = "namespaces"
 ENGINES = ("podman", "docker")
-ENVIRONMENT = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "HOME": "/tmp",  # noqa: S108 - of the sandbox
-    "LANG": "C.UTF-8",
-    "PYTHONDONTWRITEBYTECODE": "1",
-    "PYTHONNOUSERSITE": "1",  # what a call has put into /tmp does not start with the next one's Python
-}
+# No user site: what a call has put into /tmp, the home, does not start with the next one's Python.
+BASE_ENV = {"HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONNOUSERSITE": "1"}  # noqa: S108
+ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", **BASE_ENV}
 # Imports the launcher and nothing else of this package, whichever Python runs it and whatever it has installed.
 # It comes by the environment, which other processes cannot read as they can a command line.
 BOOTSTRAP = """
@@ -68,9 +63,8 @@ def _start_launcher(warm: tuple[Path, tuple[str, ...]] | None, settings: Mapping
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
-                process = subprocess.Popen(
-                    command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=env, cwd="/", start_new_session=True
-                )
+                options: dict[str, Any] = {"env": env, "cwd": "/", "start_new_session": True}
+                process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, **options)
             except OSError as error:
                 raise SandboxError(f"cannot start {python}: {error.strerror}") from error
         _launchers[key] = process, ours
@@ -147,9 +141,8 @@ class LocalSandbox(Sandbox):
         number = next(self._numbers)
         future: asyncio.Future[tuple[dict[str, Any], bytes]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future, bytearray()
-        future.add_done_callback(
-            lambda done: (self._waiting.pop(number), done.exception())
-        )  # also where nobody waits any more
+        # Also where nobody waits any more.
+        future.add_done_callback(lambda done: (self._waiting.pop(number), done.exception()))
         self._writer.write(pack({"id": number, **header}, payload))
         return answered(*await asyncio.shield(future))
 
@@ -175,14 +168,9 @@ class LocalSandbox(Sandbox):
 def describe(place: Place) -> dict[str, Any]:
     """Return what a keeper must know, with all paths resolved: links of the host lead nowhere once its root has changed."""
     warm = place.warm and {"python": str(place.warm[0]), "modules": place.warm[1], "settings": warm_settings(place)}
-    return {
-        "layers": [str(layer.resolve()) for layer in place.layers],
-        "readonly": sorted((source, path) for path, source in shown(place).items()),
-        "hidden": list(place.hidden),
-        "fixed": list(place.fixed),
-        "warm": warm,
-        "limits": dataclasses.asdict(place.limits),
-    }
+    readonly = sorted((source, path) for path, source in shown(place).items())
+    return {"layers": [str(layer.resolve()) for layer in place.layers], "readonly": readonly, "hidden": list(place.hidden),
+            "fixed": list(place.fixed), "warm": warm, "limits": dataclasses.asdict(place.limits)}  # fmt: skip
 
 
 def shown(place: Place) -> dict[str, str]:

@@ -18,15 +18,13 @@ BOUNDS = {
     True: "memory, processes and CPU bounded by a cgroup (v2); disk by a tmpfs",
     False: "no cgroup v2 to write to: memory and processes bounded by resource limits and a watchdog, CPU by process; disk by a tmpfs",
 }
-CONTAINERS = (
-    '`--sandbox {engine}:IMAGE`, in recipes `sandbox = "{engine}:IMAGE"`, uses it; IMAGE must have python3, sh and tar'
-)
+CONTAINERS = '`--sandbox {engine}:IMAGE`, or `sandbox = "{engine}:IMAGE"`, uses it; IMAGE needs python3, sh and tar'
 _works: bool = False
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What came of trying one backend."""
+    """The result of trying one backend."""
 
     backend: str
     works: bool
@@ -78,9 +76,8 @@ async def strongest() -> str:
     if not _works:
         tried = await try_namespaces()
         if not tried.works:
-            raise UserError(
-                f"no sandbox works here ({tried.backend}: {tried.detail}): allow user namespaces (sysctl "
-                f"user.max_user_namespaces), run as root, or use containers: {CONTAINERS.format(engine='podman')}"
-            )
+            advice = "allow user namespaces (sysctl user.max_user_namespaces), run as root, or use containers"
+            instead = CONTAINERS.format(engine="podman")
+            raise UserError(f"no sandbox works here ({tried.backend}: {tried.detail}): {advice}: {instead}")
         _works = True
     return local.NAMESPACES

@@ -1,7 +1,7 @@
 """One attempt at a task, whoever makes it: a benchmark, a demonstration or training.
 
-All of them give an agent the same tree, tools and search, and look at what it left in the same way: so what is trained is what is
-measured. Whatever is raised here is the machinery's doing: what an agent gets wrong comes as answers, and as a score.
+All of them give an agent the same tree, tools and search, and score its changes in the same way, so that training and benchmarks
+measure the same. Exceptions from here are failures of the infrastructure: mistakes of an agent come as tool answers and as a score.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from etude.agent.changes import below_folder, content_of, unified
-from etude.agent.harness import SYSTEM
+from etude.agent.harness import SYSTEM, Harness
 from etude.agent.search import Searcher, installed_embedder
 from etude.agent.toolbox import Refused
-from etude.agent.tools import Outcome, Toolset
+from etude.agent.tools import Outcome, Toolset, ToolSettings
 from etude.errors import UserError
 from etude.rewards.interaction import Interaction, Premise, interaction
 from etude.rewards.quality import Quality, measure
-from etude.sandbox.box import Entry, SandboxError
+from etude.sandbox.box import Entry, Place, Sandbox, SandboxError
 from etude.sandbox.layers import lookup
 from etude.sandbox.local import open_sandbox
 from etude.tasks.prompts import not_at_fault
-from etude.tasks.score import MOST_LEFT, visible
+from etude.tasks.score import MOST_LEFT, Score, visible
 from etude.tasks.seal import FOLDERS
 from etude.tasks.services import start_lines
 from etude.tasks.suite import layers_of, place_of
@@ -36,12 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
-    from etude.agent.harness import Harness
-    from etude.agent.tools import ToolSettings
     from etude.agent.trace import Trace
     from etude.rewards.quality import Change
-    from etude.sandbox.box import Place, Sandbox
-    from etude.tasks.score import Score
     from etude.tasks.task import Codebase, Style, Task
 
     Begin = Callable[[Toolset], Harness]
@@ -53,7 +49,7 @@ CLOSING = 5.0  # seconds a sandbox has to end
 
 @dataclass(frozen=True)
 class Left:
-    """What an agent left behind."""
+    """The changes that an agent made."""
 
     entries: list[Entry]  # all differences from the tree it saw
     change: Change  # the files it changed, as text
@@ -61,7 +57,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Judged:
-    """What that is worth; its score is never `invalid`."""
+    """The score of an attempt (never `invalid`), and measures of its quality and interaction."""
 
     score: Score
     quality: Quality | None  # None: nothing was changed, or nothing that can be measured
@@ -69,7 +65,7 @@ class Judged:
 
 
 class PunctualToolset(Toolset):
-    """Tools that end with the episode: the harness looks at its clock between turns, and one turn may ask for hours of commands."""
+    """Tools that stop at the episode's deadline: the harness checks it only between turns, and one turn may ask for long commands."""
 
     until = math.inf  # of time.monotonic()
     before = ""  # lines for sh before a command: what starts the services of the codebase
@@ -133,7 +129,7 @@ async def _opened(place: Place, backend: str) -> AsyncIterator[Sandbox]:
 
 
 async def judge(task: Task, codebase: Codebase, trace: Trace, left: Left, style: Style, score: Score) -> Judged:
-    """Look at what was left, whose score is known, and at the trace along the other axes."""
+    """Measure quality and interaction of a scored attempt."""
     if score.outcome == "invalid":
         raise SandboxError(score.reason)
     compared = (left.change, reference_change(task), codebase.tests)
@@ -147,7 +143,7 @@ async def judge(task: Task, codebase: Codebase, trace: Trace, left: Left, style:
 
 
 def premise_of(task: Task, style: Style, prompt: str) -> Premise | None:
-    """Return what a request with a wrong premise blames, as far as its words tell, and what is at fault."""
+    """Return the innocent names that a request with a wrong premise mentions, and the names that are at fault."""
     if style != "premise":
         return None
     words = set(re.findall(r"\w+", prompt))
@@ -162,9 +158,9 @@ def reference_change(task: Task) -> Change:
 
 
 def own_changes(entries: Sequence[Entry], layers: Sequence[Path]) -> list[Entry]:
-    """Return the files an agent changed: a folder that went is what was in it; caches, which no user would commit, are none.
+    """Return the files that an agent changed, without caches; a removed folder counts as its removed files.
 
-    Of the longest ones, where there is too much, the beginning stands for the whole.
+    Beyond a total size, only the beginning of the longest files is kept.
     """
     changed, room = [], MOST_BYTES
     for entry in sorted(entries, key=lambda each: each.size):

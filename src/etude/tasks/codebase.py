@@ -1,12 +1,12 @@
 """A codebase: a package at a version, a folder or a git repository, unpacked once and cleaned, and the Python that its tests run with.
 
 The readers are those of the corpus (`data/sources`): no code of a package runs here, and members that lead out of an archive, links
-and devices are left out. What could give a solution away goes as well: caches, bytecode, build metadata, history.
+and devices are left out. Whatever could give a solution away is removed: caches, bytecode, build metadata, history.
 
-The Python has its dependencies and pytest, never the package itself, nor a copy of it: those that its metadata and the recipe name, in
-the versions of its lock file (`locks.py`). An environment is a folder named by what was asked for; what was installed is written
-down, and a manifest pins exactly that. No pip is left inside (pip carries copies of other
-packages), and the folders of the system that may hold packages are hidden.
+The Python environment has pytest and the dependencies that the metadata and the recipe name, in the versions of the lock file
+(`locks.py`), but never the package itself or a copy of it. Its folder is named by a digest of the request; the installed packages are
+recorded, and a manifest pins exactly these. pip is not installed in it (pip carries copies of other packages), and the system's
+package folders are hidden.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
-from etude.data.document import UNKNOWN, Document, Raw
+from etude.data.document import UNKNOWN, Document, Drop, Raw
 from etude.data.filters.licence import PERMISSIVE, Licences, canonical, evaluate, spdx_of, stated_in
 from etude.data.settings import SourceSettings
 from etude.data.sources import open_source
@@ -45,7 +45,7 @@ from etude.sandbox.layers import prepare
 from etude.syntax import PARSING, parse_python
 from etude.tasks.generators.languages import LANGUAGES
 from etude.tasks.generators.parsed import TEST_FOLDERS, is_test_path, paths_below
-from etude.tasks.locks import APT, find_lock, unpack_system_packages, wrong_hashes
+from etude.tasks.locks import APT, Lock, find_lock, unpack_system_packages, wrong_hashes
 from etude.tasks.readers import ReaderName
 from etude.tasks.seal import clean
 from etude.tasks.services import ServiceSettings
@@ -54,9 +54,7 @@ from etude.tasks.task import Codebase, Command
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from etude.data.document import Drop
     from etude.progress import Reporter
-    from etude.tasks.locks import Lock
 
 LARGEST = 16_000_000  # bytes of a file that is taken
 KEPT_APART = re.compile(r"PKG-INFO|pyproject\.toml|setup\.cfg|(src/)?[^/]+\.egg-info/requires\.txt")
@@ -69,14 +67,14 @@ TOOLS = re.compile(  # what projects list among their test needs and no test nee
     r"|tox.*|nox|mypy|types-.*|ruff|flake8.*|black|isort|pylint|pre-commit|sphinx.*|furo|twine|build|wheel|codecov|coveralls"
     r"|jaraco-test|pyroma|flit-core|check-manifest|pyright|pycodestyle|bandit|setuptools.*|pip|rst-linker|zest-releaser.*)"
 )
+PYTHON_ONLY = {"needs", "drop", "pytest", "older", "pypi", "extras", "apt", "services", "lock"}  # settings
+OTHERS_ONLY = {"test", "reader", "report", "fails", "build"}
 RUNNER = "etude_report"  # the module in the environment that runs tests: report_plugin.py
 PLUGIN = Path(__file__).with_name("report_plugin.py")
 
 
-class PackageSettings(BaseModel):
+class PackageSettings(BaseModel, extra="forbid", strict=True, frozen=True):
     """One codebase of a set: exactly one of pypi, folder and git."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     pypi: str | None = Field(None, description="a package at a version: name==version")
     folder: str | None = Field(None, description="a folder with a package and its tests")
@@ -88,21 +86,13 @@ class PackageSettings(BaseModel):
     drop: list[str] = Field([], description="packages its metadata name that are not installed")
     pytest: list[str] = Field([], description="options for pytest, such as -p asyncio or -o python_files=*.py")
     older: list[str] = Field([], description="pypi: earlier versions, newest first, for `version` tasks")
-    licence: str = Field(
-        "", description="its licence (SPDX), where its files do not say; proprietary: code of your own"
-    )
+    licence: str = Field("", description="SPDX licence where its files state none; proprietary: code of your own")
     lock: str = Field("auto", description="lock file that decides versions; auto: the first found; none: the newest")
-    extras: list[str] = Field(
-        [], description="extras and dependency groups its tests need besides test, tests, testing (else dev)"
-    )
+    extras: list[str] = Field([], description="extras and groups needed besides test, tests, testing (else dev)")
     apt: list[str] = Field([], description="packages of Debian or Ubuntu its tests need, unpacked without installing")
     services: list[ServiceSettings] = Field([], description="programs that are started before tests: a database")
-    language: str = Field(
-        "", description="language: javascript, typescript, go, rust, c, java or ruby; empty: Python, by pytest"
-    )
-    build: str | None = Field(
-        None, description="command that builds the tests of another language; none: the language's usual"
-    )
+    language: str = Field("", description="javascript, typescript, go, rust, c, java or ruby; empty: Python, by pytest")
+    build: str | None = Field(None, description="other languages: command that builds tests; none: the usual one")
     test: str = Field("", description="command that runs them; empty: the language's usual")
     reader: str = Field("", description="what reads their output; empty: the language's usual")
     report: str = Field("", description="file that they write their outcome to; empty: standard output")
@@ -119,24 +109,19 @@ class PackageSettings(BaseModel):
             raise ValueError(f"language {self.language!r} is none of {', '.join(LANGUAGES)}")
         if self.reader not in {"", *get_args(ReaderName)}:
             raise ValueError(f"reader {self.reader!r} is none of {', '.join(get_args(ReaderName))}")
-        python = ("needs", "drop", "pytest", "older", "pypi", "extras", "apt", "services")
-        given = {name for name in python if getattr(self, name)} | ({"lock"} - {"lock" if self.lock == "auto" else ""})
-        own = {name for name in ("test", "reader", "report", "fails") if getattr(self, name)} | (
-            {"build"} - {"build" if self.build is None else ""}
-        )
-        if wrong := given if self.language else own:
-            raise ValueError(
-                f"`{min(wrong)}` is {'for Python alone' if self.language else 'for other languages: set `language`'}"
-            )
+        given = {name for name, value in self if value != type(self).model_fields[name].default}
+        if self.language and (wrong := given & PYTHON_ONLY):
+            raise ValueError(f"`{min(wrong)}` is for Python alone")
+        if not self.language and (wrong := given & OTHERS_ONLY):
+            raise ValueError(f"`{min(wrong)}` is for other languages: set `language`")
         return self
 
     @field_validator("licence")
     @classmethod
     def _is_licence(cls, licence: str) -> str:
         if licence and canonical(licence) is None:
-            raise ValueError(
-                f"{licence!r} is no SPDX licence expression, such as MIT, or proprietary for code of your own"
-            )
+            possible = "such as MIT, or proprietary for code of your own"
+            raise ValueError(f"{licence!r} is no SPDX licence expression, {possible}")
         return canonical(licence) or ""
 
     @property
@@ -201,7 +186,7 @@ def _written(texts: Mapping[str, bytes]) -> str:
 
 
 def _write(folder: Path, documents: Iterable[Raw | Drop]) -> None:
-    """Write the clean tree as a layer; the note beside it comes last and says that all is there."""
+    """Write the clean tree as a layer; `about.json` beside it is written last and marks it as complete."""
     documents = list(documents)
     left_out = Counter(each.reason for each in documents if not isinstance(each, Raw))
     contents = {each.path: each.content for each in documents if isinstance(each, Raw)}
@@ -220,7 +205,7 @@ def _write(folder: Path, documents: Iterable[Raw | Drop]) -> None:
 
 
 def find_layout(tree: Path, sources: Iterable[str], tests: Iterable[str], name: str) -> tuple[tuple[str, ...], ...]:
-    """Return where code and tests of a tree lie, and what belongs on PYTHONPATH."""
+    """Return the places of code and tests in a tree, and the folders for PYTHONPATH."""
     root = next((top for top in ("src", "lib") if _code_in(tree / top)), ".")
     code = _code_in(tree / root)
     own = [each for each in code if each.stem.lower().replace("_", "-") in {name, name.removeprefix("python-")}]
@@ -236,13 +221,12 @@ def find_layout(tree: Path, sources: Iterable[str], tests: Iterable[str], name: 
 
 
 def find_other_layout(tree: Path, settings: PackageSettings) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return where code and tests in another language lie: what is named, or every file with its suffix."""
+    """Return the places of code and tests in another language: those of the settings, or every file with its suffix."""
     suffixes = LANGUAGES[settings.language].suffixes
     paths = [path for path in paths_below(tree, ["."]) if path.endswith(suffixes)]
     tests = settings.tests or [path for path in paths if is_test_path(path)]
-    named = settings.sources or [
-        path for path in paths if not is_test_path(path) and not any(map(NO_PACKAGE.fullmatch, path.split("/")[:-1]))
-    ]
+    code = [path for path in paths if not any(map(NO_PACKAGE.fullmatch, path.split("/")[:-1]))]
+    named = settings.sources or [path for path in code if not is_test_path(path)]
     for what, places in {"code": named, "tests": tests}.items():
         if not places or any(not (tree / place).exists() for place in places):
             raise UserError(f"{settings.name}: no {what} in {settings.language} found; set `sources` and `tests`")
@@ -278,7 +262,7 @@ def permissive(licence: str) -> bool:
 
 
 def requirements(codebase: Codebase, settings: PackageSettings, more: Iterable[str] = ()) -> list[str]:
-    """Return what the tests of a codebase need, as far as its metadata, the recipe and `more` say."""
+    """Return the requirements of a codebase's tests, from its metadata, the recipe and `more`."""
     texts, extras = {name: _text(codebase, name) for name in READERS}, list(TEST_EXTRAS)
     if not any(True for name, read in READERS.items() for _ in read(texts[name], TEST_EXTRAS[1:])):
         extras.append("dev")
@@ -293,9 +277,8 @@ def requirements(codebase: Codebase, settings: PackageSettings, more: Iterable[s
             continue  # a reference to a file or to another section
         name = canonicalize_name(each.name)
         named = line in settings.needs or not (name in dropped or TOOLS.fullmatch(name))
-        if (
-            each.url and named and line not in settings.needs
-        ):  # it may lie in the repository, and pip runs what it builds
+        # An address may lie in the repository, and pip runs what it builds.
+        if each.url and named and line not in settings.needs:
             raise UserError(f"{codebase.name} needs {line!r}, from an address; name it in `needs` or `drop`")
         if named and (each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in extras)):
             each.marker = None
@@ -331,11 +314,8 @@ def _in_project(text: str, extras: Sequence[str]) -> Iterator[str]:
     with suppress(tomllib.TOMLDecodeError, AttributeError, TypeError):
         file = tomllib.loads(text)
         project = file.get("project", {})
-        groups = {
-            "": project.get("dependencies", []),
-            **project.get("optional-dependencies", {}),
-            **file.get("dependency-groups", {}),
-        }
+        groups = {"": project.get("dependencies", []), **project.get("optional-dependencies", {})}
+        groups = {**groups, **file.get("dependency-groups", {})}
         waiting, read = list(extras), set[str]()
         while waiting:  # a group may include others
             name = waiting.pop(0)
@@ -357,28 +337,21 @@ def _in_setup(text: str, extras: Sequence[str]) -> Iterator[str]:
 
 
 def _in_setup_py(text: str, extras: Sequence[str]) -> Iterator[str]:
-    """Yield what the call of setup() says as a plain list, or as a name that is one: no code of a package runs here."""
+    """Yield the requirements that the call of setup() has as plain lists or as names of such; no code of a package runs."""
     with suppress(SyntaxError):
         tree = parse_python(text)
         plain = {each.targets[0].id: each.value for each in tree.body
                  if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name)}  # fmt: skip
-        words = {
-            word.arg: word.value for node in ast.walk(tree) if isinstance(node, ast.Call) for word in node.keywords
-        }
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        arguments = {word.arg: word.value for call in calls for word in call.keywords}
         for name in ("install_requires", "tests_require", "extras_require") if "" in extras else ("extras_require",):
-            value = words.get(name)
+            value = arguments.get(name, ast.List([]))
+            value = plain.get(value.id, value) if isinstance(value, ast.Name) else value
             with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-                said = ast.literal_eval(
-                    plain.get(value.id, value) if isinstance(value, ast.Name) else value or ast.List([])
-                )
-                lists = [said.get(extra, []) for extra in extras] if isinstance(said, dict) else [said]
-                yield from (
-                    line
-                    for lines in lists
-                    if isinstance(lines, list | tuple)
-                    for line in lines
-                    if isinstance(line, str)
-                )
+                said = ast.literal_eval(value)
+                for lines in [said.get(extra, []) for extra in extras] if isinstance(said, dict) else [said]:
+                    if isinstance(lines, list | tuple):
+                        yield from (line for line in lines if isinstance(line, str))
 
 
 READERS = {"PKG-INFO": _in_headers, "requires.txt": _in_egg_info, "pyproject.toml": _in_project, "setup.cfg": _in_setup,
@@ -386,12 +359,11 @@ READERS = {"PKG-INFO": _in_headers, "requires.txt": _in_egg_info, "pyproject.tom
 
 
 def with_environment(codebase: Codebase, settings: PackageSettings, cache: Path, pins: Sequence[str] = ()) -> Codebase:
-    """Give a codebase its Python, built now or there already. `pins`: exactly these packages, from a manifest."""
+    """Return a codebase with its Python environment, built if it is not there. `pins`: exactly these packages, from a manifest."""
     if codebase.command:
         return codebase
-    pins = [
-        pin for pin in pins if not pin.startswith(f"{APT}:")
-    ]  # of the system's packages the newest there is is taken
+    # Of the system's packages the newest there is is taken.
+    pins = [pin for pin in pins if not pin.startswith(f"{APT}:")]
     with PARSING:
         lock = None if pins else find_lock(codebase.tree, settings.lock)
         wanted = pins or requirements(codebase, settings, lock.wanted if lock else ())
@@ -443,10 +415,9 @@ def _build(
 
 def _run(command: Sequence[str], what: str) -> str:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, env=environ,
-        cwd="/",  # neither Python's modules nor pip's archives come from the current folder: it may be anybody's repository
-    )  # fmt: skip
+    # Run in /: neither Python's modules nor pip's archives come from the current folder, which may be anybody's repository.
+    nothing = subprocess.DEVNULL
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=nothing, env=environ, cwd="/")
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it said nothing"]
         raise UserError(f"{what}: no environment for its tests: {lines[-1].strip()[:300]}; set `needs` or `drop`")

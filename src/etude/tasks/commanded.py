@@ -1,7 +1,7 @@
-"""Tests of languages other than Python as files: which functions they are written in, some hidden, some made to fail.
+"""Test files of languages other than Python: their test functions, and edits that hide or spoil some of them.
 
-A test in another language is spoilt by a statement at its beginning that surely fails it. That shows to who reads the file; it stops
-who forges reports without reading.
+A test in another language is spoilt by a statement at its beginning that makes it fail. A reader of the file can see that; it detects
+code that forges reports without reading test files.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import Counter
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
-from etude.tasks.generators.languages import LANGUAGES, Source, emptied, failing, test_functions
+from etude.tasks.generators.languages import LANGUAGES, Source, failing, test_functions
 from etude.tasks.generators.parsed import read_texts
 from etude.tasks.spoil import spoilt
 from etude.tasks.suite import file_entry, tests_and_data
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from etude.sandbox.box import Entry
     from etude.tasks.task import Codebase
 
-__all__ = ["emptied", "own", "rewritten", "spoilt_tests", "written"]
 # Files with a language's suffix that its tools run or read by themselves.
 NOT_TAKEN = {"build.rs", "Gruntfile.js", "gulpfile.js", ".eslintrc.js", ".mocharc.js", ".mocharc.cjs"}
 
@@ -47,21 +46,16 @@ def rewritten(codebase: Codebase, functions: Iterable[str], how: Callable[[Sourc
     for name in sorted(names):
         for path in written(codebase).get(name, ()):
             files.setdefault(path, []).append(name)
-    return [
-        file_entry(
-            path, how(Source(path, (codebase.tree / path).read_bytes().decode(), codebase.command.language), inside)
-        )
-        for path, inside in sorted(files.items())
-    ]
+    entries = []
+    for path, inside in sorted(files.items()):
+        source = Source(path, (codebase.tree / path).read_bytes().decode(), codebase.command.language)
+        entries.append(file_entry(path, how(source, inside)))
+    return entries
 
 
 def spoilt_tests(
-    codebase: Codebase,
-    functions: Iterable[str],
-    wrong: Collection[str],
-    rng: random.Random,
-    unseen: Collection[str] = (),
-) -> list[Entry]:
+    codebase: Codebase, functions: Iterable[str], wrong: Collection[str], rng: random.Random, unseen: Collection[str] = ()
+) -> list[Entry]:  # fmt: skip
     """Return the files that test functions are in, those among them made wrong that are to be, in whichever language."""
     if codebase.command is None:
         return spoilt(codebase.tree, functions, wrong, rng, unseen)

@@ -1,13 +1,13 @@
 """Demonstrations: reference solutions replayed through the harness, its tools and a sandbox, scored, and kept if they pass.
 
-What is learnt from them are the tokens of their traces as they were sampled, never their text tokenised anew. So they belong to one
-tokeniser and template, whose digest each trace carries. No demonstration is made from a package that a benchmark has.
+SFT trains on the tokens of their traces as they were sampled; text is never tokenised again. So demonstrations belong to one
+tokeniser and template, whose digest each trace carries. No demonstration is made from a package that is part of a benchmark.
 
-The turns show how a careful engineer could have come to the known solution. A script is a generator. It yields turns and is sent what
-the tools answered, so it speaks only of what it has seen: the request, a search or a failing test must have pointed at the code
-before it is read, a test run must have shown a wrong first change to be wrong before it is mended, and the last turn counts only tests
-that were run. Where that cannot be had, there is no demonstration. Changes are replacements that the tool `edit` accepts: each old
-piece is in the file exactly once. For agents whose only tool is `bash`, calls are written as commands.
+The turns show how a careful engineer could have found the known solution. A script is a generator: it yields turns and receives the
+answers of the tools, so it only mentions what it has seen. Code is read only after the request, a search or a failing test has
+pointed at it; a wrong first change is corrected only after a test run has shown it to be wrong; the last turn reports only tests
+that were run. If that is not possible, there is no demonstration. Changes are replacements that the tool `edit` accepts: each old
+piece occurs in the file exactly once. For agents whose only tool is `bash`, calls are written as commands.
 """
 
 from __future__ import annotations
@@ -25,40 +25,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from etude.agent.calls import Call
 from etude.agent.formats import ChatFormat, choose_format
 from etude.agent.harness import Harness, HarnessSettings
 from etude.agent.policies import ScriptedPolicy
 from etude.agent.summary import SummarySettings
-from etude.agent.tools import BASH_ONLY, ToolName, ToolSettings
+from etude.agent.tools import BASH_ONLY, ToolName, Toolset, ToolSettings
 from etude.agent.trace import Trace, read_traces, samples, write_traces
 from etude.data.chat import Encoded
 from etude.errors import UserError
 from etude.files import digest_of, whole_file
 from etude.jsonl import MetricsLog
-from etude.progress import counted
+from etude.progress import Reporter, counted
 from etude.sandbox.box import SandboxError
 from etude.sandbox.images import WHERE, Backend
 from etude.tasks.attempt import searcher_for, work_on
 from etude.tasks.generators.mutation import OPERATORS
 from etude.tasks.generators.parsed import Parsed, changed_line_numbers, changed_lines, parse
 from etude.tasks.make import read_settings
-from etude.tasks.manifest import load_set, read_rows
+from etude.tasks.manifest import TaskSet, load_set, read_rows
 from etude.tasks.prompts import Change, asked, changes, changes_of, phrases
 from etude.tasks.score import score
 from etude.tasks.suite import side_by_side
-from etude.tasks.task import PointedStyle, StoredStyle, Style, Task, function_of
+from etude.tasks.task import Edit, PointedStyle, StoredStyle, Style, Task, function_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
 
     from etude.agent.search import Searcher
-    from etude.agent.tools import Toolset
-    from etude.progress import Reporter
-    from etude.tasks.manifest import TaskSet
-    from etude.tasks.task import Edit
 
     Turns = Generator["Say", "Answers", None]
 
@@ -70,10 +66,8 @@ Row = dict[str, Any]
 Job = tuple[str, Task, Style]
 
 
-class DemoSettings(BaseModel):
+class DemoSettings(BaseModel, extra="forbid", strict=True, frozen=True):
     """Which demonstrations are made."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     tasks: str = Field(description="task manifest of a training set, as `etude tasks make` writes it")
     only: str = Field(default="", description="prefixes of the ids of tasks to use, separated by spaces; empty: all")
@@ -145,7 +139,7 @@ WRONG_TURNS = {"none": 5.0, "slip": 1.5, "wrong": 2.0, "partial": 2.0}  # how of
 
 
 class Unfit(Exception):  # noqa: N818 - a reason
-    """No demonstration can be made this way; the text is why."""
+    """No demonstration can be made with this script; the text is the reason."""
 
 
 class Say(NamedTuple):
@@ -157,7 +151,7 @@ class Say(NamedTuple):
 
 
 def wrong_versions(edit: Edit) -> list[str]:
-    """Return texts that change what the solution changes, but not rightly."""
+    """Return wrong versions of the solved file: mutants of the lines that the solution changes."""
     if not (edit.broken and edit.fixed and edit.path.endswith(".py")):
         return []
     file, versions = Parsed(edit.path, edit.fixed), []
@@ -171,10 +165,10 @@ def wrong_versions(edit: Edit) -> list[str]:
 
 
 class Script:
-    """One way to a task's solution, drawn once. `failing` and `suites`: the tests that fail and can be seen, and test files to run.
+    """One way to a task's solution, drawn at random once. `failing`: visible failing tests; `suites`: test files to run.
 
-    Where `tools` are nothing but bash, all calls are said as its commands, and no list of to-dos is kept; where there is no shell,
-    nothing is tested. `direct`: the request points at the code in this style, so it is mended at once.
+    If `tools` is bash alone, all calls are bash commands and there is no to-do list; without a shell nothing is tested. `direct`: the
+    style of a request that points at the code, so it is edited at once.
     """
 
     def __init__(
@@ -200,8 +194,8 @@ class Script:
         weights = [weight * (turn == "none" or (can[turn] and not direct)) for turn, weight in WRONG_TURNS.items()]
         self.wrong_turn = rng.choices([*WRONG_TURNS], weights)[0]
 
-    def play(self) -> Turns:
-        """Yield all turns."""
+    def turns(self) -> Turns:
+        """Yield all turns of the demonstration."""
         if not self.direct:
             yield from self._find()
             yield from self._read()
@@ -237,7 +231,7 @@ class Script:
             raise Unfit("nothing that was seen leads to the code")
 
     def _grep(self) -> Turns:
-        """Look for a name that the request or an answer gives, if one does; a class of errors is no place to look, but for one."""
+        """Search for a name that the request or an answer mentions, if there is one; names of exception classes are skipped."""
         code = "\n".join(edit.broken or "" for edit in self.edits)
         defined = re.compile(r"\b(?:def|class) (\w+)").findall(code)
         seen = dict.fromkeys(re.findall(r"\w+", self.seen))
@@ -264,7 +258,7 @@ class Script:
         return self.failing if 0 < len(self.failing) <= 3 and self.rng.random() < 0.6 else self.suites
 
     def _run(self, targets: tuple[str, ...], why: str, *more: Call) -> Generator[Say, Answers, tuple[int, int]]:
-        """Run tests; return the exit code and how many passed. Options that a project sets and that do not work here are left out."""
+        """Run tests; return the exit code and the number passed. If pytest rejects the project's options, run without them."""
         self.command = " ".join(["python -m pytest -q", *self.options, *targets])
         answers = yield from self._do(self._words(why), Call("shell", {"command": self.command}), *more)
         if "unrecognized arguments" in answers[0]["text"]:
@@ -274,7 +268,7 @@ class Script:
         return int(answers[0]["details"]["rc"]), int(passed[-1]) if passed else 0
 
     def _read(self) -> Turns:
-        """Read what the request blames, if that is wrong, and what is to be changed."""
+        """Read the code to be changed; before that, the innocent function that the request blames, if it does."""
         yield from self._read_blamed()
         reads = self._windows()
         thinking = self._words("read", path=self.whole[0].path, name=self.whole[0].name)
@@ -311,7 +305,7 @@ class Script:
         return reads
 
     def _mend(self) -> Turns:
-        """Make the changes; before that, where it was so drawn, take the wrong turn."""
+        """Make the changes; before that the mistake that was drawn: a failed edit, a wrong or an incomplete change."""
         first, last = self.whole[0], self.whole[-1]
         wanted, why = self.whole, "" if self.direct == "told" else self._cause(first)
         if self.wrong_turn == "slip":
@@ -381,7 +375,7 @@ class Demonstrator:
     tools: ToolSettings = field(default_factory=ToolSettings)
 
     def script(self, task: Task, style: Style, name: str, attempt: int) -> Script:
-        """Draw a way to a task's solution, which may know only of tests that the agent can see."""
+        """Draw a script for a task; it may only mention tests that the agent can see."""
         failing = tuple(dict.fromkeys(map(function_of, task.fail_to_pass)))
         seen = tuple(test for test in failing if test not in task.hidden)
         suites = tuple(sorted({test.partition("::")[0] for test in seen or failing}))
@@ -393,7 +387,7 @@ class Demonstrator:
         return script
 
     async def demonstrate(self, task: Task, style: Style, name: str, attempt: int) -> Trace:
-        """Return a demonstration that scores as passed. Unfit: why there is none by this way."""
+        """Return a demonstration that passes. Unfit: the script did not work, and why."""
         codebase, script = self.tasks.codebase(task), self.script(task, style, name, attempt)
         about = {"task": task.id, "package": task.package, "licence": codebase.licence, "style": style,
                  "wrong_turn": script.wrong_turn, "attempt": attempt}  # fmt: skip
@@ -414,15 +408,15 @@ class Demonstrator:
         return trace
 
     def _lines(self, script: Script, trace: Trace) -> Iterator[str]:
-        """Yield the turns as the model would write them, each when it is asked for."""
-        play = script.play()
-        say = next(play)
+        """Yield the turns as the model would write them, one a request."""
+        turns = script.turns()
+        turn = next(turns)
         while True:
-            yield self.talk.write(*say.calls, said=say.said, thinking=say.thinking)
-            say = play.send(trace.nodes[-1].details["answers"])
+            yield self.talk.write(*turn.calls, said=turn.said, thinking=turn.thinking)
+            turn = turns.send(trace.nodes[-1].details["answers"])
 
     async def row(self, task: Task, style: Style, name: str, folder: Path) -> Row:
-        """Make one demonstration by the first way that goes; return what became of it. A reason that comes twice is no accident."""
+        """Make one demonstration with the first script that works; return its log row. The same failure twice ends the attempts."""
         reasons: list[str] = []
         for attempt in range(ATTEMPTS):
             try:
@@ -439,7 +433,7 @@ class Demonstrator:
 
 
 def jobs(tasks: Sequence[Task], settings: DemoSettings) -> list[Job]:
-    """Return the demonstrations to make, by name: every task in `each` of the styles it has, all styles about as often."""
+    """Return the demonstrations to make: each task in up to `each` of its request styles, all styles about equally often."""
     wanted: list[Job] = []
     for number, task in enumerate(tasks):
         styles = sorted(style for style in settings.styles if asked(task, style)[0] == style)
@@ -452,7 +446,7 @@ def jobs(tasks: Sequence[Task], settings: DemoSettings) -> list[Job]:
 def make_demos(
     settings: DemoSettings, tokeniser: Any, folder: Path | None, cache: Path, reporter: Reporter, seed: int = 0
 ) -> tuple[Path, Row]:
-    """Build a set and make demonstrations of it; return their file and what became of all.
+    """Build a set and make demonstrations of it; return their file and the counts.
 
     The tokeniser has the template that will be trained. No folder: one named after the set.
     """
@@ -467,15 +461,13 @@ def make_demos(
     with MetricsLog(folder / "log.jsonl") as log:
         made = asyncio.run(make(made_by, folder, log, reporter, jobs(tasks.tasks, settings)))
     if not made["kept"]:
-        raise UserError(
-            f"none of {made['wanted']} demonstrations of {settings.tasks} passed: {counted(made['left out'])}"
-        )
+        raise UserError(f"no demonstration of {settings.tasks} passed ({made['wanted']}): {counted(made['left out'])}")
     reporter.say(f"{made['kept']} of {made['wanted']} demonstrations; left out: {counted(made['left out'])}")
     return folder / TRACES, made
 
 
 async def make(made_by: Demonstrator, folder: Path, log: MetricsLog, reporter: Reporter, wanted: Sequence[Job]) -> Row:
-    """Make demonstrations into a folder; what is there is not made again. Return what became of all."""
+    """Make the demonstrations that a folder does not hold yet; return the counts of all."""
     tasks = made_by.tasks
     about = {"set": tasks.digest, "tokeniser": made_by.tokeniser, "seed": made_by.seed, "tools": made_by.tools.tools}
     before = log.get("about") or log.put("about", **about)
@@ -502,7 +494,7 @@ async def make(made_by: Demonstrator, folder: Path, log: MetricsLog, reporter: R
 
 
 def tokeniser_digest(tokeniser: Any) -> str:
-    """Return what tells tokenisers apart that would read tokens differently."""
+    """Return a digest of the vocabulary and the chat template."""
     return digest_of([tokeniser.get_vocab(), tokeniser.chat_template])
 
 
@@ -516,7 +508,7 @@ def licences_of(path: Path) -> dict[str, int]:
 
 
 def read_samples(path: Path, tokeniser: Any) -> list[tuple[str, Encoded]]:
-    """Return what SFT learns from a file of traces, tokens as they were sampled, each with the package that it is held out with."""
+    """Return the samples of a file of traces for SFT, with the sampled tokens, each with its package (held out as a whole)."""
     traces, torn = read_traces(path)
     if torn:
         raise UserError(f"{path}: its last line is torn; run the command that made it again")

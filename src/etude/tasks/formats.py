@@ -22,7 +22,7 @@ from etude.sandbox.box import WORKSPACE
 from etude.tasks.codebase import PLUGIN, RUNNER, PackageSettings
 from etude.tasks.generators.parsed import is_below, is_test_path
 from etude.tasks.locks import APT
-from etude.tasks.manifest import built_codebase, codebase_row, task_of, task_row
+from etude.tasks.manifest import TaskSet, built_codebase, codebase_row, task_of, task_row
 from etude.tasks.score import visible
 from etude.tasks.suite import entries_of, order_of, write_entries
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from etude.progress import Reporter
-    from etude.tasks.manifest import TaskSet
     from etude.tasks.task import Codebase, Task
 
 DOCKERFILE = """FROM python:{python}-slim
@@ -80,9 +79,8 @@ def write_harbor(task: Task, codebase: Codebase, folder: Path) -> None:
     if folder.exists():
         raise UserError(f"{folder} is there already; choose another folder, or remove it")
     if codebase.services or any(pin.startswith(f"{APT}:") for pin in codebase.installed):
-        raise UserError(
-            f"{codebase.key} has services or packages of the system, which its Harbor folder would lack; leave --harbor out"
-        )
+        lacking = "has services or packages of the system, which its Harbor folder would lack"
+        raise UserError(f"{codebase.key} {lacking}; leave --harbor out")
     removals = "".join(f'rm -f "{WORKSPACE}/{edit.path}"\n' for edit in task.candidate.edits if edit.fixed is None)
     texts = {"instruction.md": _request(task) + "\n", "task.toml": _config(task, codebase),
              "environment/Dockerfile": _dockerfile(codebase), "tests/test.sh": TEST.format(workspace=WORKSPACE),
@@ -100,14 +98,9 @@ def write_harbor(task: Task, codebase: Codebase, folder: Path) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
     shutil.copyfile(PLUGIN, folder / "tests" / f"{RUNNER}.py")
-    order = order_of(codebase, task.tests) | {
-        "limit": 60,
-        "effort": 24,
-        "seconds": 120 + 10 * task.seconds,
-        "not_taken": NOT_TAKEN,
-    }
-    lists = {"fail_to_pass": task.fail_to_pass, "pass_to_pass": task.pass_to_pass}
-    write_json(folder / "tests" / "order.json", order | lists)
+    lists = {"fail_to_pass": task.fail_to_pass, "pass_to_pass": task.pass_to_pass, "not_taken": NOT_TAKEN}
+    limits = {"limit": 60, "effort": 24, "seconds": 120 + 10 * task.seconds}
+    write_json(folder / "tests" / "order.json", order_of(codebase, task.tests) | limits | lists)
     settings = PackageSettings(pypi=codebase.key, sources=list(codebase.sources), tests=list(codebase.tests),
                                pytest=list(codebase.options), licence=codebase.licence)  # fmt: skip
     rows = {"task": task_row(task, codebase), "codebase": codebase_row(codebase, settings)}

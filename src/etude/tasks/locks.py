@@ -1,9 +1,9 @@
-"""What a repository itself says of the environment of its tests: lock files, and packages of the system.
+"""The environment that a repository asks for: versions from its lock file, and packages of the operating system.
 
-A lock file decides versions, not which packages: those are what metadata, extras and the recipe name, and what they need. The first
-of these that is there counts: uv.lock, pylock.toml, poetry.lock; else a requirements file for tests together with
-requirements.txt, whose lines are wanted as well. Nothing of such a file is handed to pip but names, versions and markers: no option,
-address or path that is written in it. Where it has hashes, what was installed must have one of them.
+A lock file decides versions. Which packages are installed follows from metadata, extras and the recipe, with their dependencies. The
+first of these files counts: uv.lock, pylock.toml, poetry.lock; otherwise a requirements file for tests together with
+requirements.txt, whose packages are installed, too. Only names, versions and markers of such a file are passed to pip, never its
+options, addresses or paths. If it has hashes, installed archives must match one of them.
 
 Packages of the system (`apt`) are downloaded and unpacked beside the environment, by anybody, without installing them: scripts that
 an installation would run are not run, and only what finds its files from its own place works.
@@ -97,18 +97,13 @@ def _read_toml(lock: Lock, content: dict[str, Any]) -> None:
         name = canonicalize_name(each["name"])
         versions[name].add(str(each["version"]))
         listed = each.get("files", [])  # Poetry's; it may be a table of platforms in its oldest form
-        archives = [
-            *filter(None, [each.get("sdist")]),
-            *each.get("wheels", []),
-            *(listed if isinstance(listed, list) else []),
-        ]
-        for archive in archives:
+        source_archive = filter(None, [each.get("sdist")])
+        for archive in [*source_archive, *each.get("wheels", []), *(listed if isinstance(listed, list) else [])]:
             said = archive.get("hash") or f"sha256:{archive.get('hashes', {}).get('sha256', '')}"
             hashes[name] |= {said.removeprefix("sha256:")} if said.startswith("sha256:") else set()
     lock.versions = {name: min(some) for name, some in versions.items() if len(some) == 1}
-    lock.hashes = {
-        name: frozenset(some - {""}) for name, some in hashes.items() if some - {""} and name in lock.versions
-    }
+    known = {name: frozenset(hashes[name] - {""}) for name in lock.versions}
+    lock.hashes = {name: some for name, some in known.items() if some}
     lock.passed_over = sorted(name for name, some in versions.items() if len(some) > 1)
 
 
@@ -163,13 +158,11 @@ def unpack_system_packages(names: Iterable[str], environment: Path) -> list[str]
     if odd := [name for name in names if not APT_NAME.fullmatch(name)]:
         raise UserError(f"apt: {odd[0]!r} is no name of a Debian package")
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
-        raise UserError(
-            f"apt = {names}: this machine has no apt-get and dpkg-deb; install {', '.join(names)} and leave `apt` out"
-        )
+        advice = f"install {', '.join(names)} and leave `apt` out"
+        raise UserError(f"apt = {names}: this machine has no apt-get and dpkg-deb; {advice}")
     # Simulated, for a list of what would be fetched leaves out what apt has in its cache.
-    listed = _said(
-        "apt-get", "install", "-s", "-qq", "--no-install-recommends", "-o", "Debug::NoLocking=1", "--", *names
-    )
+    options = ("-s", "-qq", "--no-install-recommends", "-o", "Debug::NoLocking=1")
+    listed = _said("apt-get", "install", *options, "--", *names)
     pins = sorted(f"{name}={version}" for name, version in INSTALLED.findall(listed))
     work, target = environment / "debs", environment / APT
     work.mkdir()
@@ -183,14 +176,12 @@ def unpack_system_packages(names: Iterable[str], environment: Path) -> list[str]
 
 
 def _said(*words: str, folder: Path | None = None) -> str:
-    done = subprocess.run(
-        words, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, cwd=folder or "/"
-    )
+    nothing, place = subprocess.DEVNULL, folder or "/"
+    done = subprocess.run(words, capture_output=True, text=True, check=False, stdin=nothing, cwd=place)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.startswith("E:")] or ["it gives no reason"]
-        raise UserError(
-            f"{words[0]} cannot get packages of the system: {lines[-1].removeprefix('E: ')}; `apt-get update` may help"
-        )
+        why = lines[-1].removeprefix("E: ")
+        raise UserError(f"{words[0]} cannot get packages of the system: {why}; `apt-get update` may help")
     return done.stdout
 
 

@@ -20,13 +20,12 @@ from etude.sandbox.images import settled
 from etude.tasks.codebase import PackageSettings, unpack, with_environment
 from etude.tasks.generators.parsed import Cut, cut_text, differing
 from etude.tasks.score import visible
-from etude.tasks.task import Candidate, Edit, Span, Task
+from etude.tasks.task import Candidate, Codebase, Edit, Span, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from etude.progress import Reporter
-    from etude.tasks.task import Codebase
 
 FORMATS = (1, 2)  # in the second, a file of tests that is as in a codebase above is the name of that codebase
 Row = dict[str, Any]
@@ -137,10 +136,9 @@ def write_set(path: Path, header: Row, codebases: Iterable[Row], tasks: Iterable
     known: dict[tuple[str, ...], str] = {}
     short, shared = [], False
     for row in codebases:  # of a history there are many that differ little
-        files = {
-            path: known.setdefault((path, *names), row["codebase"]) for path, names in row.get("tests", {}).items()
-        }
-        again = {path: key for path, key in files.items() if key != row["codebase"]}
+        key, tests = row["codebase"], row.get("tests", {})
+        first_with = {path: known.setdefault((path, *names), key) for path, names in tests.items()}
+        again = {path: other for path, other in first_with.items() if other != key}
         short.append({**row, "tests": {**row["tests"], **again}} if again else row)
         shared = shared or bool(again)
     first = {"format": FORMATS[shared]} | {key: value for key, value in header.items() if key != "format"}
@@ -164,9 +162,8 @@ def read_rows(path: Path) -> tuple[Row, list[Row], list[Row]]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is no manifest of tasks: {error}; make one with `etude tasks make`") from None
     if not all(isinstance(row, dict) for row in (header, *rows)) or not header.keys() >= {"format", "name"}:
-        raise UserError(
-            f"{path} is no manifest of tasks: it is empty, or its lines are other JSON; make one with `etude tasks make`"
-        )
+        other = "it is empty, or its lines are other JSON"
+        raise UserError(f"{path} is no manifest of tasks: {other}; make one with `etude tasks make`")
     if header["format"] not in FORMATS:
         raise UserError(f"{path} has format {header['format']!r}; this version reads {' and '.join(map(str, FORMATS))}")
     codebases = [row for row in rows if "task" not in row]
@@ -210,7 +207,7 @@ def built_codebase(row: Row, cache: Path, reporter: Reporter) -> Codebase:
 
 
 def _refuse_incomplete(path: Path, kind: str, rows: Iterable[Row], needed: frozenset[str]) -> None:
-    """Refuse lines that were cut short by hand: what they lack cannot be guessed."""
+    """Refuse lines that lack a key."""
     for row in rows:
         if lacking := sorted(needed - row.keys()):
             name = row.get(kind, "without a name")

@@ -1,13 +1,13 @@
-"""Requests in the words of people: short, incomplete, sometimes wrong about the cause, and silent about the fix.
+"""Requests as users write them: short, incomplete, sometimes wrong about the cause, and without the fix.
 
-Templates are in prompts.toml; `full` is an opening, all facts and a closing; `vague` names a part of the program and
-hardly more, so that the code must be read to know what is meant. What a user saw is read from the output of a failing
-test: give the output of one that the agent may see, where there is one.
+Templates are in prompts.toml. `full` is an opening, all facts and a closing; `vague` names little more than a part of the program, so
+the code must be read to know what is meant. What a user observed is taken from the output of a failing test, a visible one if there
+is one.
 
-Two more styles are made from a task when they are asked for, not stored, for models that are too small to find the code. `shown`
-names the file and shows the broken code; what is wrong with it is for the agent to see. `told` dictates the change, as users do for
-small things: what is left is to call the tools and to copy exactly. Neither is what the benchmark is about, and a result says
-by which style it was made. They are there because nothing is learnt from tasks that are never solved.
+Two more styles are generated on demand, for models that are too small to find the code. `shown` names the file and shows the broken
+code without saying what is wrong. `told` dictates the change, as users do for small things; the agent only has to call the tools and
+copy exactly. Benchmarks are not about these styles, and a result states its style. They exist because a model learns nothing from
+tasks that it never solves.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from etude.agent.calls import Call
 from etude.tasks.generators.languages import Source, language_of
 from etude.tasks.generators.parsed import Parsed, changed_lines, differing
 from etude.tasks.seal import code_pieces
-from etude.tasks.task import PointedStyle, Split, StoredStyle, Style
+from etude.tasks.task import Candidate, Edit, PointedStyle, Split, StoredStyle, Style, Task
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from etude.tasks.task import Candidate, Edit, Task
+    Phrases = dict[str, list[str]]  # by what they are for
 
 MOST_DETAILS = 800  # characters of a commit message in a full request
 MOST = 400  # characters of a prompt, `full` excepted
@@ -48,14 +48,14 @@ MOST_SHOWN = 40  # lines of a function; of a longer one, those around the change
 
 
 @lru_cache(maxsize=2)
-def phrases(file: str = "demos.toml") -> dict[str, dict[str, list[str]]]:
+def phrases(file: str = "demos.toml") -> dict[str, Phrases]:
     """Return the texts of a file beside this one, of a kind each, by what they are for."""
     return tomllib.loads(Path(__file__).with_name(file).read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
 class Change:
-    """One replacement in a file, in which `old` is once when those before it are made; no `old`: the whole file; no `new`: it goes."""
+    """One replacement in a file. `old` occurs once after the replacements before it; None: the whole file. `new` None: removal."""
 
     path: str
     name: str  # of the definition it is in
@@ -145,9 +145,8 @@ class Failure:
         """What a person would say of it, a clause."""
         if self.got and self.expected:
             return f"{self.call or 'I'} {'gives' if self.call else 'get'} {self.got}, should be {self.expected}"
-        if self.error == "AssertionError":
-            return ""
-        return f"I get {self.error}: {self.message}"[:166] if self.message else f"I get {self.error}"[:166]
+        said = f"I get {self.error}: {self.message}" if self.message else f"I get {self.error}"
+        return "" if self.error == "AssertionError" else said[:166]
 
 
 def failure_of(test: str, output: str) -> Failure:
@@ -182,7 +181,7 @@ def _tail(output: Sequence[str]) -> str:
 
 
 def not_at_fault(candidate: Candidate) -> list[str]:
-    """Return definitions of the edited files that the solution does not touch: plausible to blame, and innocent."""
+    """Return definitions in the edited files that the solution does not touch: a request with a wrong premise blames one."""
     about = candidate.about
     touched = {*(span.name for span in candidate.spans), *about.get("names", []), about.get("name", "")} - {""}
     files = [Parsed(e.path, e.broken) for e in candidate.edits if e.broken and e.fixed and e.path.endswith(".py")]
@@ -221,12 +220,10 @@ def _details(candidate: Candidate) -> str:
     return told.strip()
 
 
-def _drawn(
-    candidate: Candidate, facts: dict[str, str], style: StoredStyle, rng: random.Random, kinds: dict[str, list[str]]
-) -> str | None:
+def _drawn(generator: str, facts: dict[str, str], style: StoredStyle, rng: random.Random, kinds: Phrases) -> str | None:
     if style == "full":
         return f"{rng.choice(kinds['full_open'])}\n{{facts}}\n{rng.choice(kinds['full_close'])}".format(**facts)
-    terse = {"deletion": ["missing"], "mutation": ["wrong"]}.get(candidate.generator, ["change", "wrong"])
+    terse = {"deletion": ["missing"], "mutation": ["wrong"]}.get(generator, ["change", "wrong"])
     for kind in terse if style == "terse" else [style]:
         fields = {text: {field for _, field, _, _ in string.Formatter().parse(text) if field} for text in kinds[kind]}
         if usable := [text for text in kinds[kind] if fields[text] <= facts.keys()]:
@@ -243,7 +240,7 @@ def prompts(
     for style in get_args(StoredStyle):
         for _ in range(TRIES):
             other = {"other": rng.choice(blamed).rpartition(".")[2]} if blamed else {}
-            text = _drawn(candidate, facts | other, style, rng, phrases("prompts.toml")[split])
+            text = _drawn(candidate.generator, facts | other, style, rng, phrases("prompts.toml")[split])
             if text is None:
                 break
             if (len(text) <= MOST or style == "full") and not leaks(text, candidate):

@@ -1,7 +1,7 @@
 """Tasks of public benchmarks, read from their own folders: SWE-bench's (task.yaml, eval.sh, …) and Harbor's (task.toml, tests/, …).
 
-They bring an image of their own, and a verifier whose word decides; here they are only read. What a task asks for that is not done
-here (several containers, other users, healthchecks, GPUs) is refused by name: done halfway, its result would mean something else.
+They have their own image, and their own verifier decides; this module only reads them. Features of a task that are not supported here
+(several containers, other users, healthchecks, GPUs) are refused by name, because a partial run would give another result.
 
 SWE-bench's verifier is `eval.sh`, whose output says how each test ended, in a way that depends on the repository; `outcomes` reads
 those named in READERS as the benchmark's own package does, odd corners included, since it is on its reading that tests were chosen.
@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from etude.errors import UserError, one_line
-from etude.tasks.task import Candidate, Task
+from etude.tasks.task import Candidate, StoredStyle, Task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
-
-    from etude.tasks.task import StoredStyle
 
     Outcomes = dict[str, str]
 
@@ -68,22 +66,16 @@ class PublicTask:
 
     def task(self) -> Task:
         """Return it as what a benchmark counts."""
-        nothing, version = Candidate(self.suite, (), (), ()), str(self.about.get("version", ""))
-        category, lists = (
-            str(self.table("metadata").get("category", "debugging")),
-            (self.fail_to_pass, self.pass_to_pass),
-        )
+        category, version = str(self.table("metadata").get("category", "debugging")), str(self.about.get("version", ""))
+        lists, nothing = (self.fail_to_pass, self.pass_to_pass, ()), Candidate(self.suite, (), (), ())
         prompts: dict[StoredStyle, str] = {"full": self.request}
-        return Task(
-            self.id, self.package, version, nothing, prompts, *lists, hidden=(), category=category, split="bench"
-        )
+        return Task(self.id, self.package, version, nothing, prompts, *lists, category, split="bench")
 
 
 def is_public(folder: Path) -> bool:
     """Whether a folder is a task of a public benchmark, and not one that we wrote."""
-    return (folder / "task.yaml").is_file() or (
-        (folder / "task.toml").is_file() and not (folder / "tests/etude.json").exists()
-    )
+    ours = (folder / "tests/etude.json").exists()
+    return (folder / "task.yaml").is_file() or ((folder / "task.toml").is_file() and not ours)
 
 
 def read_public(path: Path, only: str = "") -> list[PublicTask]:
@@ -92,9 +84,8 @@ def read_public(path: Path, only: str = "") -> list[PublicTask]:
     words = tuple(only.split()) or ("",)
     for word in words:
         if not any(folder.name.startswith(word) for folder in folders):
-            raise UserError(
-                f"{path} has no task of a public benchmark{f' whose name begins with {word!r}' if word else ''}"
-            )
+            like = f" whose name begins with {word!r}" if word else ""
+            raise UserError(f"{path} has no task of a public benchmark{like}")
     chosen = [folder for folder in folders if folder.name.startswith(words)]
     return [read_swebench(each) if (each / "task.yaml").is_file() else read_harbor(each) for each in chosen]
 
@@ -104,23 +95,18 @@ def read_swebench(folder: Path) -> PublicTask:
     try:
         about = yaml.safe_load((folder / "task.yaml").read_text(encoding="utf-8"))
         tests = json.loads((folder / "tests.json").read_text(encoding="utf-8"))
-        facts = {
-            name: str(about[name])
-            for name in ("instance_id", "repo", "base_commit", "log_parser", "eval_type", "image")
-        }
+        needed = ("instance_id", "repo", "base_commit", "log_parser", "eval_type", "image")
+        facts = {name: str(about[name]) for name in needed}
         lists = {name: tuple(map(str, tests[name.upper()])) for name in ("fail_to_pass", "pass_to_pass")}
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise UserError(f"{folder} is no task of SWE-bench: {type(error).__name__}: {one_line(error)}") from None
     if facts["log_parser"] not in READERS or facts["eval_type"] != "pass_and_fail":
         known = ", ".join(name.removeprefix("parse_log_") for name in READERS)
-        wanted = f"{facts['log_parser']} with {facts['eval_type']}"
-        raise UserError(
-            f"{folder.name}: its log is for {wanted}, which is not read here ({known}); leave it out with --only"
-        )
+        wanted = f"{facts['log_parser']} with {facts['eval_type']}, which is not read here ({known})"
+        raise UserError(f"{folder.name}: its log is for {wanted}; leave it out with --only")
     image = facts["image"] if "." in facts["image"].split("/")[0] else f"docker.io/{facts['image']}"
-    task = PublicTask(
-        "swebench", folder, facts["instance_id"], facts["repo"], "", image, folder, "/testbed", about, **lists
-    )
+    name, repository = facts["instance_id"], facts["repo"]
+    task = PublicTask("swebench", folder, name, repository, "", image, folder, "/testbed", about, **lists)
     return replace(task, request=task.text("problem_statement.md").strip())
 
 
@@ -135,17 +121,15 @@ def read_harbor(folder: Path) -> PublicTask:
     if (folder / "environment/docker-compose.yaml").exists():
         given.add("docker-compose.yaml")
     if given:
-        raise UserError(
-            f"{folder.name}: {', '.join(sorted(given))} in its task.toml: not done here; leave it out with --only"
-        )
+        names = ", ".join(sorted(given))
+        raise UserError(f"{folder.name}: {names} in its task.toml: not done here; leave it out with --only")
     environment = about.get("environment", {})
     image, build = str(environment.get("docker_image") or ""), folder / "environment"
     if not image and not (build / "Dockerfile").is_file():
         raise UserError(f"{folder.name} names no docker_image and has no environment/Dockerfile")
     owner = str(about.get("task", {}).get("name", folder.parent.name)).partition("/")[0]
-    task = PublicTask(
-        "harbor", folder, folder.name, owner, "", image, build, str(environment.get("workdir") or ""), about
-    )
+    root = str(environment.get("workdir") or "")
+    task = PublicTask("harbor", folder, folder.name, owner, "", image, build, root, about)
     return replace(task, request=task.text("instruction.md").strip())
 
 
@@ -158,15 +142,14 @@ def outcomes(log: str, reader: str) -> Outcomes:
 
 
 def passing(tests: Mapping[str, str], wanted: tuple[str, ...], *, kept: bool = False) -> list[str]:
-    """Return the wanted tests that passed; `kept`: those need not break, so one that is skipped counts as well."""
+    """Return the wanted tests that passed; `kept`: tests that passed before, of which a skipped one counts as passed, too."""
     good = {"PASSED", "XFAIL", *(["SKIPPED"] if kept else [])}
 
     def state(name: str) -> str:
         if name in tests or name.count("[") <= name.count("]"):
             return tests.get(name, "")
-        alike = [
-            each for test, each in tests.items() if test.startswith(name)
-        ]  # the benchmark's lists have names cut short
+        # The benchmark's lists have names cut short.
+        alike = [each for test, each in tests.items() if test.startswith(name)]
         return alike[0] if alike and len({each in {"PASSED", "XFAIL"} for each in alike}) == 1 else ""
 
     return [name for name in wanted if state(name) in good]
@@ -177,14 +160,8 @@ def _pytest(log: str, *, shorten: bool = False) -> Outcomes:
     for line in filter(lambda line: line.startswith(STATES), log.split("\n")):
         words = (line.replace(" - ", " ") if line.startswith("FAILED") else line).split()
         if len(words) > 1 and not (words[0] == "SKIPPED" and re.fullmatch(r"\[\d+\]", words[1])):
-            name, option = words[1], re.search(r"(.*?)\[(.*)\]", words[1])
-            if (
-                shorten
-                and option
-                and option[2].startswith("/")
-                and not option[2].startswith("//")
-                and "*" not in option[2]
-            ):
+            name, option = words[1], re.search(r"(.*?)\[(.*)\]", words[1]) if shorten else None
+            if option and re.fullmatch(r"/(?!/)[^*]*", option[2]):
                 name = f"{option[1]}[/{option[2].split('/')[-1]}]"
             found[name] = words[0]
     return found
@@ -223,9 +200,8 @@ def _django(log: str) -> Outcomes:
             found[before] = "PASSED"
     said = r"Testing\ against\ Django\ installed\ in\ (?s:.*?)\ silenced\)\.", r"Internal\ Server\ Error:\ \/.*\/"
     for middle in (*said, r"System check identified no issues \(0 silenced\)"):
-        found |= dict.fromkeys(
-            (each[1] for each in re.finditer(rf"^(.*?)\s\.\.\.\s{middle}\nok$", log, re.MULTILINE)), "PASSED"
-        )
+        named = re.finditer(rf"^(.*?)\s\.\.\.\s{middle}\nok$", log, re.MULTILINE)
+        found |= dict.fromkeys((each[1] for each in named), "PASSED")
     return found
 
 

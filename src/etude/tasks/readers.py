@@ -1,9 +1,9 @@
-"""What the runners of tests print, read: text in, how each test ended out, and what was not understood or does not agree.
+"""Parsers for the output of test runners: text in; outcomes of tests, unknown lines and inconsistencies out.
 
-What is read was written beside code that nobody trusts, by whoever could write there. So a report is believed only as a whole: every
-runner says how many tests there were, and where that is missing, or is another number, or a number comes twice, nothing of it has
-passed. A test that is named twice has its worse outcome. Lines that no reader knows are counted. `faults` say why a report is not
-whole; of runners that start a program for each file of tests, a fault costs the tests of that program.
+The output comes from the same sandbox as untrusted code, so a report is accepted only as a whole. Every runner states how many tests
+there were: if that number is missing, differs or comes twice, no test of the report counts as passed. A test that is named twice has
+its worse outcome. Unknown lines are counted. `faults` say what is wrong with a report; for runners that start one program for each
+file of tests, a fault only affects the tests of that program.
 
 An id is `group::name`: the group is a file, a package or a class, and the names of suites around a test are joined by ` > `.
 """
@@ -14,6 +14,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 from xml.etree import ElementTree
 
@@ -26,11 +27,12 @@ RANK: tuple[Outcome, ...] = get_args(Outcome)  # from the best to the worst
 LONGEST_NAME, MOST_TESTS, LONGEST_TRACE = 500, 50_000, 6_000
 ROOT = "/workspace/"
 TESTS = "tests"  # the group of tests whose runner names no file
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, ElementTree.ParseError)
 
 
 @dataclass
 class Report:
-    """How tests ended. Not whole: some of it is missing or does not agree, and the exit code decides nothing any more."""
+    """How tests ended. With faults, parts are missing or inconsistent, and passes are not trusted."""
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     traces: dict[str, str] = field(default_factory=dict)
@@ -40,16 +42,16 @@ class Report:
     open: list[tuple[str, Outcome, str]] = field(default_factory=list)
 
     def add(self, group: str, name: str, outcome: Outcome, trace: str = "") -> None:
-        """Take one test; it counts when what it belongs to is closed."""
+        """Add one test; it counts once its program, package or file is closed."""
         plain = " ".join(f"{group.removeprefix(ROOT) or TESTS}::{name}".split())
         self.open.append((plain[:LONGEST_NAME], outcome, trace[-LONGEST_TRACE:]))
 
     def count(self, *outcomes: Outcome) -> int:
-        """Return how many tests, of some outcomes or of all, are not closed yet."""
+        """Return the number of open tests with some outcomes, or of all open tests."""
         return sum(not outcomes or outcome in outcomes for _, outcome, _ in self.open)
 
     def close(self, fault: str = "") -> None:
-        """Take over the tests since the last time. Of what has a fault nothing passed."""
+        """Take over the open tests; with a fault none of them counts as passed."""
         for test, outcome, trace in self.open:
             now: Outcome = "failed" if fault and outcome == "passed" else outcome
             self.outcomes[test] = max(now, self.outcomes.get(test, "passed"), key=RANK.index)
@@ -58,7 +60,7 @@ class Report:
         self.faults += [fault] if fault else []
 
     def agree(self, what: str, said: object, seen: object) -> str:
-        """Return the fault of a number that is another."""
+        """Return a fault if a stated number differs from the counted one, else nothing."""
         return "" if said == seen else f"{what}: {said} by its own count, {seen} seen"
 
 
@@ -67,15 +69,7 @@ def read(reader: ReaderName, text: str) -> Report:
     report = Report()
     try:
         READERS[reader](report, text)
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        RecursionError,
-        ElementTree.ParseError,
-    ) as error:
+    except UNREADABLE as error:
         report.close(f"no report of {reader}: {type(error).__name__}: {error}"[:200])
     if report.count():
         report.close("the report ends too soon")
@@ -99,18 +93,14 @@ def _junit(report: Report, text: str) -> None:
 
 
 def _suite_fault(report: Report, suite: ElementTree.Element) -> str:
-    """Say where a suite's own numbers are others: of its tests, or more failures than there are."""
-    tests, failures, errors = (
-        int(n) if (n := suite.get(name, "")).isdecimal() else -1 for name in ("tests", "failures", "errors")
-    )
+    """Return a fault if a suite states another number of tests, or more failures than there are."""
+    said = {name: int(n) for name in ("tests", "failures", "errors") if (n := suite.get(name, "")).isdecimal()}
     cases = list(suite.iter("testcase"))
     bad = sum(_junit_outcome(each) == "failed" for each in cases)
-    fault = (
-        report.agree(f"failures of {suite.get('name')}", max(failures, 0) + max(errors, 0), bad)
-        if max(failures, 0) > bad
-        else ""
-    )
-    return fault or (report.agree(f"tests of {suite.get('name')}", tests, len(cases)) if tests >= 0 else "")
+    failures = said.get("failures", 0)
+    if failures > bad:
+        return report.agree(f"failures of {suite.get('name')}", failures + said.get("errors", 0), bad)
+    return report.agree(f"tests of {suite.get('name')}", said.get("tests", len(cases)), len(cases))
 
 
 def _junit_outcome(case: ElementTree.Element) -> Outcome:
@@ -202,18 +192,14 @@ class _Tap:
         self.report.close("the report ends too soon" if self.in_yaml else self.fault)
 
 
-def _tap(report: Report, text: str) -> None:
-    tap = _Tap(report, "")
+def _tap(report: Report, text: str, *, titled: bool = False) -> None:
+    tap = _Tap(report, "", titled=titled)
     for line in text.splitlines():
         tap.line(line)
     tap.end()
 
 
-def _tape(report: Report, text: str) -> None:
-    tap = _Tap(report, "", titled=True)
-    for line in text.splitlines():
-        tap.line(line)
-    tap.end()
+PROVED = re.compile(r"ok|Dubious, .*|Failed \d+/\d+ subtests ?.*|skipped: .*|All \d+ subtests .*")
 
 
 def _prove(report: Report, text: str) -> None:
@@ -224,15 +210,14 @@ def _prove(report: Report, text: str) -> None:
         if begun := re.fullmatch(r"(\S+\.t) \.+ ?", line):
             tap.end()
             tap = _Tap(report, begun[1], numbered=True)
-        elif tap.group and re.fullmatch(
-            r"ok|Dubious, .*|Failed \d+/\d+ subtests ?.*|skipped: .*|All \d+ subtests .*", line
-        ):
+        elif tap.group and PROVED.fullmatch(line):
             tap.fault = tap.fault or (line if line.startswith("Dubious") and not _failed(tap) else "")
             tap.end()
             tap = _Tap(report, "")
+        elif tap.group:
+            tap.line(line)
         else:
-            tap.line(line) if tap.group else None
-            report.unread += not tap.group and bool(line)
+            report.unread += bool(line)
     tap.end()
     if not re.fullmatch(r"Result: (PASS|FAIL)", last):
         report.faults.append("prove gave no result")
@@ -259,16 +244,16 @@ def _go(report: Report, text: str) -> None:
 def _go_package(report: Report, package: str, events: Iterable[dict[str, Any]]) -> None:
     printed: dict[str, list[str]] = {}
     begun, ended, whole = set[str](), set[str](), ""
+    outcomes: dict[str, Outcome] = {"pass": "passed", "fail": "failed", "skip": "skipped"}
     for event in events:
         action, test = event["Action"], event.get("Test", "")
         if action == "output":
             printed.setdefault(test, []).append(event.get("Output", ""))
-        elif not test and action in {"pass", "fail", "skip"}:
+        elif action in outcomes and not test:
             whole = action
-        elif action in {"pass", "fail", "skip"}:
+        elif action in outcomes:
             ended.add(test)
-            outcome: Outcome = "passed" if action == "pass" else "failed" if action == "fail" else "skipped"
-            report.add(package, test, outcome, "".join(printed.get(test, [])))
+            report.add(package, test, outcomes[action], "".join(printed.get(test, [])))
         elif action == "run":
             begun.add(test)
     silent = whole == "fail" and not report.count("failed")
@@ -279,28 +264,29 @@ def _go_package(report: Report, package: str, events: Iterable[dict[str, Any]]) 
     report.close(f"{package} failed, and none of its tests" if silent else unended or odd)
 
 
+CARGO_RESULT = r"test result: (?:ok|FAILED)\. (\d+) passed; (\d+) failed; (\d+) ignored; (\d+) measured"
+
+
 def _cargo(report: Report, text: str) -> None:
     """`cargo test`, with both streams in one: tests are named by the file that their program is made from."""
     group, expected, traces, heading = "", -1, dict[str, list[str]](), ""
+    kinds: dict[str, Outcome] = {"ok": "passed", "FAILED": "failed"}
     for line in text.splitlines():
+        unended = "a program of tests did not end" if expected >= 0 or report.open else ""
         if begun := re.fullmatch(r" +(?:Running (?:unittests )?(\S+) \(.*\)|Doc-tests (\S+))", line):
-            report.close("a program of tests did not end" if expected >= 0 or report.count() else "")
+            report.close(unended)
             group, expected = begun[1] or f"doc {begun[2]}", -1
         elif begun := re.fullmatch(r"running (\d+) tests?", line):
-            report.close("a program of tests did not end" if expected >= 0 or report.count() else "")
+            report.close(unended)
             expected, heading, traces = int(begun[1]), "", {}
         elif ended := re.fullmatch(r"test (.+?)(?: - should panic)? \.\.\. (ok|FAILED|ignored\b.*)", line):
-            kinds: dict[str, Outcome] = {"ok": "passed", "FAILED": "failed"}
             report.add(group, ended[1], kinds.get(ended[2], "skipped"))
-        elif ended := re.match(
-            r"test result: (?:ok|FAILED)\. (\d+) passed; (\d+) failed; (\d+) ignored; (\d+) measured", line
-        ):
+        elif ended := re.match(CARGO_RESULT, line):
             seen = [report.count(each) for each in ("passed", "failed", "skipped")]
             said = [int(each) for each in ended.groups()]
             fault = report.agree("tests", said[:3], seen) or report.agree("tests", expected, sum(said))
-            report.open = [
-                (test, it, "\n".join(traces.get(test.partition("::")[2], []))) for test, it, _ in report.open
-            ]
+            named = [(test, it, traces.get(test.partition("::")[2], [])) for test, it, _ in report.open]
+            report.open = [(test, it, "\n".join(trace)) for test, it, trace in named]
             report.close(fault or ("" if group else "tests of no program"))
             group, expected, heading = "", -1, ""
         elif head := re.fullmatch(r"---- (.+) stdout ----", line):
@@ -328,9 +314,7 @@ def _jest(report: Report, text: str) -> None:
     kinds: dict[str, Outcome] = {"passed": "passed", "failed": "failed"}
     broken = 0
     for file in whole["testResults"]:
-        broken += file["status"] == "failed" and not any(
-            each["status"] == "failed" for each in file["assertionResults"]
-        )
+        broken += file["status"] == "failed" not in {each["status"] for each in file["assertionResults"]}
         for test in file["assertionResults"]:
             name = " > ".join([*test["ancestorTitles"], test["title"]])
             trace = "\n".join(test.get("failureMessages") or [])
@@ -351,9 +335,8 @@ def _mocha(report: Report, text: str) -> None:
         trace = str((test.get("err") or {}).get("stack", ""))
         report.add(test.get("file") or "", f"{around} > {title}" if around else title, outcome, trace)
     stats, names = whole["stats"], {each["fullTitle"] for each in whole["tests"]}
-    fault = report.agree("tests", stats["tests"], report.count()) or report.agree(
-        "passes", stats["passes"], report.count("passed")
-    )
+    fault = report.agree("tests", stats["tests"], report.count())
+    fault = fault or report.agree("passes", stats["passes"], report.count("passed"))
     report.close(fault or ("a hook failed" if bad - names else ""))
 
 
@@ -385,9 +368,7 @@ def _unittest(report: Report, text: str) -> None:
     """`python -m unittest -v -b`, with both streams in one; without -b, what tests print breaks its lines."""
     lines, waiting, tests = text.splitlines(), "", set[str]()
     for line in lines:
-        if (
-            begun := re.fullmatch(rf"( *)(\w+) \(([\w.]+)\)(?: [\[(].*?)?(?: \.\.\. {STATUS}?)?", line)
-        ) and not line.startswith("="):
+        if begun := re.fullmatch(rf"( *)(\w+) \(([\w.]+)\)(?: [\[(].*?)?(?: \.\.\. {STATUS}?)?", line):
             name = f"{begun[3].removesuffix(f'.{begun[2]}')}::{begun[2]}"
             waiting = "" if begun[4] else name
             tests |= {name} if not begun[1] else set()
@@ -414,9 +395,9 @@ def _unittest_ended(report: Report, name: str, status: str | None) -> None:
 
 def _unity(report: Report, text: str) -> None:
     """Unity's lines, for C; also behind `1: `, as `ctest -V` prints them."""
+    kinds: dict[str, Outcome] = {"PASS": "passed", "FAIL": "failed", "IGNORE": "skipped"}
     for line in (re.sub(r"^\d+: ", "", each) for each in text.splitlines()):
         if test := re.fullmatch(r"(\S+?):\d+:(\w+):(PASS|FAIL|IGNORE)(?::(.*))?", line):
-            kinds: dict[str, Outcome] = {"PASS": "passed", "FAIL": "failed", "IGNORE": "skipped"}
             report.add(test[1], test[2], kinds[test[3]], line)
         elif ended := re.fullmatch(r"(\d+) Tests (\d+) Failures (\d+) Ignored ?", line):
             seen = [report.count(), report.count("failed"), report.count("skipped")]
@@ -426,15 +407,9 @@ def _unity(report: Report, text: str) -> None:
 
 
 READERS: dict[ReaderName, Callable[[Report, str], None]] = {
-    "junit": _junit, "tap": _tap, "tape": _tape, "prove": _prove, "go": _go, "cargo": _cargo, "jest": _jest, "mocha": _mocha,
-    "ctest": _ctest, "unittest": _unittest, "unity": _unity,
+    "junit": _junit, "tap": _tap, "tape": partial(_tap, titled=True), "prove": _prove, "go": _go, "cargo": _cargo,
+    "jest": _jest, "mocha": _mocha, "ctest": _ctest, "unittest": _unittest, "unity": _unity,
 }  # fmt: skip
 SECTIONED = {"prove", "go", "cargo", "unity"}  # a program for each file or package
-ONE_STREAM = {
-    "junit",
-    "tap",
-    "tape",
-    "go",
-    "jest",
-    "mocha",
-}  # read from standard output alone; of the others both are read
+# Read from standard output alone; of the others both streams are read.
+ONE_STREAM = {"junit", "tap", "tape", "go", "jest", "mocha"}

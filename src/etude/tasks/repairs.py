@@ -3,16 +3,16 @@
     file ── its functions, each once ──▶ errors by their shares in real fixes ──▶ a window of neighbours ──▶ request and answer
     commit that says fix ── its functions before and after ──────────────────────────────────────────────▶ request and answer
 
-What is wrong with a function is drawn by its meaning (the digest of its syntax tree without docstring): first a kind, in proportion
-to what people mend (`WEIGHTS` of the operators) among the kinds that it has a place for, then one of these places. So the same
-function in two packages or two versions of one gets the same errors, whatever stands around it, and the second is an exact duplicate;
-within a unit of work it is not looked at again. (A wrong name is one that the file uses, so it may differ between files.) An error
-must parse and change the meaning. Every example in which nothing is wrong shows a function that is broken in another one, under a
-request from the same templates: the answer can only be told from the code. Their share is exact in every unit of work.
+The errors of a function are drawn with its meaning as seed (the digest of its syntax tree without docstring): first a kind of error,
+by its share in real fixes (`WEIGHTS` of the operators), then a place for it. So the same function in two packages or versions gets
+the same errors, and the second example is an exact duplicate; within a unit of work it is skipped at once. (A wrong name is one that
+the file uses, so it may differ between files.) An error must parse and change the meaning. Each example without an error shows a
+function that is broken in another example, with a request from the same templates, so that only the code tells the two apart. Their
+share is exact in every unit of work.
 
-An example is plain text for a corpus (the answer a unified difference, or the lines before and after), or a conversation in the
-agent's own format for SFT (the answer calls of `edit`, which find their text once in the file; or first `read` or `grep`).
-Tasks of a set become conversations too: their errors were noticed by a test, and what it showed is in the request.
+An example is plain text for a corpus (the answer is a unified diff, or the lines before and after), or a conversation in the agent's
+own format for SFT (the answer is calls of `edit`, whose text occurs once in the file; or `read` or `grep` before that). The tasks
+of a set can be used as well: a test noticed their errors, and its output is part of the request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import json
 import re
 import shutil
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -37,36 +37,27 @@ from etude.agent.calls import Call
 from etude.agent.formats import schema
 from etude.agent.harness import SYSTEM
 from etude.agent.tools import SPECS
+from etude.data import settings as corpus
 from etude.data.build import Build
-from etude.data.document import Document
 from etude.data.heldout import draw
 from etude.data.manifest import SourceEntry
-from etude.data.settings import (
-    ContaminationSettings,
-    DataSettings,
-    DuplicateSettings,
-    RepairSettings,
-    Settings,
-    SourceSettings,
-)
+from etude.data.settings import ContaminationSettings, RepairSettings, Settings, SourceSettings
 from etude.data.tokenise import read_kept
 from etude.files import digest_of, read_json, whole_file, write_json
 from etude.jsonl import MetricsLog
-from etude.progress import counted
+from etude.progress import Reporter, counted
 from etude.syntax import parse_python
-from etude.tasks.generators.mutation import WEIGHTS, sites_of
+from etude.tasks.generators.mutation import WEIGHTS, Site, sites_of
 from etude.tasks.generators.parsed import Cut, Function, Parsed, changed_lines, cut_text, is_test_path, shape
 from etude.tasks.manifest import load_set, read_rows
-from etude.tasks.prompts import changes, phrases
+from etude.tasks.prompts import Change, changes, phrases
 from etude.work import Work
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Iterable, Iterator, Sequence
 
-    from etude.progress import Reporter
-    from etude.tasks.generators.mutation import Site
-    from etude.tasks.prompts import Change
+    from etude.data.document import Document
     from etude.tasks.task import Task
 
 SHORTEST, LONGEST = 3, 80  # lines of a function that is broken
@@ -75,25 +66,19 @@ NOTHING = "nothing wrong"
 CONVERSATIONS, ACCOUNT = "repairs.jsonl", "repairs-manifest.json"
 FIX = re.compile(r"\b(fix(e[sd])?|bug|regression|crash(es|ed)?|wrong(ly)?|incorrect(ly)?)\b", re.IGNORECASE)
 NO_FIX = re.compile(
-    r"\b(typo|docs?|docstrings?|documentation|readme|changelog|lint|flake8|pep ?8|mypy|typing|annotations?|tests?|ci|travis|build|"
-    r"style|format(ting)?|spelling|grammar|comments?|warnings?|coverage|imports?|pylint|ruff|release|merge|revert)\b",
-    re.IGNORECASE,
+    r"(?i)\b(typo|docs?|docstrings?|documentation|readme|changelog|lint|flake8|pep ?8|mypy|typing|annotations?|tests?|ci|travis|"
+    r"build|style|format(ting)?|spelling|grammar|comments?|warnings?|coverage|imports?|pylint|ruff|release|merge|revert)\b"
 )
 NOT_PYTHON = (SyntaxError, ValueError, RecursionError)
+Tool = Literal["read", "grep", "edit"]
 
 
 class TalkSettings(Settings):
     """Repairs as conversations, for SFT."""
 
-    source: list[SourceSettings] = Field(
-        min_length=1, description="code to make repairs of, as the sources of a corpus"
-    )
-    tools: list[Literal["read", "grep", "edit"]] = Field(
-        ["edit"], description="tools offered; with read and grep half the requests show no code"
-    )
-    tasks: str | None = Field(
-        None, description="task manifest of a training set: its tasks too, with what a failing test showed"
-    )
+    source: list[SourceSettings] = Field(min_length=1, description="code to break, as the sources of a corpus")
+    tools: list[Tool] = Field(["edit"], description="tools offered; with read and grep half the requests show no code")
+    tasks: str | None = Field(None, description="manifest of a training set: its tasks too, with their test output")
     apart: str | None = Field(None, description="task manifest whose errors are not made, so that its tasks stay new")
     contamination: ContaminationSettings = ContaminationSettings()
 
@@ -110,7 +95,7 @@ class TalkSettings(Settings):
 
 @dataclass(frozen=True)
 class Repair:
-    """One example. `file` is the text the agent's tools see: a whole file, or all that is known of it."""
+    """One example. `file` is the text that the agent's tools see: a whole file, or the part of it that is known."""
 
     path: str
     name: str  # of the function that is broken, or could be
@@ -132,34 +117,35 @@ class Repair:
         return changes(self.path, self.file, self.fixed) if self.file != self.fixed else []
 
     @property
+    def shows_edits(self) -> bool:
+        """Whether the lines that are shown are enough to make the edit."""
+        return all((each.old or "") in self.code and each.new is not None for each in self.changes)
+
+    @property
     def facts(self) -> dict[str, str]:
         return {"path": self.path, "name": self.name, "code": self.code, "subject": self.subject, "seen": self.seen}
 
 
+@dataclass
 class Repairs:
     """Makes the repairs of one unit of work.
 
-    `talk`: conversations with these tools; `benchmarks`: packages not made use of; `apart`: broken functions that are not made.
+    `talk`: tools of the conversations, None for plain text; `benchmarks`: packages that are skipped; `apart`: broken functions, by
+    their shape, that must not be made.
     """
 
-    def __init__(
-        self,
-        settings: RepairSettings,
-        seed: int,
-        benchmarks: frozenset[str],
-        talk: Sequence[str] | None = None,
-        apart: frozenset[str] = frozenset(),
-    ) -> None:
-        self.settings, self.seed, self.benchmarks, self.talk, self.apart = settings, seed, benchmarks, talk, apart
-        self.known: set[str] = set()  # functions
-        self.owed = 0.0  # examples in which nothing is wrong
+    settings: RepairSettings
+    seed: int
+    benchmarks: frozenset[str]
+    talk: Sequence[str] | None = None
+    apart: frozenset[str] = frozenset()
+    known: set[str] = field(default_factory=set)  # functions
+    owed: float = 0.0  # examples in which nothing is wrong
 
     def make(self, document: Document, made: Counter[str]) -> list[Document] | str:
         """Return the examples made of a file or a commit, or why there are none."""
-        folders = {
-            _plain(part) for part in [re.sub(r"-v?\d.*", "", document.repository), *document.path.split("/")[:-1]]
-        }
-        if folders & self.benchmarks:
+        folders = [re.sub(r"-v?\d.*", "", document.repository), *document.path.split("/")[:-1]]
+        if self.benchmarks.intersection(map(_plain, folders)):
             return "named as a package of a benchmark"
         if document.kind == "commit":
             found = of_commit(document.text)
@@ -177,7 +163,7 @@ class Repairs:
         return [self._written(repair, identity, document) for repair, identity in repairs] or "no function to break"
 
     def _of_file(self, file: Parsed, made: Counter[str]) -> Iterator[tuple[Repair, str]]:
-        """Yield the repairs of a file's functions, each with what makes it the same as another."""
+        """Yield the repairs of a file's functions, each with a digest that is equal for equal repairs."""
         functions = {name: node for name, node in file.definitions if isinstance(node, Function)}
         sites: dict[str, list[Site]] = {}
         for site in sites_of(file):
@@ -195,8 +181,10 @@ class Repairs:
             self.known.add(meaning)
             rng, right = draw(self.seed, "repair", meaning), 0
             for kind, text, identity in broken_versions(file, node, mine, self.settings.each, rng, made):
-                repair = self._shown(file, node, functions, kind, name, text, rng)
-                if repair is None:
+                window = self._window(file, node, rng)
+                last = window[1] + text.count("\n") - file.text.count("\n") if window else 0
+                repair = Repair(file.path, name, text, file.text, window[0], last, kind) if window else None
+                if repair is None or not repair.shows_edits:
                     made["left out: the edit would need lines that are not shown"] += 1
                     continue
                 if self.apart and shape(parse_python(identity)) in self.apart:
@@ -210,44 +198,25 @@ class Repairs:
                     right += 1
                     yield replace(repair, file=file.text, kind=NOTHING, last=last), digest_of([meaning, NOTHING, right])
 
-    def _shown(
-        self,
-        file: Parsed,
-        node: Function,
-        functions: dict[str, Function],
-        kind: str,
-        name: str,
-        text: str,
-        rng: random.Random,
-    ) -> Repair | None:
-        """Return a repair with a window around the function; None if the edit that mends it needs more than is shown."""
-        starts = sorted((file.first_line(each), each.end_lineno or 0) for each in functions.values())
-        here, count = (
-            starts.index((file.first_line(node), node.end_lineno or 0)),
-            rng.randint(1, self.settings.functions),
-        )
+    def _window(self, file: Parsed, node: Function, rng: random.Random) -> tuple[int, int] | None:
+        """Return the first and last line of a window around a function, with neighbours as they fit; None: it is too long."""
+        functions = {name: each for name, each in file.definitions if isinstance(each, Function)}.values()
+        spans = sorted((file.first_line(each), each.end_lineno or 0) for each in functions)
+        here = spans.index((file.first_line(node), node.end_lineno or 0))
+        count = rng.randint(1, self.settings.functions)
         before = rng.randint(0, count - 1)
-        rows = file.lines
-        first, last = starts[here]
-        for one, two in [*reversed(starts[max(0, here - before) : here]), *starts[here + 1 : here + count - before]]:
-            if sum(map(len, rows[min(first, one) - 1 : max(last, two)])) <= self.settings.characters:
+        first, last = spans[here]
+        for one, two in [*reversed(spans[max(0, here - before) : here]), *spans[here + 1 : here + count - before]]:
+            if sum(map(len, file.lines[min(first, one) - 1 : max(last, two)])) <= self.settings.characters:
                 first, last = min(first, one), max(last, two)
-        if sum(map(len, rows[first - 1 : last])) > self.settings.characters:
-            return None
-        last += text.count("\n") - file.text.count("\n")
-        repair = Repair(file.path, name, text, file.text, first, last, kind)
-        return (
-            repair if all((each.old or "") in repair.code and each.new is not None for each in repair.changes) else None
-        )
+        fits = sum(map(len, file.lines[first - 1 : last])) <= self.settings.characters
+        return (first, last) if fits else None
 
     def _written(self, repair: Repair, identity: str, document: Document) -> Document:
         rng = draw(self.seed, "words", identity)
         text = talk(repair, self.talk, rng, document.repository) if self.talk else as_document(repair, rng)
         path = f"{document.path}#{repair.name}-{repair.kind}-{identity[:8]}".replace(" ", "-")
-        licence, evidence = document.licence, document.evidence
-        return Document(
-            document.repository, path, text, "repair", licence=licence, identity=identity, evidence=evidence
-        )
+        return replace(document, path=path, text=text, kind="repair", language="", identity=identity)
 
 
 def _plain(name: str) -> str:
@@ -263,9 +232,9 @@ def _without_docstring(node: Function) -> Function:
 def broken_versions(
     file: Parsed, node: Function, sites: Sequence[Site], most: int, rng: random.Random, made: Counter[str]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield up to `most` kinds of errors, with the broken text of the file and that of the function.
+    """Yield up to `most` errors of different kinds: the kind, the broken text of the file and that of the function.
 
-    A kind is drawn by its share in real fixes among those that the function has a place for, each kind once; then one of its places.
+    A kind is drawn by its share in real fixes, among those that the function has a place for; then one of its places.
     """
     by_kind: dict[str, list[Site]] = {}
     for site in sites:
@@ -291,7 +260,7 @@ def broken_versions(
 
 
 def of_commit(text: str) -> Repair | str:
-    """Return the repair that a commit is, shown with whole functions; or why it is none."""
+    """Return a commit (with whole functions in its diff) as a repair, or the reason why it cannot be one."""
     subject = re.search(r"(?m)^commit (.*)$", text)
     if subject is None or not FIX.search(subject[1]) or NO_FIX.search(subject[1]):
         return "its message does not say fix"
@@ -321,7 +290,7 @@ def of_commit(text: str) -> Repair | str:
 
 
 def of_task(task: Task) -> Repair | str:
-    """Return the repair that a task's solution is, with what a failing test showed; or why it is none."""
+    """Return a task's solution as a repair, with the output of a failing test, or the reason why it cannot be one."""
     edit, *others = task.candidate.edits
     if others or edit.broken is None or edit.fixed is None or not edit.path.endswith(".py"):
         return "task: not in one function"
@@ -340,7 +309,7 @@ def of_task(task: Task) -> Repair | str:
 
 
 def errors_of(tasks: Iterable[Task]) -> frozenset[str]:
-    """Return what the functions mean that are in the broken files of tasks, and not in the mended ones."""
+    """Return the shapes of the functions that are in the broken files of tasks and not in the fixed ones."""
     edits = [edit for task in tasks for edit in task.candidate.edits if edit.broken and edit.path.endswith(".py")]
     return frozenset(chain.from_iterable(_meanings(e.path, e.broken) - _meanings(e.path, e.fixed) for e in edits))
 
@@ -390,13 +359,9 @@ def conversation(repair: Repair, tools: Sequence[str], rng: random.Random) -> li
     words, facts = phrases("repairs.toml"), repair.facts
     whole = not repair.subject and not repair.seen
     opened = whole and "read" in tools and rng.random() < 0.5
-    kind = (
-        "subject"
-        if repair.subject
-        else "observed"
-        if repair.seen
-        else rng.choice(["located", "file", "vague"][: 2 if opened else 3])
-    )
+    kind = "subject" if repair.subject else "observed"
+    if whole:
+        kind = rng.choice(["located", "file", "vague"][: 2 if opened else 3])
     fits = len(repair.file) <= 2 * len(repair.code) + 1000
     opened = opened and (fits or (kind == "located" and "grep" in tools))
     request = rng.choice(words["open" if opened else "shown"][kind]).format(**facts)
@@ -419,25 +384,19 @@ def conversation(repair: Repair, tools: Sequence[str], rng: random.Random) -> li
 
 def talk(repair: Repair, tools: Sequence[str], rng: random.Random, group: str) -> str:
     """Return a repair as a line of conversations."""
-    row = {
-        "messages": conversation(repair, tools, rng),
-        "tools": [schema(SPECS[each]) for each in tools],
-        "group": group,
-    }
-    return json.dumps(row, ensure_ascii=False)
+    messages, offered = conversation(repair, tools, rng), [schema(SPECS[each]) for each in tools]
+    return json.dumps({"messages": messages, "tools": offered, "group": group}, ensure_ascii=False)
 
 
 def _looked_up(repair: Repair, *, fits: bool) -> list[dict[str, Any]]:
-    """Return the calls, and their answers, that show the code: the file if it is short, else a search and the lines that it finds."""
+    """Return calls and answers that show the code: `read` of the whole file if it is short, else `grep` and `read` of a window."""
     rows, messages, first, last = repair.file.split("\n"), [], 1, repair.file.count("\n")
     window: dict[str, Any] = {"path": repair.path}
     if not fits:
         pattern = f"def {repair.name.rpartition('.')[2]}\\b"
         matches = [f"{repair.path}:{number}:{row}" for number, row in enumerate(rows, 1) if re.search(pattern, row)]
-        messages = [
-            _calls([Call("grep", {"pattern": pattern, "path": repair.path})]),
-            {"role": "tool", "content": "\n".join(matches)},
-        ]
+        search = Call("grep", {"pattern": pattern, "path": repair.path})
+        messages = [_calls([search]), {"role": "tool", "content": "\n".join(matches)}]
         first, last = repair.first, repair.last
         window |= {"start": first, "end": last}
     shown = "\n".join(f"{number:5}\t{rows[number - 1]}" for number in range(first, last + 1))
@@ -455,8 +414,9 @@ def make_talks(settings: TalkSettings, folder: Path, cache: Path, reporter: Repo
     if file.exists():
         return file
     named = benchmark_packages([Path(name).expanduser() for name in settings.contamination.tasks])
-    alike = DuplicateSettings(near=False)  # two repairs of one function are nearly alike, and both are wanted
-    data = DataSettings(source=settings.source, contamination=settings.contamination, duplicates=alike, seed=seed)
+    alike = corpus.DuplicateSettings(near=False)  # two repairs of one function are nearly alike, and both are wanted
+    compared = settings.contamination
+    data = corpus.DataSettings(source=settings.source, contamination=compared, duplicates=alike, seed=seed)
     folder.mkdir(parents=True, exist_ok=True)
     others = load_set(Path(settings.apart).expanduser(), cache, reporter).tasks if settings.apart else []
     apart = errors_of(others)
@@ -478,15 +438,17 @@ def make_talks(settings: TalkSettings, folder: Path, cache: Path, reporter: Repo
 
 
 def _of_tasks(settings: TalkSettings, cache: Path, reporter: Reporter, seed: int) -> Iterator[tuple[str, str]]:
-    """Yield the conversations of a set's tasks with the licence of each; say what became of all."""
+    """Yield the conversations of a set's tasks, each with its licence; print the counts."""
     if settings.tasks is None:
         return
     became: Counter[str] = Counter()
     tasks = load_set(Path(settings.tasks).expanduser(), cache, reporter)
     for task in tasks.tasks:
         repair = of_task(task)
-        if isinstance(repair, str) or not all((each.old or "") in repair.code for each in repair.changes):
-            became[repair if isinstance(repair, str) else "task: the edit would need lines that are not shown"] += 1
+        if isinstance(repair, Repair) and not repair.shows_edits:
+            repair = "task: the edit would need lines that are not shown"
+        if isinstance(repair, str):
+            became[repair] += 1
             continue
         became["conversations"] += 1
         yield talk(repair, settings.tools, draw(seed, "words", task.id), task.package), tasks.codebase(task).licence
@@ -495,9 +457,8 @@ def _of_tasks(settings: TalkSettings, cache: Path, reporter: Reporter, seed: int
 
 def licences_of_talks(file: Path) -> dict[str, int]:
     """Return the licences of the code that a file of conversations was made of, in bytes of conversations."""
-    return dict(
-        sum((SourceEntry.model_validate(each).licences for each in read_json(file.with_name(ACCOUNT))), Counter[str]())
-    )
+    entries = map(SourceEntry.model_validate, read_json(file.with_name(ACCOUNT)))
+    return dict(sum((each.licences for each in entries), Counter[str]()))
 
 
 def benchmark_packages(paths: Sequence[Path]) -> frozenset[str]:

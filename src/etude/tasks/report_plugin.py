@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 ROOT = "/workspace"
 COVERAGE = ".etude-coverage.json"
 LONGEST_TRACE = 6000
-LESS_EFFORT = (
-    0.25  # of the seconds a test may compute, once a test has failed for that: who breaks a loop breaks many tests
-)
+# Of the seconds a test may compute, once a test has failed for that: who breaks a loop breaks many tests.
+LESS_EFFORT = 0.25
 FIXED = ("-c", "/dev/null", "--rootdir", ROOT, "--confcutdir", ROOT, "-p", "no:cacheprovider", "--continue-on-collection-errors",
          "-q", "--no-header", "--no-summary", "--tb=short", "--color=no")  # fmt: skip
 

@@ -1,22 +1,22 @@
-"""What an agent's work is worth: its changes to the code, nothing else of it, under the pristine tests, in a fresh sandbox.
+"""Scores an agent's changes: only its changes to the code count, tested by the original tests in a fresh sandbox.
 
-Tests, their configuration and whatever Python or pytest would pick up by itself are not taken from the agent, so they
-are as they were. What is left out of the agent's changes is said, not punished: real users leave scratch files behind.
+Tests, their configuration and files that Python or pytest load by themselves are not taken from the agent: the originals are used.
+Other files that the agent changed are ignored and listed, without a penalty: real users leave scratch files behind, too.
 
-Code under test shares an interpreter with what reports on it. So the tests are run several times, and in each run some of those that
-the agent never saw expect something wrong (`spoil.py`): what decides is which tests these were, which is known to this process and to
-none in the sandbox. Nothing else differs between runs.
+Code under test shares an interpreter with the program that reports results, so it could forge reports. Therefore the tests are run
+several times, and in each run some of the hidden tests have wrong expectations (`spoil.py`). Only this process knows which; nothing
+else differs between runs. Code that passes a test with a wrong expectation has forged its report.
 
-Before that, changed code is read for what has no business in it: imports of test tools, frames and traces, the interpreter's own
-tables, code made from text, ways to end or double the process, replaced functions of the standard library, texts that name any of
-these. What the file had before, or what the reference solution uses, is allowed. A reader is easily deceived (names put together at
-run time, a module handed on under another name); it is there to say plainly what is wrong, and to make cheats long.
-docs/benchmark.md says what can still be had.
+Before any run, changed code is searched for suspicious constructs: imports of test tools, frames and traces, tables of the
+interpreter, code built from text, ways to end or fork the process, replaced functions of the standard library, and texts that name
+any of these. What the file contained before, or what the reference solution uses, is allowed. The search is easily evaded (names put
+together at run time, a module imported from another file); it gives a clear reason for plain cheats and makes the others longer.
+docs/benchmark.md lists the attacks that remain possible.
 
-Some scores need no test run: of code that is as it was, and of changes that were scored before (`Scores`). In groups of attempts at
-one task, as training and benchmarks make them, many leave the same code behind. Tests of the same code end alike, but for flaky
-ones, which validation sought to keep out of tasks; and the luck of a cheat is drawn once for all who left it, not worse than for
-each. So it is scored once: those who come while that is being done wait for it. Failures of the infrastructure are never remembered.
+Two cases need no test run: code without changes, and changes that were scored before (`Scores`). Groups of attempts at one task, in
+training and benchmarks, often leave the same code behind, so it is scored once, and attempts that arrive meanwhile wait for that
+score. Flaky tests were removed when tasks were validated; a cheat has one draw for all attempts that contain it, which is no worse
+than one draw each. Failures of the infrastructure are never stored.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ import random
 import re
 import secrets
 import sys
+import tomllib
 import warnings
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
 from itertools import product
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import Literal
 
 from etude.files import digest_of
 from etude.sandbox.box import Entry, SandboxError
@@ -42,50 +44,24 @@ from etude.tasks.commanded import own, rewritten, spoilt_tests
 from etude.tasks.generators.languages import emptied
 from etude.tasks.generators.parsed import is_test_path
 from etude.tasks.seal import hide
-from etude.tasks.suite import entries_of, file_entry, layers_of, longest_run, run_tests
+from etude.tasks.suite import Run, entries_of, file_entry, layers_of, longest_run, run_tests
 from etude.tasks.task import Codebase, Task, function_of
 from etude.work import cores
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
-
-    from etude.tasks.suite import Run
-
-NAMES = {"exec", "eval", "compile", "breakpoint", "__import__", "__builtins__", "__file__", "__loader__", "__spec__"}
-ATTRIBUTES = {
-    "_getframe", "_current_frames", "currentframe", "f_back", "f_locals", "f_globals", "f_code", "f_trace", "f_lineno", "tb_frame",
-    "gi_frame", "cr_frame", "ag_frame", "settrace", "setprofile", "__code__", "co_code", "co_consts", "__globals__", "__closure__",
-    "__subclasses__", "__builtins__", "__import__", "__loader__", "exec_module", "load_module", "meta_path", "path_hooks", "_exit",
-}  # fmt: skip
-MODULES = {
-    "pytest", "_pytest", "pluggy", "unittest", "doctest", "etude_report", "gc", "ctypes", "_ctypes", "cffi", "builtins", "imp",
-    "runpy", "marshal", "pickle", "code", "codeop", "bdb", "pdb", "subprocess", "pty", "posix", "_thread", "linecache",
-}  # fmt: skip
-PARTS = {  # of modules of which the rest is harmless
-    "sys": re.compile(r"modules|path|path_importer_cache|monitoring|addaudithook|_?_?stdin_?_?|(orig_)?argv"),
-    "os": re.compile(r"(exec|spawn|posix_spawn|fork|kill|dup|write|pwrite|system|popen|abort|getppid|putenv).*"),
-    "types": re.compile("CodeType"),
-    "operator": re.compile("attrgetter|methodcaller"),
-    "inspect": re.compile(
-        r"(?!is[a-z]+$|[sS]ignature$|Parameter$|BoundArguments$|cleandoc$|getdoc$|getmro$|unwrap$).*"
-    ),
-    "importlib": re.compile(r"(?!metadata$|resources$).*"),
-}
-TEXTS = re.compile(
-    rf"pytest|unittest|/workspace|/proc\b|etude|conftest|\btest_|\b(?:{'|'.join(sorted(ATTRIBUTES))})\b", re.IGNORECASE
-)
+FORBIDDEN = tomllib.loads(Path(__file__).with_name("forbidden.toml").read_text(encoding="utf-8"))
+NAMES, ATTRIBUTES, MODULES = (frozenset(FORBIDDEN[kind]) for kind in ("names", "attributes", "modules"))
+PARTS = {module: re.compile(parts) for module, parts in FORBIDDEN["parts"].items()}
+INNER = "|".join(sorted(ATTRIBUTES))
+TEXTS = re.compile(rf"(?i)pytest|unittest|/workspace|/proc\b|etude|conftest|\btest_|\b(?:{INNER})\b")
 # Files that Python or pytest would pick up by themselves, or that are no source.
-NOT_TAKEN = re.compile(
-    r"(?s)(site|user)customize\.py|\.?pytest\.ini|tox\.ini|setup\.cfg|pyproject\.toml|.*\.(pth|pyc|pyo|so|pyd)"
-)
+CONFIGURES = r"(site|user)customize\.py|\.?pytest\.ini|tox\.ini|setup\.cfg|pyproject\.toml"
+NOT_TAKEN = re.compile(rf"(?s){CONFIGURES}|.*\.(pth|pyc|pyo|so|pyd)")
 How = Literal["run", "known", "idle"]
 FEWEST_RUNS, MOST_RUNS = 3, 5
 OTHER_RUNS = 2  # of other languages, where each run is a build
 OPENING = 30.0  # seconds for the sandboxes of one scoring, on a busy machine
-MOST_BYTES, MOST_LEFT = (
-    4 << 20,
-    64 << 20,
-)  # of a file that is taken, of all: they are written anew for every run, into memory
+# Of a file that is taken, of all: they are written anew for every run, into memory.
+MOST_BYTES, MOST_LEFT = 4 << 20, 64 << 20
 MOST_FILES, LONGEST_PATH = 5_000, 1_000  # taken; bytes
 LONGEST_NAME = 5  # dots
 MOST_READ = 1 << 20  # bytes of code that is new: its syntax tree takes hundreds of times as much memory, and a minute
@@ -93,7 +69,7 @@ MOST_REMEMBERED = 20_000  # changes: a few megabytes
 
 
 def findings(content: bytes) -> dict[str, int]:
-    """Return all that is suspicious in a file, each with the first line it is in. What is not Python can do nothing."""
+    """Return the suspicious constructs of a file, each with its first line; none for a file that is not Python."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd escapes
@@ -108,7 +84,7 @@ def findings(content: bytes) -> dict[str, int]:
 
 
 class _Reader:
-    """Reads one file with its imports known, whichever names they were given."""
+    """Finds suspicious constructs in one file. Names are resolved by its imports, aliases included."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.nodes = list(ast.walk(tree))
@@ -152,19 +128,18 @@ class _Reader:
                 yield f"a change of {name}"
 
     def _names(self, node: ast.expr) -> set[str]:
-        """Return the full names of what an expression may stand for, if it begins with an import; of long ones the beginning."""
+        """Return the full names that an expression may refer to, if it begins with an import; long names are cut."""
         if isinstance(node, ast.Attribute):
             if id(node) not in self.known:  # every part of a.b.c asks for all before it
                 names = self._names(node.value)
-                self.known[id(node)] = {
-                    f"{name}.{node.attr}" if name.count(".") < LONGEST_NAME else name for name in names
-                }
+                short = {name for name in names if name.count(".") < LONGEST_NAME}
+                self.known[id(node)] = (names - short) | {f"{name}.{node.attr}" for name in short}
             return self.known[id(node)]
         return self.stands_for.get(node.id, set()) if isinstance(node, ast.Name) else set()
 
 
 def _full(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
-    """Return what the name of an import stands for. A watched module that another file hands on is that module."""
+    """Return the full name that an import binds. A watched module imported from another file counts as that module."""
     if isinstance(node, ast.Import):
         return alias.name if alias.asname else alias.name.partition(".")[0]
     handed_on = node.level and alias.name in {*MODULES, *PARTS}
@@ -176,7 +151,7 @@ def _standard(name: str) -> bool:
 
 
 def _watched(name: str, *, whole: bool) -> bool:
-    """Whether a part of a module is suspicious. `whole`: so is the module itself, for it is passed on and not looked into."""
+    """Whether a part of a module is suspicious. `whole`: the module itself is used as a value, which is suspicious, too."""
     module, part = (*name.split("."), "")[:2]
     if module not in PARTS or not part:
         return module in PARTS and whole
@@ -197,7 +172,7 @@ class Score:
 
 
 def visible(task: Task, codebase: Codebase) -> list[Entry]:
-    """Return how the tree that the agent sees differs from the pristine one: broken, and without the hidden tests."""
+    """Return the differences of the tree that the agent sees from the original: broken code, no hidden tests."""
     entries = entries_of(task.candidate.edits, "broken")
     if codebase.command:
         return [*entries, *rewritten(codebase, task.hidden, emptied)]
@@ -242,7 +217,7 @@ async def score(task: Task, codebase: Codebase, entries: Sequence[Entry]) -> Sco
 
 
 def forbidden(task: Task, codebase: Codebase, changes: Iterable[Entry]) -> str:
-    """Say what in an agent's changes reaches for the tests, if anything does that neither the file nor the solution had."""
+    """Return why an agent's changes are refused: a suspicious construct that neither the old file nor the solution has."""
     texts = [text for edit in task.candidate.edits for text in (edit.broken, edit.fixed) if text is not None]
     new = 0
     for entry in changes:
@@ -258,7 +233,7 @@ def forbidden(task: Task, codebase: Codebase, changes: Iterable[Entry]) -> str:
 
 
 def suspicious(path: str, content: bytes, known: Iterable[bytes]) -> str:
-    """Say what is new and suspicious in a Python file, and where; nothing if nothing is. `known`: where the same is allowed."""
+    """Return the first suspicious construct of a Python file that is not in the `known` versions, with its line, or nothing."""
     uses = findings(content)
     allowed = {what for text in known for what in findings(text)} if uses else set()
     what = next((each for each in uses if each not in allowed), "")
@@ -268,10 +243,10 @@ def suspicious(path: str, content: bytes, known: Iterable[bytes]) -> str:
 async def tried(
     task: Task, codebase: Codebase, changes: Sequence[Entry], ignored: tuple[str, ...] = (), *, again: bool = False
 ) -> Score:
-    """Run the tests of a task on the broken tree with changes: the failing ones with some spoilt, and then all as they are.
+    """Run the tests of a task on the changed tree: first the failing ones with some spoilt, then all of them unchanged.
 
-    The run of all shows what is true, and can be told from the others. So it comes last, when there is nothing left to guess: what a
-    sandbox does to the kernel's counters and caches can be read in the next one. Only who has failed a true test comes to it sooner.
+    Code under test can recognise the run of all tests. It comes last, so that nothing learnt from it (a sandbox leaves traces in the
+    kernel's counters and caches) helps in a run with spoilt tests. It comes earlier only for code that failed a true test.
     """
     drawn = random.Random(secrets.randbits(64))  # noqa: S311 - seeded by what nobody can guess
     longest = 2 * longest_run(codebase, task.fail_to_pass)  # of tests; opening a sandbox has time of its own
@@ -280,9 +255,8 @@ async def tried(
     try:
         runs = drawn_runs(spoilable(task), drawn, OTHER_RUNS if codebase.command else 0)
         sure = {each: drawn.choice([wrong for wrong in runs if each in wrong]) for each in spoilable(task)}
-        for wrong in (
-            runs
-        ):  # each function has one error that surely makes it fail, though it may show, and others that do not show
+        # Each function has one error that surely makes it fail, though it may show, and others that do not show.
+        for wrong in runs:
             unseen = [each for each in wrong if sure[each] is not wrong]
             files = spoilt_tests(codebase, spoilable(task), wrong, drawn, unseen)
             async with layers_of(codebase.tree, broken, changes, files) as layers:
@@ -304,13 +278,8 @@ async def tried(
         return Score("fail", reason=f"its code ends the sandbox: {error}", ignored=ignored)
     shares = [len(plain.passed(tests)) / max(len(tests), 1) for tests in (task.fail_to_pass, task.pass_to_pass)]
     missed = len(task.tests) - len(plain.passed(task.tests))
-    why = (
-        plain.state
-        if plain.state != "complete"
-        else f"{missed} of {len(task.tests)} tests did not pass"
-        if missed
-        else why
-    )
+    why = f"{missed} of {len(task.tests)} tests did not pass" if missed else why
+    why = plain.state if plain.state != "complete" else why
     return Score("fail" if why else "pass", shares[0], shares[1], why, ignored, seconds + plain.wall)
 
 
@@ -320,7 +289,7 @@ async def _run_all(task: Task, codebase: Codebase, changes: Sequence[Entry]) -> 
 
 
 async def sandbox_fails(codebase: Codebase) -> bool:
-    """Whether tests cannot be run just now even on the pristine tree: where they can, what failed before was the agent's doing."""
+    """Whether tests cannot be run even on the original tree. If they can, the agent's code caused the failure before."""
     try:
         return (await run_tests(codebase, ids=codebase.ids[:1])).state != "complete"
     except SandboxError:
@@ -328,7 +297,7 @@ async def sandbox_fails(codebase: Codebase) -> bool:
 
 
 async def _odd(task: Task, codebase: Codebase, run: Run, wrong: Collection[str], files: Sequence[Entry]) -> str:
-    """Say which spoilt test passes, or which true one does not, where the reference solution does otherwise."""
+    """Return which spoilt test passes, or which true one fails, where the reference solution has the other outcome."""
     passed = {*run.passed(task.fail_to_pass)}
     odd = [test for test in task.fail_to_pass if (test in passed) == (function_of(test) in wrong)]
     if odd:
@@ -337,23 +306,20 @@ async def _odd(task: Task, codebase: Codebase, run: Run, wrong: Collection[str],
         odd = [test for test in odd if (test in reference) != (test in passed)]
     if not odd:
         return ""
-    return (
-        f"reports are forged: {odd[0]} passes with a wrong expectation"
-        if odd[0] in passed
-        else f"{odd[0]} did not pass again"
-    )
+    forged = f"reports are forged: {odd[0]} passes with a wrong expectation"
+    return forged if odd[0] in passed else f"{odd[0]} did not pass again"
 
 
 def spoilable(task: Task) -> list[str]:
-    """Return the test functions that may be spoilt: those the agent never saw, which it can compare with nothing."""
+    """Return the test functions that may be spoilt: the hidden ones, which the agent cannot compare with the original."""
     return sorted(task.hidden) or sorted({*map(function_of, task.fail_to_pass)})
 
 
 def drawn_runs(functions: Sequence[str], drawn: random.Random, runs: int = 0) -> list[set[str]]:
-    """Return which functions are spoilt in each run: each of them in one at least, and never in all.
+    """Return which functions are spoilt in each run: each of them in at least one run and never in all.
 
-    Who forges outcomes at will must guess all of this. Few functions are run more often, so that even who knows the number of
-    each run, by the clock, guesses right once in thirty times at the most.
+    Code that forges outcomes must guess all of these. Where there are few functions there are more runs, so that even code that
+    knows the number of the run, by the clock, guesses right at most once in thirty times.
     """
     runs = runs or max(FEWEST_RUNS, MOST_RUNS + 1 - len(functions))
     ways = [way for way in product((False, True), repeat=runs) if any(way) and not all(way)]
@@ -367,7 +333,7 @@ def longest_scoring(task: Task, codebase: Codebase) -> float:
 
 
 async def check(task: Task, codebase: Codebase) -> str:
-    """Say what is wrong with a task, if anything: the reference must pass, and nothing done must fail every test it should."""
+    """Return what is wrong with a task, or nothing: the reference must pass, and no change must fail all failing tests."""
     solved = await score(task, codebase, entries_of(task.candidate.edits, "fixed"))
     if solved.outcome != "pass":
         return f"the reference is scored {solved.outcome}: {solved.reason}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 NOT_READY = 97  # how the shell exits
 
 
-class ServiceSettings(BaseModel):
+class ServiceSettings(BaseModel, extra="forbid", strict=True, frozen=True):
     """One service."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     run: str = Field(min_length=1, description="command line that runs it, in the foreground")
     ready: str = Field("true", description="command line that succeeds once it can be used")

@@ -1,12 +1,12 @@
-"""Tests made wrong: the same tests with one expectation changed, so that right code fails them and nothing tells them from true ones.
+"""Spoilt tests: copies of tests with one expectation changed, which correct code fails and which look like the originals.
 
-Code under test shares an interpreter with what reports on it, so it can report what it likes. What it cannot know is what is true of
-tests that it has never seen. So some of these are wrong, others are not, anew in each run: who forges outcomes, swallows assertions
-or returns what claims to equal anything passes the wrong ones too, and is found out; who does not must do the work.
+Code under test shares an interpreter with the reporter and could forge outcomes, but it cannot know what hidden tests should say.
+So each run draws anew which hidden tests are spoilt. Code that forges outcomes, swallows assertions or returns objects that claim to
+equal anything passes spoilt tests as well, and is detected by that.
 
-A spoilt test is a mutant of the true one. Expected values change by a letter, a digit or a sign, in the quotes and on the line they
-have; other assertions turn into their opposites. An assertion that surely runs is changed where there is one, else all of them.
-That a spoilt test does fail is not taken for granted: what passes it is compared with the reference solution (`score.py`).
+A spoilt test is a mutant of the original. Expected values change by a letter, a digit or a sign, on the same line and in the same
+quotes; other assertions are negated. If one assertion is certain to run it is changed, otherwise all of them are. A spoilt test may
+still pass by chance, so a pass is compared with the reference solution (`score.py`).
 """
 
 from __future__ import annotations
@@ -40,24 +40,21 @@ COMPARES = re.compile(r"(?i)assert_?(\w*_?equals?|\w*_?close|same)|eq_?")
 RAISES = re.compile(r"raises(_?regexp?)?|assertRaises(Regexp?)?|assert_raises")
 ERRORS = ("KeyError", "TypeError", "AttributeError", "ZeroDivisionError", "OSError", "IndexError")
 TRIES = 20
-# How plainly an error shows to who reads the test: as another value, which is as likely as the true one; as a word that may be out of
-# place; as something that no author would write.
+# How visible an error is to a reader of the test: DATA, another value as plausible as the true one; WORD, a word that may be out of
+# place; SHAPE, something that no author would write.
 DATA, WORD, SHAPE = range(3)
 DOUBLED = "(lambda it: it * 2 if it and hasattr(it, '__mul__') else [it])"  # another value of the same type, mostly
 # Another beginning of a number makes a year or a size that nobody believes, another letter a word that is none.
-PLACES = (
-    (DATA, re.compile("[0-9](?![0-9])")),
-    (WORD, re.compile(r"(?<!\\)[A-Za-z]{2,}")),
-    (WORD, re.compile("[A-Za-z]")),
-)
+NUMBER, LETTERS, LETTER = map(re.compile, ("[0-9](?![0-9])", r"(?<!\\)[A-Za-z]{2,}", "[A-Za-z]"))
+PLACES = ((DATA, NUMBER), (WORD, LETTERS), (WORD, LETTER))
 
 
 def spoilt(
     tree: Path, functions: Iterable[str], wrong: Collection[str], rng: random.Random, unseen: Collection[str] = ()
 ) -> list[Entry]:
-    """Return the files that test functions (path::Class::name) are in, those among them spoilt that are to be wrong.
+    """Return the files of some test functions (path::Class::name), with those in `wrong` spoilt.
 
-    `unseen`: those whose error is not to show, though the test may then pass all the same.
+    `unseen`: functions whose error must not be visible; such a test may still pass.
     """
     by_file: dict[str, list[str]] = defaultdict(list)
     for path, _, name in (function.partition("::") for function in sorted(functions)):
@@ -65,9 +62,8 @@ def spoilt(
     entries = []
     for path, names in by_file.items():
         with suppress(SyntaxError, UnicodeDecodeError, FileNotFoundError):  # not Python: its tests cannot be spoilt
-            entries.append(
-                file_entry(path, spoil((tree / path).read_bytes().decode(), names, rng, _names(path, unseen)))
-            )
+            text = (tree / path).read_bytes().decode()
+            entries.append(file_entry(path, spoil(text, names, rng, _names(path, unseen))))
     return entries
 
 
@@ -87,9 +83,9 @@ def spoil(text: str, names: Iterable[str], rng: random.Random, unseen: Collectio
 
 
 def _errors(file: Parsed, function: Function, rng: random.Random, *, unseen: bool) -> list[Cut]:
-    """Return another expectation for one statement that surely runs, or for all there are, or one where there is none.
+    """Return the edits that spoil a function: of one assertion that is certain to run, else of all, else a new assertion.
 
-    `unseen`: where each of them would show, some other value of the function changes instead, if there is one.
+    `unseen`: if every such edit would be visible, another constant of the function changes instead, if there is one.
     """
     body = function.body[1 if ast.get_docstring(function) else 0 :]
     sure = [found for statement in body for found in _expectation(file, statement, rng)]
@@ -110,7 +106,7 @@ def _errors(file: Parsed, function: Function, rng: random.Random, *, unseen: boo
 
 
 def _expectation(file: Parsed, node: ast.AST, rng: random.Random) -> Iterator[Found]:
-    """Yield the cut that changes what a statement expects, if it expects something, and how plainly it shows."""
+    """Yield the edit that changes what a statement expects, if it is an assertion, and how visible that edit is."""
     match node:
         case ast.Assert(test=ast.Compare(ops=[ast.Eq() | ast.Is()], left=left, comparators=[right]) as test):
             yield _another(file, (left, right), test, rng) or (SHAPE, _opposite(file, test))
@@ -145,10 +141,10 @@ def _opposite(file: Parsed, test: ast.Compare) -> Cut:
 
 
 def _another(file: Parsed, sides: tuple[ast.expr, ast.expr], whole: ast.AST, rng: random.Random) -> Found | None:
-    """Return a near value in the place of an expected one: of the side that only states, where one does.
+    """Return an edit that replaces the expected value by a similar one, on the side that calls nothing, if there is one.
 
-    Where neither has a constant, either side may be what the code under test returned, which may claim to be equal to anything of some
-    type: each is compared with the other doubled. None: that would take more lines than there are.
+    If neither side has a constant, either may come from the code under test, whose objects may claim to equal anything: then each side
+    is compared with the other one doubled. None: that would need more lines than the statement has.
     """
     stating = [side for side in sides if not any(isinstance(node, ast.Call) for node in ast.walk(side))]
     for side in stating or sides[1:]:  # both call something: the second is the expected one, as most write it
@@ -157,11 +153,8 @@ def _another(file: Parsed, sides: tuple[ast.expr, ast.expr], whole: ast.AST, rng
     one, other = map(file.source, sides)
     if "\n" in one + other:
         return None
-    return SHAPE, file.replaced(
-        whole,
-        ("assert " if isinstance(whole, ast.Expr) else "")
-        + " or ".join(f"{left} == {DOUBLED}({right})" for left, right in ((one, other), (other, one))),
-    )
+    doubled = f"{one} == {DOUBLED}({other}) or {other} == {DOUBLED}({one})"
+    return SHAPE, file.replaced(whole, f"assert {doubled}" if isinstance(whole, ast.Expr) else doubled)
 
 
 def _another_constant(file: Parsed, nodes: Iterable[ast.AST], rng: random.Random) -> Found | None:

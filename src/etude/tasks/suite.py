@@ -1,11 +1,12 @@
-"""Runs tests of a codebase in a fresh sandbox, and believes only what it must.
+"""Runs tests of a codebase in a fresh sandbox and checks the report.
 
-Every id must be reported as passed; absent, skipped, failed and timed out are all "not passed". A report counts only with this
-run's nonce, in an unbroken sequence, ended by a count and an exit code that agree with what came before and how the process ended.
+Every id must be reported as passed; absent, skipped, failed and timed out all count as "not passed". A report is accepted only with
+the nonce of this run, in an unbroken sequence that ends with a count and an exit code which agree with the messages before and with
+how the process ended.
 
-Code under test shares an interpreter with the reporter, so a determined forger can still report what it likes. Hence runs in which
-some tests are wrong (`spoil.py`). All that could tell such a run from another is the same in both: the tests, their order, the files
-that are written anew, and the times of all files. Tests and their data cannot be written, removed or renamed while they run.
+Code under test shares an interpreter with the reporter, so a determined attacker can still forge reports. Therefore some runs
+contain tests with wrong expectations (`spoil.py`). Nothing else differs between runs: the tests, their order, the files that are
+written anew and the times of all files are the same. Tests and their data cannot be written, removed or renamed during a run.
 """
 
 from __future__ import annotations
@@ -36,18 +37,17 @@ from etude.tasks.generators.parsed import is_below, is_test_path, paths_below
 from etude.tasks.locks import system_paths
 from etude.tasks.readers import ONE_STREAM, read
 from etude.tasks.services import start_lines
-from etude.work import cores
+from etude.work import cores, together
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 
     from etude.tasks.task import Codebase, Edit
 
-Message = (
-    tuple[Literal["start", "broken"], str, str]
-    | tuple[Literal["test"], str, str, float, str]
-    | tuple[Literal["end"], int, int]
-)
+    Ids = Collection[str] | None  # of tests; None: all there are
+
+Test = tuple[Literal["test"], str, str, float, str]
+Message = tuple[Literal["start", "broken"], str, str] | Test | tuple[Literal["end"], int, int]
 MESSAGE: TypeAdapter[Message] = TypeAdapter(Message)
 State = Literal["complete", "timeout", "memory", "crash", "tampered", "no build"]
 FAST = "/dev/shm"  # noqa: S108 - a private folder is made in it
@@ -107,7 +107,7 @@ def tests_and_data(codebase: Codebase) -> tuple[str, ...]:
 
 
 async def run_tests(
-    codebase: Codebase, layers: Sequence[Path] = (), ids: Collection[str] | None = None,
+    codebase: Codebase, layers: Sequence[Path] = (), ids: Ids = None,
     *, traces: bool = False, cold: bool = False, cover: bool = False, longest: float = inf,
 ) -> Run:  # fmt: skip
     """Run tests in a fresh sandbox. `ids` None: all there are. SandboxError: the sandbox failed, not what ran in it.
@@ -142,7 +142,7 @@ async def run_tests(
     return _gathered(messages, state, wall=result.seconds, printed=printed, covered=json.loads(content))
 
 
-async def _run_command(codebase: Codebase, layers: Sequence[Path], ids: Collection[str] | None, longest: float) -> Run:
+async def _run_command(codebase: Codebase, layers: Sequence[Path], ids: Ids, longest: float) -> Run:
     """Build and run all tests of another language; what counts is read here, from what came out and how the process ended.
 
     Tests in files with code count for nothing: an agent may change these files.
@@ -165,9 +165,8 @@ async def _run_command(codebase: Codebase, layers: Sequence[Path], ids: Collecti
         await sandbox.close()
     report = read(command.reader, out.decode(errors="replace"))
     failed = "failed" in report.outcomes.values()
-    state: State = (
-        "timeout" if result.timed_out else "memory" if result.oom else "crash" if report.faults else "complete"
-    )
+    state: State = "crash" if report.faults else "complete"
+    state = "timeout" if result.timed_out else "memory" if result.oom else state
     if state == "complete" and (result.cut[0] or bool(result.rc) != failed):
         state = "tampered"
     own = {path for path in paths_below(codebase.tree, codebase.sources) if not is_test_path(path)}
@@ -177,9 +176,7 @@ async def _run_command(codebase: Codebase, layers: Sequence[Path], ids: Collecti
     return Run(state, outcomes, seconds, report.traces, wall=result.seconds, printed=printed)
 
 
-def order_of(
-    codebase: Codebase, ids: Collection[str] | None, *, traces: bool = False, cover: bool = False
-) -> dict[str, Any]:
+def order_of(codebase: Codebase, ids: Ids, *, traces: bool = False, cover: bool = False) -> dict[str, Any]:
     """Return what the runner (`report_plugin.py`) is to do, all but the nonce."""
     places = [f"{WORKSPACE}/{place}{'' if place.endswith('.py') else '/*'}" for place in codebase.sources]
     files = list(codebase.tests) if ids is None else sorted({each.partition("::")[0] for each in ids})
@@ -190,11 +187,11 @@ def order_of(
             "traces": traces, "cover": places if cover else [], "limit": limit, "effort": EFFORT * limit}  # fmt: skip
 
 
-def _usual(codebase: Codebase, ids: Collection[str] | None) -> list[float]:
+def _usual(codebase: Codebase, ids: Ids) -> list[float]:
     return [codebase.seconds.get(each, 0.1) for each in ids or ()]
 
 
-def longest_run(codebase: Codebase, ids: Collection[str] | None) -> float:
+def longest_run(codebase: Codebase, ids: Ids) -> float:
     """Return after how many seconds a run of tests is ended."""
     return 600.0 if ids is None else 60 + 8 * sum(_usual(codebase, ids))
 
@@ -215,9 +212,9 @@ def _judged(messages: Sequence[Message], code: int) -> State:
         return "crash"
     outcomes = {each[1]: each[2] for each in messages if each[0] == "test"}
     failed = "failed" in outcomes.values() or any(each[0] == "broken" for each in messages)
-    fits = messages[-1][1:] == (code, len(outcomes)) and (
-        failed if code == 1 else not failed if code in {0, 5} else True
-    )
+    # Whether a process that ends with this code says that something failed.
+    expected = {1: True, 0: False, 5: False}.get(code, failed)
+    fits = messages[-1][1:] == (code, len(outcomes)) and failed == expected
     return "complete" if fits else "tampered"
 
 
@@ -263,12 +260,7 @@ async def side_by_side(work: Callable[[Any], Awaitable[object]], jobs: Iterable[
         async with room:
             await work(job)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for job in jobs:
-                group.create_task(one(job))
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+    await together(map(one, jobs))
 
 
 @asynccontextmanager

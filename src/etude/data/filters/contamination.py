@@ -201,9 +201,8 @@ def _read_public(folder: Path) -> Iterator[tuple[str, str]]:
     """Read a task's request, solution and tests. Its Dockerfile and settings are like those of all others, and mark nothing."""
     for file in files_below(folder):
         place = file.relative_to(folder).parts
-        wanted = (
-            file.name in REQUESTS or file.suffix == ".patch" or (len(place) > 1 and place[0] in {"solution", "tests"})
-        )
+        checks = len(place) > 1 and place[0] in {"solution", "tests"}
+        wanted = checks or file.name in REQUESTS or file.suffix == ".patch"
         if wanted and file.suffix != ".json":
             with suppress(UnicodeDecodeError):  # pictures and the like hold no code
                 yield folder.name, _without_marks(file.read_text(encoding="utf-8"))

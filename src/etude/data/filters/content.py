@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from identify import identify
 
+from etude.data.codebase import TABLES
 from etude.data.document import UNKNOWN, Document, Raw
 
 if TYPE_CHECKING:
@@ -83,33 +84,9 @@ def decoded(content: bytes) -> str | None:
     return None
 
 
-# fmt: off
-PROSE = frozenset({"asciidoc", "bib", "markdown", "mdx", "myst", "org", "plain-text", "pod", "quarto", "rst", "tex", "texinfo"})
-DATA = frozenset({
-    "avro-schema", "cson", "csv", "dbc", "dotenv", "icalendar", "image", "json", "json5", "lazarus-form", "mailmap", "manifest",
-    "map", "pem", "plist", "pofile", "sln", "swiftdeps", "tsv", "vdx", "wkt", "xcodebuild", "xml",
-})
-MORE = {  # suffixes that `identify` does not know, or calls just "text"
-    "ac": "autoconf", "adb": "ada", "ads": "ada", "am": "makefile", "awk": "awk", "cfg": "ini", "cl": "opencl", "conf": "ini",
-    "d": "d", "el": "emacs-lisp", "f": "fortran", "f77": "fortran", "for": "fortran", "frag": "glsl", "glsl": "glsl", "hx": "haxe",
-    "lisp": "lisp", "mojo": "mojo", "org": "org", "pod": "pod", "raku": "raku", "rkt": "racket", "rmd": "quarto", "tcl": "tcl",
-    "texi": "texinfo", "vert": "glsl", "wgsl": "wgsl",
-}
-# Of several tags the one that names the language; else the first of the alphabet.
-BROAD = ("python", "ruby", "shell", "javascript", "groovy", "scala", "clojure", "pascal", "c#", "f#", "c", "c++", "html", "erlang",
-         "yaml", "toml", "ini")
-OBJECTIVE_C = r"^\s*(?:@(?:interface|implementation|protocol|import|end|class)\b|#\s*import\b)"
-AMBIGUOUS = {suffix: [(re.compile(pattern, re.M), tag) for pattern, tag in cases] for suffix, cases in {
-    "fs": [(r"\bgl_FragColor\b|^\s*(?:varying|uniform|precision)\s", "glsl")],
-    "h": [(OBJECTIVE_C, "objective-c"),
-          (r"^\s*(?:template\s*<|namespace\b|class\s+\w+[^;]*$|using\s|(?:public|private)\s*:)|\bstd::", "c++")],
-    "m": [(OBJECTIVE_C + r"|^\s*#\s*include\b", "objective-c"), (r"^\s*(?:function\b|%|end\b|classdef\b)", "matlab")],
-    "md": [(r"\A\s*;;|^\(define_(?:insn|expand|mode)\b", "gcc-machine-description")],
-    "pl": [(r"^\s*(?:use|package|my|sub)\s+[\w:$@%(]|\A#!.*perl", "perl"), (r"^\s*:-|^[a-z]\w*(?:\(.*\))?\s*(?::-|\.$)", "prolog")],
-    "ts": [(r"\A\s*<(?:\?xml|!DOCTYPE TS)", "xml")],
-    "v": [(r"^\s*(?:Require|Theorem|Lemma|Proof|Definition|Inductive)\b", "coq")],
-}.items()}
-# fmt: on
+PROSE, DATA = frozenset(TABLES["prose"]), frozenset(TABLES["data"])
+AMBIGUOUS = {suffix: [(re.compile(pattern, re.MULTILINE), tag) for pattern, tag in cases]
+             for suffix, cases in TABLES["ambiguous"].items()}  # fmt: skip
 
 
 def language(document: Document) -> str | None:
@@ -136,7 +113,7 @@ def is_code(language: str) -> bool:
 @lru_cache(maxsize=10_000)
 def _by_name(name: str) -> str:
     name = name.removesuffix(".in")  # config.h.in is filled in by a build, and reads like config.h
-    tag = _named(identify.tags_from_filename(name)) or MORE.get(name.rpartition(".")[2].lower(), "")
+    tag = _named(identify.tags_from_filename(name)) or TABLES["suffixes"].get(name.rpartition(".")[2].lower(), "")
     return tag or ("plain-text" if re.fullmatch(r"[A-Z][A-Z_-]{2,}", name) else "")  # TODO, HISTORY, THANKS
 
 
@@ -149,7 +126,7 @@ def _named(tags: set[str]) -> str:
     """Choose the language among the tags of a file; nothing for binary files."""
     tags = set() if "binary" in tags else tags - {"text"}
     tags -= {"plain-text"} if len(tags) > 1 else set()  # README.md is Markdown
-    return min(tags & DATA, default="") or next((tag for tag in BROAD if tag in tags), min(tags, default=""))
+    return min(tags & DATA, default="") or next((tag for tag in TABLES["broad"] if tag in tags), min(tags, default=""))
 
 
 HEAD = 4096  # characters; no heading worth reading is longer
@@ -158,9 +135,8 @@ _BLOCKS = [*_QUOTES, (r"/\*", r"\*/"), ("<!--", "-->"), (r"\{-", "-}"), (r"\(\*"
 _BLOCK = "|".join(rf"{opening}(?s:.*?)(?:{closing}|\Z)" for opening, closing in _BLOCKS)
 _LINE = r"""\.\.[^\n]*(?:\n[ \t]+[^\n]*)*|(?:\#|//|--|;|%|"|'|<\?|<!|@?rem\b|dnl\b|@echo\b)[^\n]*"""
 _HEADING = re.compile(rf"(?:\s+|{_BLOCK}|{_LINE})*+", re.IGNORECASE)
-_SIGN = re.compile(
-    r"^[ \t]*(?:#+:?|//+!?|/?\*+|--+|;+|%+|<!--|\{-|\(\*|\.\.|rem\b|dnl\b|[ru]?\"{3}|[ru]?'{3})[ \t]?", re.I | re.M
-)
+_SIGNS = r"#+:?|//+!?|/?\*+|--+|;+|%+|<!--|\{-|\(\*|\.\.|rem\b|dnl\b|[ru]?\"{3}|[ru]?'{3}"
+_SIGN = re.compile(rf"(?im)^[ \t]*(?:{_SIGNS})[ \t]?")
 
 
 def heading(text: str) -> str:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from licenseclassifier import identify_license
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 
+from etude.data.codebase import TABLES
 from etude.data.document import UNKNOWN, Document
 from etude.data.filters.content import HEAD, heading
 from etude.lineage.licences import PROPRIETARY, identify, obligations
@@ -32,34 +33,10 @@ from etude.lineage.licences import PROPRIETARY, identify, obligations
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-# fmt: off
-PERMISSIVE = frozenset(name.lower() for name in (
-    "0BSD", "AFL-2.1", "AFL-3.0", "Apache-1.1", "Apache-2.0", "Artistic-2.0", "BlueOak-1.0.0", "BSD-1-Clause", "BSD-2-Clause",
-    "BSD-2-Clause-Patent", "BSD-2-Clause-Views", "BSD-3-Clause", "BSD-3-Clause-Clear", "BSD-3-Clause-LBNL", "BSD-3-Clause-Open-MPI",
-    "BSD-4-Clause", "BSD-4-Clause-UC", "BSD-Source-Code", "BSL-1.0", "bzip2-1.0.6", "CC-BY-3.0", "CC-BY-4.0", "CC-PDDC", "CC0-1.0",
-    "CFITSIO", "CNRI-Python", "curl", "ECL-2.0", "FSFAP", "FTL", "HPND", "HPND-sell-variant", "ICU", "IJG", "ISC", "libpng",
-    "libpng-2.0", "libtiff", "MIT", "MIT-0", "MIT-CMU", "MIT-Modern-Variant", "MulanPSL-2.0", "NCSA", "NTP", "OFL-1.1", "OLDAP-2.8",
-    "OpenSSL", "PostgreSQL", "PSF-2.0", "Python-2.0", "Python-2.0.1", "SGI-B-2.0", "TCL", "UPL-1.0", "Unicode-3.0",
-    "Unicode-DFS-2016", "Unlicense", "W3C", "WTFPL", "X11", "Zlib", "zlib-acknowledgement", "ZPL-2.0", "ZPL-2.1",
-))
-COPYLEFT = ("gpl-", "lgpl-", "agpl-", "mpl-", "epl-", "cddl-", "eupl-", "osl-", "cc-by-sa-", "gfdl-", "cecill-", "ms-rl", "cpl-",
-            "ipl-", "apsl-", "lppl-", "sleepycat", "artistic-1.0", "qpl-")  # how their ids begin
+PERMISSIVE = frozenset(name.lower() for name in TABLES["permissive"])
+COPYLEFT = tuple(TABLES["copyleft"])  # how their ids begin
 FILLERS = {"the", "license", "licence", "software", "foundation", "version", "v", "clause", "style", "public", "gnu"}
-# By the words of the name in alphabetical order, fillers left out. Where a name leaves the version open it stands for the
-# one that asks for more, or, for the GNU licences, for any.
-NAMES = {
-    "mit": "MIT", "expat mit": "MIT", "expat": "MIT", "isc": "ISC", "iscl": "ISC",
-    "bsd": "BSD-3-Clause", "3 bsd": "BSD-3-Clause", "bsd new": "BSD-3-Clause", "bsd modified": "BSD-3-Clause",
-    "2 bsd": "BSD-2-Clause", "bsd simplified": "BSD-2-Clause",
-    "apache": "Apache-2.0", "2 apache": "Apache-2.0", "2.0 apache": "Apache-2.0", "2.0 asl": "Apache-2.0",
-    "psf": "PSF-2.0", "python": "PSF-2.0", "libpng zlib": "Zlib", "zpl": "ZPL-2.1", "zope": "ZPL-2.1",
-    "2.0 mpl": "MPL-2.0", "2.0 mozilla": "MPL-2.0", "gpl": "GPL-1.0-or-later",
-    "gplv2": "GPL-2.0-only", "gplv2+": "GPL-2.0-or-later", "gplv3": "GPL-3.0-only", "gplv3+": "GPL-3.0-or-later",
-    "lgpl": "LGPL-2.0-or-later", "lgplv2": "LGPL-2.0-only", "lgplv2+": "LGPL-2.0-or-later",
-    "other proprietary": PROPRIETARY,
-    "lgplv3": "LGPL-3.0-only", "lgplv3+": "LGPL-3.0-or-later", "agplv3": "AGPL-3.0-only", "agplv3+": "AGPL-3.0-or-later",
-}
-# fmt: on
+NAMES: dict[str, str] = TABLES["licences"]
 _ID = re.compile(r"(?<![^\s()])(?<!WITH )(?!(?:AND|OR|WITH)\b)[^\s()]+")
 
 

@@ -42,15 +42,12 @@ ENVIRONMENT = ("HOME", "XDG_CACHE_HOME", "TMPDIR")
 AT = re.compile(r"@(?<=\w@)((?:[A-Za-z0-9-]+\.)+([A-Za-z]{2,12}))(?![\w-]*[@(])")
 LOCAL_PART = re.compile(r"[\w.+%-]{1,64}$", re.ASCII)
 TOP_LEVEL = re.compile(r"[a-z]{2}|com|org|net|edu|gov|mil|int|info|biz|name|dev|app|xyz|online|tech|cloud|email", re.I)
-NOBODY = re.compile(
-    r"(?:.*\.)?(?:example|foo|bar|baz|test|domain|acme|company|host|server|localhost|invalid)\.\w+", re.I
-)
+NOBODY = re.compile(r"(?i)(?:.*\.)?(?:example|foo|bar|baz|test|domain|acme|company|host|server|localhost|invalid)\.\w+")
 NO_HOST = re.compile(r"(?:self|cls|np|jnp|torch|tf|this)\.")  # x@self.to is a product of matrices
 LOGIN = re.compile(r"(?:\bgit|://[^\s/@]*)$")  # git@host:path, https://user:password@host
 QUAD = re.compile(r"\.(?<=\d\.)\d{1,3}\.\d{1,3}\.\d{1,3}(?![\w.]?\d|\w|-(?!\d+\.))")
-NUMBERED = re.compile(
-    r"(?:(?:version|release)[^\n,;)]{0,24}|(?:section|spec\w*|oid|identifier|§)\W{0,4}|[a-z_.][-/]?|[=<>~!]=\s?)$", re.I
-)
+IDENTIFIES = r"(?:version|release)[^\n,;)]{0,24}|(?:section|spec\w*|oid|identifier|§)\W{0,4}"
+NUMBERED = re.compile(rf"(?:{IDENTIFIES}|[a-z_.][-/]?|[=<>~!]=\s?)$", re.I)
 SIX = re.compile(r":(?<=(?<![\w:.])[23][0-9a-f]{3}:)(?:[0-9a-f]{0,4}:){1,6}[0-9a-f]{1,4}(?![\w:])", re.I)  # 2000::/3
 
 

@@ -49,10 +49,8 @@ def open_tables(settings: SourceSettings, most_bytes: int, cache: Path, reporter
     if settings.dataset:
         name, revision = _dataset(settings)
         reporter.say(f"fetching {name} from the hub …")
-        wanted = [
-            settings.files,
-            settings.files.replace("**/", ""),
-        ]  # for the hub `**/` is one folder or more, not none
+        # For the hub `**/` is one folder or more, not none.
+        wanted = [settings.files, settings.files.replace("**/", "")]
         root = fetch_files("dataset", name, revision, cache / "hub", allow_patterns=wanted)
         files = sorted(path for path in root.glob(settings.files) if path.is_file())
         location, commit = f"dataset {name}", root.name

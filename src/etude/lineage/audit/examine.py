@@ -25,10 +25,10 @@ import numpy as np
 from rich.table import Table
 
 from etude.lineage.audit import descent_tests
-from etude.lineage.audit.descent_tests import EMBEDDING, NEURONS, ROUTER, Test
-from etude.lineage.audit.read_weights import Shape, open_weights, read_tokens, shared
+from etude.lineage.audit.descent_tests import EMBEDDING, NEURONS, ROUTER, Alignment, RowMatch, Test
+from etude.lineage.audit.read_weights import Matrix, Rows, Shape, Tokens, Weights, open_weights, read_tokens, shared
 from etude.lineage.audit.sketch import KEY_ROWS, Sketch, hashed, middles, project, thinned
-from etude.progress import BYTES, amount
+from etude.progress import BYTES, Reporter, amount
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -36,11 +36,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from etude.lineage.audit.descent_tests import Alignment, RowMatch
-    from etude.lineage.audit.read_weights import Matrix, Rows, Tokens, Weights
-    from etude.progress import Reporter
-
     Carry = Callable[[Matrix], Matrix]  # brings rows of the suspect into the reference's residual dimensions
+    Vocabularies = tuple[Tokens | None, Tokens | None]
 
 Word = Literal["same", "derived", "related", "none"]
 
@@ -59,6 +56,8 @@ DEPTH = {"layers", "dense_layers"}
 EXPERT_FIELDS = {"experts", "expert_ffn", "shared_experts", "dense_layers", "ffn"}
 WIDTH = {field.name for field in fields(Shape)} - INCIDENTAL - DEPTH - {"vocab", "attention"}
 
+SHARED = "evidence of shared initialisation: one descends from the other, or both from a common ancestor"
+UNCONFIRMED = "one kind of test points to a shared initialisation and no second one confirms it: look closer"
 DIRECTION = "which of the two came first cannot be told from the weights: that takes dates or an earlier checkpoint"
 SAME_SEED = "two models of one shape started from the same random seed by one framework share an initialisation, too"
 DISTILLED = "a model that learnt from the other's outputs, or from the same data, leaves no trace that these tests see"
@@ -67,14 +66,8 @@ DISGUISED = "; found only after undoing a rotation or rescaling of the residual 
 # What may be said, the surest first, and what it does not mean.
 VERDICTS: dict[Word, tuple[str, tuple[str, ...]]] = {
     "same": ("the weights compared are the same", (DIRECTION,)),
-    "derived": (
-        "evidence of shared initialisation: one descends from the other, or both from a common ancestor",
-        (DIRECTION, SAME_SEED),
-    ),
-    "related": (
-        "one kind of test points to a shared initialisation and no second one confirms it: look closer",
-        (DIRECTION, SAME_SEED, DISTILLED),
-    ),
+    "derived": (SHARED, (DIRECTION, SAME_SEED)),
+    "related": (UNCONFIRMED, (DIRECTION, SAME_SEED, DISTILLED)),
     "none": ("no evidence of shared initialisation", (DISTILLED, NO_PROOF)),
 }
 
@@ -197,6 +190,9 @@ class Opened:
         return self.weights.shape
 
 
+Reference = Opened | Sketch
+
+
 @dataclass(frozen=True)
 class Finding:
     """The result of an audit of one pair."""
@@ -219,15 +215,13 @@ def open_model(path: Path, name: str = "") -> Opened:
     return Opened(name or path.name, open_weights(path), read_tokens(path))
 
 
-def examine_library(
-    suspect: Opened, sketches: Sequence[Sketch], reporter: Reporter, compared: int | None = None
-) -> list[Finding]:
+def examine_library(suspect: Opened, known: Sequence[Sketch], reporter: Reporter, compared: int = 0) -> list[Finding]:
     """Compare a model with every sketch; the best match first. `compared`: with how many models in all, if with others, too."""
-    findings = [examine(sketch, suspect, reporter, compared or len(sketches)) for sketch in sketches]
+    findings = [examine(sketch, suspect, reporter, compared or len(known)) for sketch in known]
     return sorted(findings, key=lambda each: (list(VERDICTS).index(each.verdict.word), each.verdict.log10_p))
 
 
-def examine(a: Opened | Sketch, b: Opened, reporter: Reporter, compared: int = 1) -> Finding:
+def examine(a: Reference, b: Opened, reporter: Reporter, compared: int = 1) -> Finding:
     """Compare model `b` with `a`, one of `compared` that it is compared with."""
     opened = [side.weights for side in (a, b) if isinstance(side, Opened)]
     before, started = sum(weights.bytes_read for weights in opened), time.monotonic()
@@ -238,9 +232,8 @@ def examine(a: Opened | Sketch, b: Opened, reporter: Reporter, compared: int = 1
     unread = [(side.name, start) for side in (a, b) if isinstance(side, Opened) for start in side.weights.unread]
     notes += [f"{start}… of {name}: taken for no part of its language model" for name, start in unread]
     renamed = [side.name for side in (a, b) if isinstance(side, Opened) and side.weights.renamed]
-    notes += [
-        f"the names of {name}'s tensors, which are known by their shapes; up and gate both ways" for name in renamed
-    ]
+    by_shape = "tensors, which are known by their shapes; up and gate both ways"
+    notes += [f"the names of {name}'s {by_shape}" for name in renamed]
     return Finding(
         a.name, b.name, "sketch" if isinstance(a, Sketch) else "weights", tuple(tests), tokens, shapes,
         judge(tests, tokens, shapes, compared), tuple(notes), time.monotonic() - started,
@@ -248,9 +241,7 @@ def examine(a: Opened | Sketch, b: Opened, reporter: Reporter, compared: int = 1
     )  # fmt: skip
 
 
-def _tests(
-    a: Opened | Sketch, b: Opened, tokens: tuple[Tokens | None, Tokens | None], reporter: Reporter
-) -> tuple[list[Test], list[str]]:
+def _tests(a: Reference, b: Opened, tokens: Vocabularies, reporter: Reporter) -> tuple[list[Test], list[str]]:
     """Run every test that these two allow; say what they do not allow."""
     notes: list[str] = []
     words = _embeddings(a, b, tokens, notes)
@@ -268,9 +259,7 @@ def _tests(
     return tests, notes
 
 
-def _embeddings(
-    a: Opened | Sketch, b: Opened, tokens: tuple[Tokens | None, Tokens | None], notes: list[str]
-) -> tuple[Matrix, Matrix] | None:
+def _embeddings(a: Reference, b: Opened, tokens: Vocabularies, notes: list[str]) -> tuple[Matrix, Matrix] | None:
     """Return the embeddings of words that both have; None if there are too few."""
     ids_a: Rows
     sizes = a.shape.vocab, b.shape.vocab
@@ -297,7 +286,7 @@ def _scatter(aligned: Alignment, hidden: int, rows: Matrix) -> Matrix:
     return placed
 
 
-def _compare(a: Opened | Sketch, b: Opened, carry: Carry, reporter: Reporter, *, undone: bool = False) -> list[Test]:
+def _compare(a: Reference, b: Opened, carry: Carry, reporter: Reporter, *, undone: bool = False) -> list[Test]:
     """Compare some layers. Only indices are kept of each: the matrices themselves are gone.
 
     `undone`: as if nobody had reordered the layers, or moved factors between the gain of a norm and what reads it.
@@ -311,13 +300,13 @@ def _compare(a: Opened | Sketch, b: Opened, carry: Carry, reporter: Reporter, *,
     return matched.tests()
 
 
-def _layer_pairs(a: Opened | Sketch, b: Opened, carry: Carry, *, undone: bool) -> list[tuple[int, int]]:
+def _layer_pairs(a: Reference, b: Opened, carry: Carry, *, undone: bool) -> list[tuple[int, int]]:
     """Return which layers to compare: the same ones, or where they may be others those whose keys are most alike."""
     layers = a.layers if isinstance(a, Sketch) else list(range(a.shape.layers))
     if a.shape.layers == b.shape.layers and not undone:
         return [(layer, layer) for layer in middles(LAYERS, layers)]
 
-    def keys(side: Opened | Sketch, layers: Sequence[int]) -> dict[int, Matrix]:
+    def keys(side: Reference, layers: Sequence[int]) -> dict[int, Matrix]:
         read = ((layer, _part(side, layer, "key", folded=undone)) for layer in layers)
         return {layer: rows for layer, rows in read if rows is not None}
 
@@ -329,7 +318,7 @@ def _layer_pairs(a: Opened | Sketch, b: Opened, carry: Carry, *, undone: bool) -
     return [(list(keys_a)[mine], list(keys_b)[other]) for mine, other in pairs[:LAYERS]]
 
 
-def _part(side: Opened | Sketch, layer: int, part: str, expert: int = 0, *, folded: bool = False) -> Matrix | None:
+def _part(side: Reference, layer: int, part: str, expert: int = 0, *, folded: bool = False) -> Matrix | None:
     if isinstance(side, Sketch):
         return side.part(layer, part)
     rows = side.weights.part(layer, part, expert)
@@ -348,7 +337,7 @@ class _Matched:
         self.attention: list[tuple[int, float]] = []
         self.equal: list[bool] = []
 
-    def add_layer(self, a: Opened | Sketch, b: Opened, at_a: int, at_b: int, carry: Carry) -> None:
+    def add_layer(self, a: Reference, b: Opened, at_a: int, at_b: int, carry: Carry) -> None:
         """Match the rows of two layers, part by part."""
 
         def both(part_a: str, part_b: str, expert: int = 0) -> list[tuple[Matrix, Matrix]]:
@@ -361,10 +350,8 @@ class _Matched:
             return [(rows_a, carry(rows)) for rows in ways]
 
         def match(part_a: str, part_b: str, expert: int = 0, signs: Sequence[bool] = (True,)) -> list[RowMatch]:
-            ways = [
-                (rows, project(other) if isinstance(a, Sketch) else other)
-                for rows, other in both(part_a, part_b, expert)
-            ]
+            pairs = both(part_a, part_b, expert)
+            ways = [(rows, project(other) if isinstance(a, Sketch) else other) for rows, other in pairs]
             return [descent_tests.match_rows(*rows, signed=signed) for rows in ways for signed in signs]
 
         for part in ("key", "query"):

@@ -555,12 +555,9 @@ def _by_role(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {}
     weights = {name: shape for name, shape in language.items() if not name.endswith(("_scale_inv", "_scale"))}
     vectors = {f"vector.{name}": tensors[name] for name, shape in weights.items() if len(shape) == 1}
-    return vectors | {
-        usual + ending: tensors[name + ending]
-        for usual, name in by_role(weights).items()
-        for ending in ("", "_scale_inv", "_scale")
-        if name + ending in tensors
-    }
+    roles = by_role(weights).items()
+    pairs = [(usual + end, name + end) for usual, name in roles for end in ("", "_scale_inv", "_scale")]
+    return vectors | {usual: tensors[name] for usual, name in pairs if name in tensors}
 
 
 def _declared_by_nothing(renamed: Mapping[str, Tensor]) -> Declared:
@@ -690,10 +687,7 @@ def shared(a: Tokens, b: Tokens, *, rows: tuple[int, int] | None = None) -> tupl
     """Return the ids of the ordinary words both have, in a's order; ids at or beyond `rows`, an embedding's end, are left out."""
     ends = rows or (len(a.strings), len(b.strings))
     others, special = b.ids(), a.special | b.special
-    pairs = [
-        (index, others[word])
-        for word, index in sorted(a.ids().items(), key=lambda item: item[1])
-        if word in others and word not in special and index < ends[0] and others[word] < ends[1]
-    ]
+    both = [(index, others[word]) for word, index in a.ids().items() if word in others and word not in special]
+    pairs = sorted(pair for pair in both if pair[0] < ends[0] and pair[1] < ends[1])
     ids = np.array(pairs, np.int64).reshape(-1, 2)
     return ids[:, 0], ids[:, 1]

@@ -47,9 +47,8 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 def _numbered(matrices: Shapes) -> list[list[str]]:
     """Return the names of each layer: by the numbers that, after the same words, take as many values as those of most names."""
-    places = {
-        name: [(NUMBER.sub("#", name[: at.start()]), int(at[0])) for at in NUMBER.finditer(name)] for name in matrices
-    }
+    found = {name: NUMBER.finditer(name) for name in matrices}
+    places = {name: [(NUMBER.sub("#", name[: at.start()]), int(at[0])) for at in ats] for name, ats in found.items()}
     values: dict[str, set[int]] = defaultdict(set)
     for before, number in (place for numbers in places.values() for place in numbers):
         values[before].add(number)

@@ -30,16 +30,14 @@ from pydantic import BaseModel
 
 from etude.errors import UserError, one_line
 from etude.files import digest_of_files, sha256_file, whole_file
-from etude.lineage.audit.read_weights import Shape, Tokens
-from etude.progress import BYTES
+from etude.lineage.audit.read_weights import Matrix, Rows, Shape, Tokens, Weights
+from etude.progress import BYTES, Reporter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-    from etude.lineage.audit.read_weights import Matrix, Rows, Weights
-    from etude.progress import Reporter
 
 FORMAT = "etude-sketch/1"  # of the file; also the seed of the signs, so that another format is another projection
 LAYERS = 3
