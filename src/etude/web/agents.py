@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from etude.agent.sessions import Session
     from etude.web.app import Action
 
-AGENTS = "agents"  # whose news concern these pages
+AGENTS = "agents/"  # whose news concern these pages; no key of a run is like it
 LISTED = 200  # sessions on a page
 TITLE = 80  # characters of a request
 RETOLD = 6_000  # characters of a diff in the request of another attempt
@@ -43,11 +43,8 @@ ABOUT = {
 NOTHING = {"waiting": "It has not begun.", "running": "The model is being loaded and the repository copied."}
 VERDICTS = {"accepted": "✓ accepted", "rejected": "✗ rejected", "commented": "commented"}
 BUTTONS = {
-    "accepted": "Accept and apply",
-    "rejected": "Reject",
-    "commented": "Keep the comment",
-    "again": "Try again with the comment",
-}
+    "accepted": "Accept and apply", "rejected": "Reject", "commented": "Keep the comment", "again": "Try again with the comment",
+}  # fmt: skip
 ANSWERS = {"yes": ("Keep it for training", True), "no": ("Do not keep it", False)}
 CONSENT = """May what you decide be kept for training? Kept are, in the session's folder on this machine: the request, the trace \
 (tokens of the model, and of your repository what it read), the diff, what you decided and your comments. \

@@ -37,12 +37,8 @@ if TYPE_CHECKING:
 
     Action = Callable[[dict[str, str]], dict[str, str]]  # what a form holds, and what is said to it; done in a thread
 
-STATIC = {
-    "web.css": "text/css",
-    "web.js": "text/javascript",
-    "uplot.min.js": "text/javascript",
-    "uplot.min.css": "text/css",
-}
+KINDS = {"css": "text/css", "js": "text/javascript"}
+STATIC = {name: KINDS[name.rpartition(".")[2]] for name in ("web.css", "web.js", "uplot.min.js", "uplot.min.css")}
 PATIENCE = 0.2  # seconds that a page waits for files that are still being read, before it shows what there is
 LOOK = 1.0  # seconds between two looks whether a run has news
 BEAT = 15  # looks after which something is sent all the same, so that a dead connection is noticed
@@ -132,12 +128,9 @@ class Pages:
 
     def app(self) -> Guard:
         routes = [
-            Route("/static/{name}", self.asset),
-            Route("/events", self.events),
-            Route("/login", self.login, methods=["POST"]),
-            Route("/do/{name}", self.act, methods=["POST"]),
-            Route("/{path:path}", self.page),
-        ]
+            Route("/static/{name}", self.asset), Route("/events", self.events), Route("/login", self.login, methods=["POST"]),
+            Route("/do/{name}", self.act, methods=["POST"]), Route("/{path:path}", self.page),
+        ]  # fmt: skip
         return Guard(Starlette(routes=routes), self.gate)
 
     async def asset(self, request: Request) -> Response:

@@ -27,12 +27,8 @@ if TYPE_CHECKING:
 
 OVER = {"done"}  # states in which nothing more comes
 STATES = {
-    "done": "✓ done",
-    "running": "▶ running",
-    "stopped": "‖ stopped",
-    "waiting": "○ waiting",
-    "damaged": "✗ damaged",
-}
+    "done": "✓ done", "running": "▶ running", "stopped": "‖ stopped", "waiting": "○ waiting", "damaged": "✗ damaged",
+}  # fmt: skip
 COMPARED = 6  # runs side by side
 
 
