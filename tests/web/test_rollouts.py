@@ -142,7 +142,7 @@ def test_what_the_trainer_computed_is_shown_at_its_own_token(tmp_path: Path) -> 
     trace = from_json(file.read_bytes(), "a trace")
     sampled = [place for place, node in enumerate(trace.nodes) if node.sampled]
     values = {place: [place + at / 10 for at in range(8)] for place in sampled}
-    own = {
+    own: dict[str, Any] = {
         "logprobs": [each for some in values.values() for each in some],
         "masked": [0] * (8 * len(sampled) - 1) + [1],
     }

@@ -209,25 +209,26 @@ def test_with_a_token_nothing_is_shown_before_it_is_given(runs: Path) -> None:
 def test_what_changes_something_needs_the_token_of_our_own_pages(runs: Path) -> None:
     done: list[object] = []
 
-    async def act(body: object) -> object:
+    def act(body: dict[str, str]) -> dict[str, str]:
         done.append(body)
         return {"said": "done"}
 
     pages = Pages(Shelf([runs]), gate_for("127.0.0.1", None, allow_open=False), {"note": act})
     app, token = pages.app(), {TOKEN: pages.token}
-    right: dict[str, Any] = {"method": "POST", "body": b'{"a": 1}', "content_type": "application/json"}
+    right: dict[str, Any] = {"method": "POST", "body": b'{"a": "1"}', "content_type": "application/json"}
     ours: dict[str, Any] = right | token
     assert ask(app, "/do/note", **right).status == 403
     assert ask(app, "/do/note", **{**right, TOKEN: "guess"}).status == 403
     assert ask(app, "/do/note", **ours, origin="http://evil.example").status == 403
     assert ask(app, "/do/note", **ours, sec_fetch_site="cross-site").status == 403
     assert ask(app, "/do/note", **{**ours, "content_type": "text/plain"}).status == 415
-    assert ask(app, "/do/note", **{**ours, "body": b"no json"}).status == 400
+    for body in (b"no json", b"[]", b'{"a": 1}', b'{"a": {"b": "c"}}'):
+        assert ask(app, "/do/note", **{**ours, "body": body}).status == 400
     assert ask(app, "/do/other", **ours).status == 404
     assert ask(app, "/do/note", x_etude_token=pages.token).status == 404
     assert done == []
     assert ask(app, "/do/note", **ours).status == 200
-    assert done == [{"a": 1}]
+    assert done == [{"a": "1"}]
 
 
 def test_the_page_carries_its_token_and_the_export_none(runs: Path) -> None:

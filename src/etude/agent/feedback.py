@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from etude.agent.sessions import Session, Sessions
 
 DECISIONS = "decisions.jsonl"
+DECIDED = ("accepted", "rejected", "commented")
 MOST_COMMENT = 10_000  # characters
 
 
@@ -48,6 +49,10 @@ def decide(session: Session, decision: str, comment: str = "") -> dict[str, Any]
     """Accept (and so apply), reject, or comment on a session that has ended; return the line that is kept."""
     if len(comment) > MOST_COMMENT:
         raise UserError(f"the comment has {len(comment):,} characters; {MOST_COMMENT:,} is the most")
+    if decision not in DECIDED:
+        raise UserError(f"a decision is one of {', '.join(DECIDED)}")
+    if decision == "commented" and not comment:
+        raise UserError("the comment is empty; say what should be different")
     if session.state in {"waiting", "running"}:
         raise UserError("this session has not ended, so there is nothing to decide yet")
     with session.locked(fcntl.LOCK_EX):  # one decision at a time

@@ -122,10 +122,12 @@ class Session:
             if lock is None or self.stopping:
                 return None
             with contextlib.suppress(FileExistsError), (self.folder / "log").open("xb") as log:
-                return subprocess.Popen(
-                    command, cwd=self.request["in"], stdin=lock, stdout=log, stderr=log, start_new_session=True,
-                    env={**os.environ, "PYTHONSAFEPATH": "1"},  # for what it starts
-                )  # fmt: skip
+                environment = {**os.environ, "PYTHONSAFEPATH": "1"}  # for what it starts
+                try:
+                    return subprocess.Popen(command, cwd=self.request["in"], stdin=lock, stdout=log, stderr=log,
+                                            env=environment, start_new_session=True)  # fmt: skip
+                except OSError as error:  # the folder it was asked in is gone, or there is no room for a process
+                    self.finish("failed", one_line(error))
         return None
 
     def stop(self) -> None:

@@ -37,15 +37,11 @@ def show(  # noqa: PLR0913, PLR0917 - an argument for every option
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port (0 = any free port).")] = 7777,
     open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     token_file: Annotated[Path | None, typer.Option(help="File with the token that browsers must give.")] = None,
-    repo: Annotated[
-        list[Path] | None, typer.Option(help="Repository the agent may be let work on. Repeatable.")
-    ] = None,
-    model: Annotated[
-        list[str] | None, typer.Option(help="Model of the agent, as `etude agent` takes it. Repeatable.")
-    ] = None,
+    repo: Annotated[list[Path] | None, typer.Option(help="Repository that agents may work on. Repeatable.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Model of agents. Repeatable; default: sprout.")] = None,
     at_once: Annotated[int, typer.Option(min=1, help="Agents at work at once; more wait.")] = 2,
     agents: Annotated[
-        Path | None, typer.Option(help="Folder of agents' sessions; default ~/.local/share/etude/agents.")
+        Path | None, typer.Option(help="Folder of sessions; default ~/.local/share/etude/agents.")
     ] = None,
     sandbox: options.SandboxName = "auto",
 ) -> None:

@@ -13,19 +13,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from starlette.concurrency import run_in_threadpool
-
 from etude.cli.rl import wish
 from etude.errors import UserError
 from etude.run.folder import LOCK_FILE, running_owner
 from etude.web.html import Html, element, join, note
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
 
+    from etude.web.app import Action
     from etude.web.reading import Run, Shelf, Stage
-
-    Action = Callable[[Any], Awaitable[dict[str, str]]]
 
 LOG = "continued.log"  # in the run's folder: what a continued run says
 
@@ -34,13 +31,7 @@ def actions_on(shelf: Shelf) -> dict[str, Action]:
     """Return what the page may ask for, by name."""
 
     def of(act: Callable[[Run, dict[str, Any]], str]) -> Action:
-        async def done(body: Any) -> dict[str, str]:
-            if not isinstance(body, dict) or not isinstance(body.get("run"), str):
-                raise UserError("the request names no run")
-            run = shelf.run(body["run"])
-            return {"said": await run_in_threadpool(act, run, {key: body[key] for key in body if key != "run"})}
-
-        return done
+        return lambda body: {"said": act(shelf.run(body.pop("run", "")), body)}
 
     return {"weights": of(weigh), "stop": of(stop), "continue": of(go_on)}
 

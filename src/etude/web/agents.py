@@ -6,10 +6,9 @@ or written, nor a model of their own loaded; a repository comes from the page on
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
-
-from starlette.concurrency import run_in_threadpool
 
 from etude.agent import feedback
 from etude.agent.sessions import LOOK, MOST_REQUEST, Sessions
@@ -21,12 +20,12 @@ from etude.web.html import Html, details, diff, element, facts, join, link, note
 from etude.web.overview import View
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
     from pathlib import Path
 
     from etude.agent.sessions import Session
+    from etude.web.app import Action
 
-AGENTS = "agents"  # whose news concern these pages
+AGENTS = "agents/"  # whose news concern these pages; no key of a run is like it
 LISTED = 200  # sessions on a page
 TITLE = 80  # characters of a request
 RETOLD = 6_000  # characters of a diff in the request of another attempt
@@ -44,11 +43,8 @@ ABOUT = {
 NOTHING = {"waiting": "It has not begun.", "running": "The model is being loaded and the repository copied."}
 VERDICTS = {"accepted": "✓ accepted", "rejected": "✗ rejected", "commented": "commented"}
 BUTTONS = {
-    "accepted": "Accept and apply",
-    "rejected": "Reject",
-    "commented": "Keep the comment",
-    "again": "Try again with the comment",
-}
+    "accepted": "Accept and apply", "rejected": "Reject", "commented": "Keep the comment", "again": "Try again with the comment",
+}  # fmt: skip
 ANSWERS = {"yes": ("Keep it for training", True), "no": ("Do not keep it", False)}
 CONSENT = """May what you decide be kept for training? Kept are, in the session's folder on this machine: the request, the trace \
 (tokens of the model, and of your repository what it read), the diff, what you decided and your comments. \
@@ -65,7 +61,8 @@ class Agents:
     def keep_beginning(self) -> None:
         """Begin those that wait whenever there is room, for as long as the server lives."""
         while True:
-            self.sessions.begin_due(self.repositories, self.models)
+            with contextlib.suppress(FileNotFoundError):  # a session that was removed between two looks
+                self.sessions.begin_due(self.repositories, self.models)
             time.sleep(LOOK)
 
     @property
@@ -78,16 +75,8 @@ class Agents:
 
     # ---- what the page may ask for
 
-    def actions(self) -> dict[str, Callable[[Any], Awaitable[dict[str, str]]]]:
-        def of(act: Callable[[dict[str, str]], dict[str, str]]) -> Callable[[Any], Awaitable[dict[str, str]]]:
-            async def done(body: Any) -> dict[str, str]:
-                if not isinstance(body, dict) or not all(isinstance(each, str) for each in body.values()):
-                    raise UserError("the request is none that this page sends")
-                return await run_in_threadpool(act, body)
-
-            return done
-
-        return {"work": of(self.ask), "decide": of(self.decide), "end": of(self.stop), "consent": of(self.agree)}
+    def actions(self) -> dict[str, Action]:
+        return {"work": self.ask, "decide": self.decide, "end": self.stop, "consent": self.agree}
 
     def ask(self, body: dict[str, str]) -> dict[str, str]:
         asked = {name: body.get(name, "") for name in ("repository", "model")}
@@ -96,10 +85,9 @@ class Agents:
         return {"said": "it is in the list below"}
 
     def _refuse_unnamed(self, repository: str, model: str) -> None:
-        for what, option, word, allowed in (("repository", "--repo", repository, self.repositories),
-                                            ("model", "--model", model, self.models)):  # fmt: skip
+        for option, word, allowed in (("--repo", repository, self.repositories), ("--model", model, self.models)):
             if word not in allowed:
-                raise UserError(f"this page may not use the {what} {word!r}; start etude web with {option} {word}")
+                raise UserError(f"this page may not use {word!r}; start etude web with {option} {word}")
 
     def stop(self, body: dict[str, str]) -> dict[str, str]:
         self.sessions.get(body.get("session", "")).stop()
@@ -110,26 +98,20 @@ class Agents:
         return {"said": "noted"}
 
     def decide(self, body: dict[str, str]) -> dict[str, str]:
-        """Accept, reject, comment on, or try again."""
+        """Accept, reject, comment on, or try again: after what was finished only with a comment, now or before."""
         session, comment = self.sessions.get(body.get("session", "")), body.get("comment", "").strip()
         named = {name: session.request[name] for name in ("repository", "model")}
         self._refuse_unnamed(**named)
-        decision = body.get("decision", "")
-        if decision in {"commented", "again"}:
-            kept = [each["comment"] for each in feedback.decisions(session) if each["comment"]]
-            if not comment and not (decision == "again" and (kept or session.state != "finished")):
-                raise UserError("the comment is empty; say what should be different")
-            if comment:
-                feedback.decide(session, "commented", comment)
-            if decision == "again":
-                request = _once_more(session, comment or "".join(kept[-1:]))
-                fresh = self.sessions.ask(request, sandbox=self.sandbox, after=session.id, **named)
-                return {"said": "", "to": f"/agents/{fresh.id}.html"}
+        if (decision := body.get("decision", "")) != "again":
+            feedback.decide(session, decision, comment)
             return {"said": "kept"}
-        if decision not in VERDICTS:
-            raise UserError("a decision is accepted, rejected, commented or again")
-        feedback.decide(session, decision, comment)
-        return {"said": "kept"}
+        kept = [each["comment"] for each in feedback.decisions(session) if each["comment"]]
+        if comment or (not kept and session.state == "finished"):
+            kept.append(feedback.decide(session, "commented", comment)["comment"])
+        fresh = self.sessions.ask(
+            _once_more(session, "".join(kept[-1:])), sandbox=self.sandbox, after=session.id, **named
+        )
+        return {"said": "", "to": f"/agents/{fresh.id}.html"}
 
     # ---- all sessions
 
@@ -217,9 +199,13 @@ def _about(session: Session, state: str) -> list[Html]:
     })  # fmt: skip
     words, bad = ABOUT.get(state) or session.end.get("why", ""), state in {"failed", "killed"}
     if trace and state == "finished":
-        bad = trace.stop != "finished"
-        done = "It says that it is done. Read what it changed before you accept."
-        words = f"It ended before it was done: {ending(trace)}." if bad else done
+        bad = trace.stop != "finished" or not trace.diff
+        done = (
+            "It ended by itself. Whether it is right, the diff and its checks tell."
+            if trace.diff
+            else "It ended by itself and changed no file."
+        )
+        words = done if trace.stop == "finished" else f"It ended before it was done: {ending(trace)}."
     parts = [known, note(words, "warning" if bad else "note")]
     if state in {"waiting", "running"}:
         again = "Stop at once" if session.stopping else "Stop"

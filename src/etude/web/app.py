@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from etude.errors import UserError
@@ -26,7 +26,7 @@ from etude.web.html import element, frame, join, note
 from etude.web.site import Site
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping
 
     from starlette.requests import Request
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -35,14 +35,10 @@ if TYPE_CHECKING:
     from etude.web.agents import Agents
     from etude.web.reading import Shelf
 
-    Action = Callable[[Any], Awaitable[Any]]
+    Action = Callable[[dict[str, str]], dict[str, str]]  # what a form holds, and what is said to it; done in a thread
 
-STATIC = {
-    "web.css": "text/css",
-    "web.js": "text/javascript",
-    "uplot.min.js": "text/javascript",
-    "uplot.min.css": "text/css",
-}
+KINDS = {"css": "text/css", "js": "text/javascript"}
+STATIC = {name: KINDS[name.rpartition(".")[2]] for name in ("web.css", "web.js", "uplot.min.js", "uplot.min.css")}
 PATIENCE = 0.2  # seconds that a page waits for files that are still being read, before it shows what there is
 LOOK = 1.0  # seconds between two looks whether a run has news
 BEAT = 15  # looks after which something is sent all the same, so that a dead connection is noticed
@@ -109,11 +105,8 @@ def _refusal(scope: Scope, error: ApiError) -> Response:
         "input", type="password", name="token", aria_label="token", autocomplete="current-password", required=True
     )
     form = element("form", box, element("button", "Come in"), cls="login")
-    page = frame(
-        "A token is needed",
-        join(note("The token is in the file that --token-file names."), form),
-        depth=scope["path"].count("/") - 1,
-    )
+    body = join(note("The token is in the file that --token-file names."), form)
+    page = frame("A token is needed", body, depth=scope["path"].count("/") - 1)
     return Response(page, 401, media_type="text/html")
 
 
@@ -135,12 +128,9 @@ class Pages:
 
     def app(self) -> Guard:
         routes = [
-            Route("/static/{name}", self.asset),
-            Route("/events", self.events),
-            Route("/login", self.login, methods=["POST"]),
-            Route("/do/{name}", self.act, methods=["POST"]),
-            Route("/{path:path}", self.page),
-        ]
+            Route("/static/{name}", self.asset), Route("/events", self.events), Route("/login", self.login, methods=["POST"]),
+            Route("/do/{name}", self.act, methods=["POST"]), Route("/{path:path}", self.page),
+        ]  # fmt: skip
         return Guard(Starlette(routes=routes), self.gate)
 
     async def asset(self, request: Request) -> Response:
@@ -150,13 +140,8 @@ class Pages:
         return Response(self.static[name], media_type=STATIC[name], headers={"cache-control": "max-age=600"})
 
     async def page(self, request: Request) -> Response:
-        path = request.path_params["path"] or "index.html"
-        if path.endswith("/"):
-            path += "index.html"
-            return RedirectResponse(f"/{path}") if path.count("/") > 3 else await self._page(request, path)
-        return await self._page(request, path)
-
-    async def _page(self, request: Request, path: str) -> Response:
+        path = request.path_params["path"]
+        path += "index.html" if path == "" or path.endswith("/") else ""
         asked = request.query_params.multi_items()
         try:
             text = await run_in_threadpool(self.site.page, path, asked, token=self.token)
@@ -185,7 +170,7 @@ class Pages:
         def mark() -> str:
             try:
                 return self.site.mark(key)
-            except (UserError, KeyError):
+            except (UserError, LookupError, FileNotFoundError):  # gone, or not to be read
                 return "broken"
 
         async def stream() -> AsyncIterator[bytes]:
@@ -206,9 +191,7 @@ class Pages:
         """Do what a page asks for, if it carries the token of our own pages."""
         try:
             if not hmac.compare_digest(request.headers.get(TOKEN, "").encode(), self.token.encode()):
-                raise ApiError(
-                    403, f"an action needs the header {TOKEN} of a page that this server wrote; load the page again"
-                )
+                raise ApiError(403, f"an action needs the header {TOKEN} of a page of this server; load the page again")
             if (action := self.actions.get(request.path_params["name"])) is None:
                 raise ApiError(404, "there is no such action")
             if request.headers.get("content-type", "").partition(";")[0] != "application/json":
@@ -216,9 +199,11 @@ class Pages:
             if int(request.headers.get("content-length", MOST_BODY + 1)) > MOST_BODY:
                 raise ApiError(413, f"an action has at most {MOST_BODY:,} bytes")
             with contextlib.suppress(ValueError):
-                return JSONResponse(await action(await request.json()))
+                body = await request.json()
+                if isinstance(body, dict) and all(isinstance(each, str) for each in body.values()):
+                    return JSONResponse(await run_in_threadpool(action, body))
             raise ApiError(400, "the body is not the JSON that this action takes")
-        except (ApiError, UserError, KeyError) as error:
-            return as_api_error(
-                ApiError(404, "there is no such run, stage or session") if isinstance(error, KeyError) else error
-            ).response()
+        except KeyError:
+            return ApiError(404, "there is no such run, stage or session").response()
+        except (ApiError, UserError) as error:
+            return as_api_error(error).response()

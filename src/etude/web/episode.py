@@ -13,13 +13,14 @@ from etude.rl.exchange import OBSERVED, episode_file
 from etude.rl.ledger import Finished  # noqa: TC001 - named in an annotation that is read
 from etude.web.html import Html, data, details, diff, element, facts, join, link, note, pre, section, short, table
 from etude.web.metrics import metrics_of
-from etude.web.overview import View, crumbs_of
+from etude.web.overview import page_of
 from etude.web.rollouts import rollouts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from etude.agent.trace import Node
+    from etude.web.overview import View
     from etude.web.reading import Run, Stage
     from etude.web.rollouts import Group, Rollouts
 
@@ -91,10 +92,7 @@ def rollout(stage: Stage, group: int, number: int) -> View:
     if finished is None and trace is None:
         raise KeyError(number)
     gain = rollouts.advantages(own).get(number)
-    way = [
-        *crumbs_of(stage.run, stage),
-        (f"Group {group}", f"{crumbs_of(stage.run, stage)[-1][1].rpartition('/')[0]}/group-{group}.html"),
-    ]
+    way = [(f"Group {group}", f"{stage.address}/group-{group}.html")]
     lead = note(f"This rollout: {lesson(gain, own.fate)}.", "lesson") if gain is not None else None
     name = f"rollout-{group}-{number}"
     parts = [section("", lead, *_worth(rollouts, own, number, finished))]
@@ -104,8 +102,8 @@ def rollout(stage: Stage, group: int, number: int) -> View:
                           "step the best, the worst and the strangest rollout are kept whole.", "empty"))  # fmt: skip
     else:
         parts.append(tree(trace, name))
-        more = [f"{name}-{place}.html" for place, node in enumerate(trace.nodes[:MOST_NODES]) if node.sampled]
-    return View(f"Rollout {group}/{number}", join(*parts), way, stage.run.key, more=more)
+        more = turns_of(trace, name)
+    return page_of(stage, join(*parts), f"Rollout {group}/{number}", way, more)
 
 
 def _worth(rollouts: Rollouts, group: Group, number: int, finished: Finished | None) -> Iterator[Html]:
@@ -139,11 +137,8 @@ def tree(trace: Trace, name: str) -> Html:
         "sandbox": str(trace.made_by.get("sandbox", "")), "sandbox lost": str(trace.made_by.get("lost", "")),
         **{kind.replace("_", " "): count for kind, count in trace.counts.items()},
     })  # fmt: skip
-    ended = section(
-        "How it ended",
-        verdict,
-        note("The output of the hidden tests is not kept in a trace; the reason above is what is known of it."),
-    )
+    about = note("The output of the hidden tests is not kept in a trace; the reason above is what is known of it.")
+    ended = section("How it ended", verdict, about)
     changed = diff(trace.diff) if trace.diff else note("No file was changed.", "empty")
     return join(section("What it did", nodes(trace, name)), section("What it changed", changed), ended)
 
@@ -156,6 +151,11 @@ def nodes(trace: Trace, name: str = "") -> Html:
     drawn = [_branch(trace, children, root, name, 0) for root in children.get(None, [])]
     left = len(trace.nodes) - MOST_NODES
     return join(*drawn, note(f"{left} more nodes are not shown.", "warning") if left > 0 else None)
+
+
+def turns_of(trace: Trace, name: str) -> list[str]:
+    """Return the pages of a trace's turns."""
+    return [f"{name}-{place}.html" for place, node in enumerate(trace.nodes[:MOST_NODES]) if node.sampled]
 
 
 def _branch(trace: Trace, children: Mapping[int | None, list[int]], place: int, name: str, depth: int) -> Html:
@@ -197,11 +197,8 @@ def _said(node: Node) -> Iterator[Html]:
     for call in _dicts(about.get("calls")):
         arguments = call.get("arguments")
         rows = [(key, pre(value if isinstance(value, str) else repr(value))) for key, value in _pairs(arguments)]
-        yield details(
-            element("span", "▸ call of ", element("strong", str(call.get("name", "")))),
-            table(("argument", "value"), rows),
-            open_=True,
-        )
+        title = element("span", "▸ call of ", element("strong", str(call.get("name", ""))))
+        yield details(title, table(("argument", "value"), rows), open_=True)
     for fault in about.get("malformed") or ():
         yield note(f"✗ malformed: {fault}", "warning")
 
@@ -244,23 +241,14 @@ def tokens(stage: Stage, group: int, number: int, place: int) -> View:
     gain, trained = rollouts.advantages(own).get(number), own.fate == "trained"
     seen = observed(stage, group, number, trace, place) if trained else {}
     missing = _not_kept(stage, own.step) if trained and not seen and trace.nodes[place].trainable else ""
-    name = f"rollout-{group}-{number}"
-    folder = crumbs_of(stage.run, stage)[-1][1].rpartition("/")[0]
-    way = [
-        *crumbs_of(stage.run, stage),
-        (f"Group {group}", f"{folder}/group-{group}.html"),
-        (f"Rollout {group}/{number}", f"{folder}/{name}.html"),
-    ]
+    ways = {f"Group {group}": f"group-{group}", f"Rollout {group}/{number}": f"rollout-{group}-{number}"}
     learnt = bool(rollouts.algorithm.settings.train_summaries) if trained and not rollouts.fallback else True
     body = token_page(stage, trace, place, gain if trained else None, seen, learnt_summaries=learnt, missing=missing)
     parts = rollouts.finished(own, number)
     reward = facts({part: f"{value:+.3f}" for part, value in parts.parts.items()}) if parts else None
-    return View(
-        f"Tokens of {trace.nodes[place].kind} {place}",
-        join(body, section("Parts of the rollout's reward, unweighted", reward)),
-        way,
-        stage.run.key,
-    )
+    body = join(body, section("Parts of the rollout's reward, unweighted", reward))
+    way = [(words, f"{stage.address}/{name}.html") for words, name in ways.items()]
+    return page_of(stage, body, f"Tokens of {trace.nodes[place].kind} {place}", way)
 
 
 def observed(stage: Stage, group: int, number: int, trace: Trace, place: int) -> dict[str, list[float]]:
@@ -338,9 +326,8 @@ def token_texts(run: Run, ids: Sequence[int]) -> tuple[list[str], str]:
     """Return the text of each token, visible, and what to say if it is not known."""
     tokeniser = _tokeniser(run)
     if tokeniser is None:
-        return [
-            f"#{each}" for each in ids
-        ], "The run holds no tokeniser that can be read, so tokens are shown by their ids."
+        unknown = "The run holds no tokeniser that can be read, so tokens are shown by their ids."
+        return [f"#{each}" for each in ids], unknown
     texts = []
     for each in ids:
         text = tokeniser.decode([each], skip_special_tokens=False) if each < 1 << 31 else ""

@@ -35,9 +35,8 @@ class Html(str):
 
 def element(tag: str, *content: Content, **attributes: Any) -> Html:
     """Return an element. Attributes: `cls` is class, underscores are hyphens, None and False are left out, True stands alone."""
-    drawn = "".join(
-        _attribute(name, value) for name, value in attributes.items() if value is not None and value is not False
-    )
+    given = {name: value for name, value in attributes.items() if value is not None and value is not False}
+    drawn = "".join(_attribute(name, value) for name, value in given.items())
     if tag in VOID and not content:
         return Html(f"<{tag}{drawn}>" if tag in {"br", "meta", "link", "input"} else f"<{tag}{drawn}/>")
     return Html(f"<{tag}{drawn}>{join(*content)}</{tag}>")
@@ -87,10 +86,8 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Content]], cls: str = ""
     ]
     if not drawn:
         return element("p", "None.", cls="empty")
-    top = element(
-        "tr", *(element("th", h.removeprefix(">"), cls=k, scope="col") for h, k in zip(heads, kinds, strict=True))
-    )
-    whole = element("table", element("thead", top), element("tbody", *drawn), cls=cls or None)
+    named = [element("th", h.removeprefix(">"), cls=k, scope="col") for h, k in zip(heads, kinds, strict=True)]
+    whole = element("table", element("thead", element("tr", *named)), element("tbody", *drawn), cls=cls or None)
     return element("div", whole, cls="wide", tabindex=0)
 
 
@@ -110,12 +107,10 @@ def section(title: str, *content: Content, live: str = "") -> Html:
 
 
 def facts(values: Mapping[str, Content]) -> Html:
-    pairs = [
-        element("div", element("dt", name), element("dd", value))
-        for name, value in values.items()
-        if value not in {None, ""}
-    ]
-    return element("dl", *pairs, cls="facts")
+    known = [(name, value) for name, value in values.items() if value not in {None, ""}]
+    return element(
+        "dl", *(element("div", element("dt", name), element("dd", value)) for name, value in known), cls="facts"
+    )
 
 
 def details(title: Content, *content: Content, open_: bool = False, cls: str = "") -> Html:
@@ -131,9 +126,8 @@ def diff(text: str) -> Html:
     """Return a unified diff, a line an element: what was added and removed is told by its sign, and by colour."""
     kinds = {"+": "added", "-": "removed", "@": "place"}
     lines = text.rstrip("\n").split("\n")
-    return element(
-        "pre", *(element("span", line + "\n", cls=kinds.get(line[:1])) for line in lines), cls="diff", tabindex=0
-    )
+    drawn = [element("span", line + "\n", cls=kinds.get(line[:1])) for line in lines]
+    return element("pre", *drawn, cls="diff", tabindex=0)
 
 
 def pre(text: str, most: int = 20_000) -> Html:
@@ -193,7 +187,7 @@ def short(value: float, look: str = "") -> str:
 
 
 def frame(
-    title: str, body: Content, *, depth: int, crumbs: Sequence[tuple[str, str]] = (),
+    title: str, content: Content, *, depth: int, crumbs: Sequence[tuple[str, str]] = (),
     events: str = "", token: str = "", state: str = "", agents: bool = False,
 ) -> Html:  # fmt: skip
     """Return the whole page. `depth`: folders between it and the top; `events`: where news come from while a run goes on."""
@@ -215,11 +209,7 @@ def frame(
     nav = element("nav", trail, link(f"{up}agents.html", "Agents") if agents else None, aria_label="You are here")
     top = element("header", nav, element("p", state, id="state", role="status", data_live=True))
     skip = link("#main", "To the content", cls="skip")
-    main = element("main", element("h1", title), body, id="main")
-    page = element(
-        "html",
-        element("head", *head),
-        element("body", skip, top, main, data_events=events or None, cls=None if token else "exported"),
-        lang="en",
-    )
+    main = element("main", element("h1", title), content, id="main")
+    body = element("body", skip, top, main, data_events=events or None, cls=None if token else "exported")
+    page = element("html", element("head", *head), body, lang="en")
     return Html(f"<!DOCTYPE html>\n{page}\n")

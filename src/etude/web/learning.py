@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
 from etude.report.rl import verdict
 from etude.web import episode
 from etude.web.actions import weights_form
 from etude.web.html import Html, details, element, facts, join, link, note, section, short, table
 from etude.web.metrics import charts, metrics_of
-from etude.web.overview import OVER, View, crumbs_of, state_of
+from etude.web.overview import page_of, state_of
 from etude.web.rollouts import rollouts_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from etude.web.metrics import Metrics
+    from etude.web.overview import View
     from etude.web.reading import Stage
     from etude.web.rollouts import Group, Rollouts
 
@@ -41,7 +41,7 @@ def training(stage: Stage) -> View:
         **_memory(metrics),
     })  # fmt: skip
     body = join(section("", top, *_reading(metrics), live="facts"), _charts(stage, metrics))
-    return View(stage.name, body, crumbs_of(stage.run), stage.run.key, stage.state not in OVER)
+    return page_of(stage, body)
 
 
 def _memory(metrics: Metrics) -> dict[str, str]:
@@ -62,12 +62,8 @@ def _reading(metrics: Metrics) -> list[Html]:
 
 
 def _charts(stage: Stage, metrics: Metrics) -> Html:
-    flags = (
-        element("ul", *(element("li", "⚑ ", said) for _, _, said in metrics.flags), cls="flags")
-        if metrics.flags
-        else None
-    )
-    return section("Curves", flags, charts(metrics, stage.kind), live="curves")
+    flags = element("ul", *(element("li", "⚑ ", said) for _, _, said in metrics.flags), cls="flags")
+    return section("Curves", flags if metrics.flags else None, charts(metrics, stage.kind), live="curves")
 
 
 def learning(stage: Stage) -> View:
@@ -92,7 +88,7 @@ def learning(stage: Stage) -> View:
     )
     more = [address for address, _ in _columns(1, last_step(rollouts))]
     more += [rollout_address(group.number, number) for group, number, _ in rollouts.teaching(numbers, MOST_TAUGHT)]
-    return View(stage.name, body, crumbs_of(stage.run), stage.run.key, stage.state not in OVER, more=more)
+    return page_of(stage, body, more=more)
 
 
 def last_step(rollouts: Rollouts) -> int:
@@ -111,11 +107,8 @@ def _taught(rollouts: Rollouts, numbers: Sequence[int]) -> list[Html]:
     """Say which rollouts were trained on with the largest advantages, and what each of them was about."""
     found = rollouts.teaching(numbers, MOST_TAUGHT)
     if not found:
-        return [
-            note(
-                "No rollout has been trained on yet. A group teaches when its rollouts got different rewards.", "empty"
-            )
-        ]
+        none = "No rollout has been trained on yet. A group teaches when its rollouts got different rewards."
+        return [note(none, "empty")]
     rows = []
     for group, number, gain in found:
         way = link(rollout_address(group.number, number), f"rollout {group.number}/{number}")
@@ -165,15 +158,8 @@ def heat(rollouts: Rollouts, first: int, last: int) -> list[Html]:
         cells.append((link(address, name), len(here), short(mean) if here else "–", short(max(here)) if here else "–"))
     size = f"-2 -2 {max(ACROSS // 2, len(columns)) * CELL + 4} {BINS * BIN + 4}"
     scale = element("p", f"from {short(low)} (bottom) to {short(high)} (top)", cls="axis")
-    picture = element(
-        "svg",
-        *parts,
-        viewBox=size,
-        cls="heat",
-        preserveAspectRatio="xMinYMid",
-        role="group",
-        aria_label="Rewards by step",
-    )
+    picture = element("svg", *parts, viewBox=size, cls="heat", preserveAspectRatio="xMinYMid", role="group",
+                      aria_label="Rewards by step")  # fmt: skip
     heads = ("", ">rollouts", ">mean reward", ">best")
     return [note("Each column leads to its rollouts. Darker: more rollouts got that reward."), picture, scale,
             details("The same as numbers", table(heads, cells))]  # fmt: skip
@@ -188,7 +174,7 @@ def steps(stage: Stage, first: int, last: int) -> View:
         section("What taught the model most", *_taught(rollouts, numbers)),
     )
     more = [address for address, _ in _columns(first, last)]
-    return View(f"Steps {first} to {last}", body, crumbs_of(stage.run, stage), stage.run.key, more=more)
+    return page_of(stage, body, f"Steps {first} to {last}", more=more)
 
 
 def step(stage: Stage, number: int) -> View:
@@ -203,11 +189,8 @@ def step(stage: Stage, number: int) -> View:
     rows = [(link(group_address(g.number), f"group {g.number}"), g.task, FATES[g.fate], strip(rollouts, g, span), _mean_best(g))
             for g in groups[:LISTED]]  # fmt: skip
     names = ("loss", "entropy", "kl", "gradient", "masked", "mismatch_mean", "mismatch_p99", "ratio_max")
-    values = {
-        name.replace("_", " "): short(value)
-        for name in names
-        if (value := dict(metrics.points(name)).get(number)) is not None
-    }
+    known = {name: dict(metrics.points(name)).get(number) for name in names}
+    values = {name.replace("_", " "): short(value) for name, value in known.items() if value is not None}
     ways = [link(f"step-{number + by}.html", words) for by, words in ((-1, "← step before"), (1, "step after →"))
             if 1 <= number + by <= last_step(rollouts)]  # fmt: skip
     left = note(f"{len(groups) - LISTED} more groups are not listed.", "warning") if len(groups) > LISTED else None
@@ -220,7 +203,7 @@ def step(stage: Stage, number: int) -> View:
                 note("Weights of the reward's parts: " + _weights(rollouts, number))),
     )  # fmt: skip
     more = [group_address(each.number) for each in groups[:LISTED]]
-    return View(f"Step {number}", body, crumbs_of(stage.run, stage), stage.run.key, more=more)
+    return page_of(stage, body, f"Step {number}", more=more)
 
 
 def _weights(rollouts: Rollouts, step: int) -> str:
@@ -242,17 +225,10 @@ def strip(rollouts: Rollouts, group: Group, span: tuple[float, float]) -> Html:
         words = f"rollout {group.number}/{number}: reward {reward:.3f}, advantage {gains.get(number, 0.0):+.3f}"
         mark = element("circle", cx=f"{8 + 184 * (reward - low) / wide:.1f}", cy=10 + (number % 3) * 5, r=4.5,
                        cls="passed" if number in group.passed else "failed")  # fmt: skip
-        marks.append(
-            element("a", element("title", words), mark, href=rollout_address(group.number, number), aria_label=words)
-        )
-    mean = element(
-        "line",
-        x1=f"{8 + 184 * (group.mean - low) / wide:.1f}",
-        x2=f"{8 + 184 * (group.mean - low) / wide:.1f}",
-        y1=2,
-        y2=28,
-        cls="mean",
-    )
+        where = rollout_address(group.number, number)
+        marks.append(element("a", element("title", words), mark, href=where, aria_label=words))
+    place = f"{8 + 184 * (group.mean - low) / wide:.1f}"
+    mean = element("line", x1=place, x2=place, y1=2, y2=28, cls="mean")
     return element("svg", mean if group.rewards else None, *marks, viewBox="0 0 200 30", cls="strip", role="group")
 
 
@@ -268,25 +244,13 @@ def group(stage: Stage, number: int) -> View:
               for each, cause in own.failed.items() if each not in own.lines]  # fmt: skip
     prompt = next((trace.task for each in order if (trace := episode.trace_of(rollouts, number, each))), None)
     when = link(f"step-{own.step}.html", f"step {own.step}") if own.step else "not yet"
-    top = facts(
-        {
-            "task": own.task,
-            "what became of it": FATES[own.fate],
-            "step": when,
-            "mean reward": f"{own.mean:.3f}" if own.rewards else "–",
-        }
-    )
+    mean = f"{own.mean:.3f}" if own.rewards else "–"
+    top = facts({"task": own.task, "what became of it": FATES[own.fate], "step": when, "mean reward": mean})
     asked = details("What was asked", element("pre", prompt), open_=len(prompt) < 600) if prompt else None
-    body = join(
-        section("", top, asked),
-        section("Side by side, the best first", element("div", *cards, cls="cards", tabindex=0)),
-    )
-    way = [
-        *crumbs_of(stage.run, stage),
-        *([(f"Step {own.step}", f"run/{stage.run.key}/{quote(stage.name)}/step-{own.step}.html")] if own.step else []),
-    ]
+    side = section("Side by side, the best first", element("div", *cards, cls="cards", tabindex=0))
+    way = [(f"Step {own.step}", f"{stage.address}/step-{own.step}.html")] if own.step else []
     more = [rollout_address(number, each) for each in order]
-    return View(f"Group {number}", body, way, stage.run.key, more=more)
+    return page_of(stage, join(section("", top, asked), side), f"Group {number}", way, more)
 
 
 def _card(rollouts: Rollouts, group: Group, number: int, gain: float | None) -> Html:
@@ -296,27 +260,14 @@ def _card(rollouts: Rollouts, group: Group, number: int, gain: float | None) -> 
     trace = episode.trace_of(rollouts, group.number, number)
     finished = rollouts.finished(group, number)
     weights = rollouts.weights_of(group.step)
-    parts = {
-        name: f"{weights.get(name, 0) * value:+.3f}"
-        for name, value in (finished.parts if finished else {}).items()
-        if weights.get(name)
-    }
+    values = finished.parts if finished else {}
+    parts = {name: f"{weights[name] * value:+.3f}" for name, value in values.items() if weights.get(name)}
     head = element("h3", link(rollout_address(group.number, number), f"rollout {group.number}/{number}"))
     scored = f"{passed} · reward {reward:.3f}" if reward is not None else passed
     taught = episode.lesson(gain, group.fate) if gain is not None else None
-    did = (
-        episode.in_short(trace)
-        if trace
-        else note(
-            "Its trace was not kept (keep_traces = false); the best, worst and strangest of each step are.", "empty"
-        )
+    lost = note(
+        "Its trace was not kept (keep_traces = false); the best, worst and strangest of each step are.", "empty"
     )
-    return element(
-        "article",
-        head,
-        element("p", scored, cls="scored"),
-        element("p", taught) if taught else None,
-        facts(parts),
-        did,
-        cls="card",
-    )
+    did = episode.in_short(trace) if trace else lost
+    lines = element("p", scored, cls="scored"), element("p", taught) if taught else None
+    return element("article", head, *lines, facts(parts), did, cls="card")

@@ -7,7 +7,6 @@ from array import array
 from typing import TYPE_CHECKING, Any
 
 from etude.report.rl import LABELS, PICTURES, Panel
-from etude.rl.metrics import starting
 from etude.run.folder import METRICS
 from etude.web.html import Html, curve, element, is_number, note
 from etude.web.reading import Follower
@@ -19,15 +18,8 @@ if TYPE_CHECKING:
 
     Points = list[tuple[float, float]]
 
-IN_SHORT = (
-    "step",
-    "reward",
-    "solved",
-    "best_of_group",
-    "episodes",
-    "device_seconds",
-    "flags",
-)  # and counts: what a verdict reads
+# What a verdict reads; and counts.
+IN_SHORT = ("step", "reward", "solved", "best_of_group", "episodes", "device_seconds", "flags")
 MOST = 400  # columns; what writes more is no stage of ours
 TRAINING = (
     Panel("Loss", ("loss", "loss_"), unit="nats a token"),
@@ -78,19 +70,13 @@ class Metrics(Follower):
             self._trained(row, at)
 
     def _trained(self, row: dict[str, Any], at: float) -> None:
-        seconds, tokens = (
-            float(row[name]) if is_number(row.get(name)) else 0.0 for name in ("device_seconds", "tokens")
-        )
+        found: list[Any] = [row.get(name) for name in ("device_seconds", "tokens")]
+        seconds, tokens = (float(each) if is_number(each) else 0.0 for each in found)
         self.seconds, self.tokens = self.seconds + seconds, self.tokens + tokens
         if "reward" in row or "episodes" in row:
-            counts = {**starting(row, "groups_"), **starting(row, "invalid_")}
+            counts = {name: value for name, value in row.items() if name.startswith(("groups_", "invalid_"))}
             if all(map(is_number, counts.values())):
-                kept = {
-                    name: value
-                    for name, value in row.items()
-                    if name in IN_SHORT or name.startswith(("groups_", "invalid_"))
-                }
-                self.rows.append({"step": at, **kept})
+                self.rows.append({"step": at, **{name: row[name] for name in IN_SHORT if name in row}, **counts})
         elif seconds:
             self._add("tokens_per_second", at, tokens / seconds)
         raised = row.get("flags", {})
@@ -135,11 +121,8 @@ def panels_of(metrics: Metrics, kind: str) -> list[Panel]:
         return [panel for panel in TRAINING if metrics.curves(panel)]
     habits = (Panel(name.removeprefix("behaviour_").replace("_", " ").capitalize(), (name,))
               for name in metrics.columns if name.startswith("behaviour_"))  # fmt: skip
-    return [
-        panel
-        for panel in (*(each for file in RL_PICTURES for each in PICTURES[file]), *habits)
-        if metrics.curves(panel)
-    ]
+    own = (each for file in RL_PICTURES for each in PICTURES[file])
+    return [panel for panel in (*own, *habits) if metrics.curves(panel)]
 
 
 def metrics_of(stage: Stage) -> Metrics:

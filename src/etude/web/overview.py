@@ -27,12 +27,8 @@ if TYPE_CHECKING:
 
 OVER = {"done"}  # states in which nothing more comes
 STATES = {
-    "done": "✓ done",
-    "running": "▶ running",
-    "stopped": "‖ stopped",
-    "waiting": "○ waiting",
-    "damaged": "✗ damaged",
-}
+    "done": "✓ done", "running": "▶ running", "stopped": "‖ stopped", "waiting": "○ waiting", "damaged": "✗ damaged",
+}  # fmt: skip
 COMPARED = 6  # runs side by side
 
 
@@ -52,7 +48,15 @@ class View:
 def crumbs_of(run: Run, *stages: Stage) -> list[tuple[str, str]]:
     """Return the way to a page below a run, or below a stage of it."""
     way = [(run.folder.name, f"run/{run.key}/index.html")]
-    return way + [(each.name, f"run/{run.key}/{quote(each.name)}/index.html") for each in stages]
+    return way + [(each.name, f"{each.address}/index.html") for each in stages]
+
+
+def page_of(
+    stage: Stage, body: Html, title: str = "", way: Sequence[tuple[str, str]] = (), more: Sequence[str] = ()
+) -> View:
+    """Return the page of a stage, or with a title one below it. `way`: what lies between the two."""
+    above = [*crumbs_of(stage.run, stage), *way] if title else crumbs_of(stage.run)
+    return View(title or stage.name, body, above, stage.run.key, not title and stage.state not in OVER, more=list(more))
 
 
 def state_of(stage: Stage) -> Html:
@@ -90,21 +94,14 @@ def runs(shelf: Shelf) -> View:
         except UserError as error:
             rows.append((pick, name, element("span", "✗ broken", cls="state damaged"), str(error), "", ""))
             continue
-        now = next((each for each in stages if each.state in {"running", "stopped", "damaged"}), None)
-        state = (
-            state_of(now)
-            if now
-            else element("span", "✓ done" if all(s.state == "done" for s in stages) else "○ waiting")
+        states = {each.state: each for each in stages}
+        now = next(
+            (states[each] for each in ("running", "stopped", "damaged", "waiting", "done") if each in states), None
         )
-        rows.append((pick, name, state, _bar(stages), _cost(stages), _best(stages)))
+        rows.append((pick, name, state_of(now) if now else Html(), _bar(stages), _cost(stages), _best(stages)))
     heads = ("compare", "run", "state", "stages", ">cost", "last measured")
-    form = element(
-        "form",
-        table(heads, rows, "runs"),
-        element("button", "Compare those picked"),
-        action="compare.html",
-        method="get",
-    )
+    button = element("button", "Compare those picked")
+    form = element("form", table(heads, rows, "runs"), button, action="compare.html", method="get")
     none = note("No run is here yet. Start one with: etude run recipes/quickstart.toml", "empty")
     body = section("", form if rows else none, live="runs")
     return View("Runs", body, live=True, state=f"{len(found)} runs in {', '.join(map(str, shelf.folders))}")
@@ -112,11 +109,8 @@ def runs(shelf: Shelf) -> View:
 
 def _bar(stages: Sequence[Stage]) -> Html:
     """Return the stages as a row of boxes, each with its name and its state in words."""
-    boxes = [
-        element("li", element("abbr", each.name[:3], title=f"{each.name}: {each.state}"), cls=each.state)
-        for each in stages
-    ]
-    return element("ol", *boxes, cls="bar")
+    names = [(each.state, element("abbr", each.name[:3], title=f"{each.name}: {each.state}")) for each in stages]
+    return element("ol", *(element("li", name, cls=state) for state, name in names), cls="bar")
 
 
 def _spent(stages: Sequence[Stage]) -> tuple[float, float]:
@@ -169,11 +163,7 @@ def _link_of_chain(stage: Stage, before: Sequence[Stage]) -> Html:
     name: Content = link(f"{quote(stage.name)}/index.html", stage.name) if stage.state != "waiting" else stage.name
     lines = [element("li", words) for each in measured(stage, before)[:4] if (words := in_words(each))]
     record = stage.record if stage.state == "done" else None
-    said = (
-        join(*(element("p", line, cls="did") for line in f"{did(record)}{took(record)}".split("\n")))
-        if record
-        else None
-    )
+    said = [element("p", line, cls="did") for line in f"{did(record)}{took(record)}".split("\n")] if record else None
     return element("li", element("h2", name), state_of(stage), said, _progress(stage), element("ul", *lines) if lines else None,
                    cls=f"link {stage.state}", id=f"stage-{stage.name}")  # fmt: skip
 
@@ -187,12 +177,8 @@ def _progress(stage: Stage) -> Html | None:
         words = f"{now['label']}: {amount(now['done'], now['unit'])} of {amount(now['total'], now['unit'])}"
         left = f", {duration(now['seconds_left'])} left" if now.get("seconds_left") is not None else ""
         left = f", no news for {duration(now['age'])}" if now["age"] > STALE else left * (stage.state == "running")
-        bar = element(
-            "progress",
-            value=short(now["done"]).replace(",", ""),
-            max=short(now["total"]).replace(",", ""),
-            aria_label=words,
-        )
+        done, total = (short(now[name]).replace(",", "") for name in ("done", "total"))
+        bar = element("progress", value=done, max=total, aria_label=words)
         return element("div", bar, element("p", words + left), cls="progress")
     return None
 
@@ -206,11 +192,8 @@ def _taught(stage: Stage) -> Html:
         return section(f"{stage.name}: what taught the model", note(str(error), "empty"), live=f"taught-{where}")
     metrics = metrics_of(stage)
     lines = {panel: metrics.points(panel) for panel in ("reward", "solved", "best_of_group") if metrics.points(panel)}
-    drawn = (
-        curve("Reward and share solved", {name.replace("_", " "): each for name, each in lines.items()})
-        if lines
-        else None
-    )
+    named = {name.replace("_", " "): each for name, each in lines.items()}
+    drawn = curve("Reward and share solved", named) if named else None
     lead = f"{rollouts.trained} steps trained, {rollouts.rollouts:,} rollouts scored. "
     way = link(f"{where}/index.html", f"{stage.name}: every step, group, rollout and token")
     return section(f"{stage.name}: what taught the model", note(join(lead, way)), drawn, live=f"taught-{where}")
@@ -218,21 +201,16 @@ def _taught(stage: Stage) -> Html:
 
 def _now(stage: Stage) -> Html:
     """Return the first curves of what is under way."""
-    return section(
-        f"{stage.name}, as it goes", charts(metrics_of(stage), stage.kind, 3), live=f"now-{quote(stage.name)}"
-    )
+    curves = charts(metrics_of(stage), stage.kind, 3)
+    return section(f"{stage.name}, as it goes", curves, live=f"now-{quote(stage.name)}")
 
 
 def recipe(run: Run) -> View:
     """Show the resolved recipe of the last command."""
     with contextlib.suppress(OSError, UserError):
-        text = run.read("recipe.toml").decode(errors="replace")
-        return View(
-            "Recipe",
-            section("", note("Resolved: every setting, defaults included."), pre(text, 200_000)),
-            crumbs_of(run),
-            run.key,
-        )
+        text = pre(run.read("recipe.toml").decode(errors="replace"), 200_000)
+        shown = section("", note("Resolved: every setting, defaults included."), text)
+        return View("Recipe", shown, crumbs_of(run), run.key)
     return View("Recipe", note("This run has no recipe.toml that can be read.", "warning"), crumbs_of(run), run.key)
 
 
@@ -240,11 +218,8 @@ def flat(value: Any, prefix: str = "") -> dict[str, str]:
     """Return nested settings as one table by dotted name."""
     if not isinstance(value, dict):
         return {prefix: str(value)}
-    return {
-        key: text
-        for name, each in value.items()
-        for key, text in flat(each, f"{prefix}.{name}" if prefix else str(name)).items()
-    }
+    inner = [flat(each, f"{prefix}.{name}" if prefix else str(name)) for name, each in value.items()]
+    return {key: text for each in inner for key, text in each.items()}
 
 
 def compare(several: Sequence[Run]) -> View:
@@ -255,26 +230,17 @@ def compare(several: Sequence[Run]) -> View:
     names = [each.folder.name if len({r.folder.name for r in chosen}) == len(chosen) else each.key for each in chosen]
     settings = [flat(each.recipe) for each in chosen]
     keys = dict.fromkeys(key for each in settings for key in each)
-    unlike = [
-        (key, *(each.get(key, "–") for each in settings))
-        for key in keys
-        if len({each.get(key) for each in settings}) > 1
-    ]
-    left = len(keys) - len(unlike)
-    parts = [
-        section(
-            "Recipes, where they differ",
-            table(("setting", *names), unlike),
-            note(f"{left} settings are the same in all."),
-        )
-    ]
-    parts += [
+    rows = [(key, *(each.get(key, "–") for each in settings)) for key in keys]
+    unlike = [row for row in rows if len(set(row[1:])) > 1]
+    same = note(f"{len(rows) - len(unlike)} settings are the same in all.")
+    dropped = note(f"Only the first {COMPARED} are shown.", "warning") if len(several) > COMPARED else None
+    body = join(
+        dropped, section("Recipes, where they differ", table(("setting", *names), unlike), same),
         section("Curves", element("div", *_overlaid(chosen, names), cls="charts")),
         section("What each measured", _side_by_side(chosen, names)),
-    ]
-    parts.append(section("Benchmarks, on the same tasks", *_differences(chosen, names)))
-    dropped = note(f"Only the first {COMPARED} are shown.", "warning") if len(several) > COMPARED else None
-    return View("Compare " + ", ".join(names), join(dropped, *parts))
+        section("Benchmarks, on the same tasks", *_differences(chosen, names)),
+    )  # fmt: skip
+    return View("Compare " + ", ".join(names), body)
 
 
 def _stages(run: Run) -> list[Stage]:
@@ -290,9 +256,7 @@ def _overlaid(several: Sequence[Run], names: Sequence[str]) -> list[Html]:
     stages = list(dict.fromkeys(stage.name for each in several for stage in _stages(each) if stage.state != "waiting"))
     for stage in stages:
         found = {
-            name: each.stage(stage)
-            for name, each in zip(names, several, strict=True)
-            if stage in {s.name for s in _stages(each)}
+            name: own for name, each in zip(names, several, strict=True) for own in _stages(each) if own.name == stage
         }
         for column, look in wanted.items():
             lines = {name: points for name, each in found.items() if (points := metrics_of(each).points(column))}
@@ -307,13 +271,10 @@ def _side_by_side(several: Sequence[Run], names: Sequence[str]) -> Html:
         stages = _stages(each)
         for at, stage in enumerate(stages):
             for line in measured(stage, stages[:at]):
-                rows.setdefault((stage.name, line.what), {})[name] = " ".join(
-                    p for p in (line.value, line.change, line.verdict) if p
-                )
-    return table(
-        ("stage", "measured", *names),
-        [(*key, *(cells.get(name, "–") for name in names)) for key, cells in rows.items()],
-    )
+                said = " ".join(part for part in (line.value, line.change, line.verdict) if part)
+                rows.setdefault((stage.name, line.what), {})[name] = said
+    listed = [(*key, *(cells.get(name, "–") for name in names)) for key, cells in rows.items()]
+    return table(("stage", "measured", *names), listed)
 
 
 def _differences(several: Sequence[Run], names: Sequence[str]) -> list[Html]:
@@ -329,14 +290,8 @@ def _differences(several: Sequence[Run], names: Sequence[str]) -> list[Html]:
                 continue
             first, second = (_own_model(scored, each) for each in (here[stage.name], stage))
             apart = scored.apart(first, second)
-            rows.append(
-                (
-                    stage.name,
-                    f"{one} − {other}",
-                    f"{points(apart)} points" if apart else "no common tasks",
-                    apart.tasks if apart else "",
-                )
-            )
+            found = (f"{points(apart)} points", apart.tasks) if apart else ("no common tasks", "")
+            rows.append((stage.name, f"{one} − {other}", *found))
     about = "Difference of avg@k in percentage points with its 95 % interval, on the tasks of both."
     return [note(about), table(("benchmark", "pair", "difference", ">tasks"), rows)]
 

@@ -15,6 +15,7 @@ import time
 import tomllib
 from array import array
 from typing import IO, TYPE_CHECKING, Any, Self, TypeVar
+from urllib.parse import quote
 
 from etude.errors import UserError, one_line
 from etude.lineage.record import RECORD_FILE
@@ -126,6 +127,11 @@ class Stage:
     @property
     def folder(self) -> Path:
         return self.run.folder / self.path
+
+    @property
+    def address(self) -> str:
+        """Where its pages are, from the top."""
+        return f"run/{self.run.key}/{quote(self.name)}"
 
     def has(self, name: str) -> bool:
         return self.run.has(f"{self.path}/{name}")

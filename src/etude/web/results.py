@@ -25,7 +25,7 @@ from etude.report.page import human
 from etude.run.folder import MODEL, RELEASE
 from etude.web import episode
 from etude.web.html import Html, blocks, details, element, facts, join, link, note, pre, section, short, table
-from etude.web.overview import OVER, View, crumbs_of, state_of
+from etude.web.overview import View, crumbs_of, page_of, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,23 +45,19 @@ ABRIDGED = 40  # parents and files named of a record
 
 def bench(stage: Stage) -> View:
     """Show a benchmark: its four axes with intervals, and the grid of tasks and models."""
-    live = stage.state not in OVER
     try:
         results = trials_of(stage)
     except UserError as error:
-        return View(stage.name, note(str(error), "empty"), crumbs_of(stage.run), stage.run.key, live)
+        return page_of(stage, note(str(error), "empty"))
     scored = benchmark.Scored(results)
     grid, more = _grid(results)
     report = benchmark.contents(scored, None, benchmark.verdict(scored)) if any(scored.valid.values()) else {}
-    axes = (
-        blocks(report, stage.folder)
-        if report
-        else note("All trials are invalid, so nothing is known of any model.", "warning")
-    )
+    invalid = note("All trials are invalid, so nothing is known of any model.", "warning")
+    axes = blocks(report, stage.folder) if report else invalid
     body = join(section("", facts({"state": state_of(stage), "trials": len(results.trials)}), live="facts"),
                 section("Tasks and models", note(ATTEMPTS), grid, live="grid"),
                 axes)  # fmt: skip
-    return View(stage.name, body, crumbs_of(stage.run), stage.run.key, live, more=more)
+    return page_of(stage, body, more=more)
 
 
 def trials_of(stage: Stage) -> Results:
@@ -78,14 +74,8 @@ def _grid(results: Results) -> tuple[Html, list[str]]:
         marks[trial.task, trial.model].append(MARKS[trial.outcome])
     packages = {trial.task: trial.package for trial in results.trials}
     addresses = {task: f"task-{number}.html" for number, task in enumerate(tasks)}
-    rows = [
-        (
-            link(addresses[task], task),
-            packages[task],
-            *(" ".join(marks[task, model]) or "not tried" for model in models),
-        )
-        for task in tasks
-    ]
+    tried = {task: [" ".join(marks[task, model]) or "not tried" for model in models] for task in tasks}
+    rows = [(link(addresses[task], task), packages[task], *tried[task]) for task in tasks]
     return table(("task", "package", *models), rows, "grid"), list(addresses.values())
 
 
@@ -100,24 +90,16 @@ def task(stage: Stage, number: int) -> View:
     cards = [_attempt(stage, place, trial, places) for place, trial in chosen]
     more = [f"trial-{place}.html" for place, trial in chosen if trial.trace]
     first = chosen[0][1]
-    top = facts(
-        {
-            "task": first.task,
-            "package": first.package,
-            "category": first.category,
-            "made by": first.generator,
-            "style of the request": first.style,
-        }
-    )
+    top = facts({"task": first.task, "package": first.package, "category": first.category, "made by": first.generator,
+                 "style of the request": first.style})  # fmt: skip
     body = join(section("", top), section("Attempts side by side", element("div", *cards, cls="cards", tabindex=0)))
-    return View(f"Task {first.task}", body, crumbs_of(stage.run, stage), stage.run.key, more=more)
+    return page_of(stage, body, f"Task {first.task}", more=more)
 
 
 def _attempt(stage: Stage, place: int, trial: Trial, places: dict[str, int]) -> Html:
     """Return one attempt as a card."""
-    tests = {
-        kind.replace("_", " "): f"{count} of {trial.expected.get(kind, count)}" for kind, count in trial.passed.items()
-    }
+    passed = {kind: f"{count} of {trial.expected.get(kind, count)}" for kind, count in trial.passed.items()}
+    tests = {kind.replace("_", " "): words for kind, words in passed.items()}
     trace = _trace(stage, trial, places)
     name = f"{trial.model}, attempt {trial.number}"
     return element("article", element("h3", link(f"trial-{place}.html", name) if trace else name),
@@ -153,24 +135,15 @@ def trial(stage: Stage, place: int) -> View:
     trace = _trace(stage, own, _traces(stage))
     if trace is None:
         raise KeyError(place)
-    numbers = {
-        name.replace("_", " "): short(value)
-        for name, value in (own.quality | own.interaction).items()
-        if value is not None
-    }
-    top = facts(
-        {
-            "model": own.model,
-            "task": own.task,
-            "outcome": f"{MARKS[own.outcome]} {own.outcome} {own.why}",
-            "time": f"{own.seconds:.1f} s",
-        }
+    numbers = {name: short(value) for name, value in (own.quality | own.interaction).items() if value is not None}
+    judged = details(
+        "Quality and interaction", facts({name.replace("_", " "): value for name, value in numbers.items()})
     )
-    body = join(
-        section("", top, details("Quality and interaction", facts(numbers))), episode.tree(trace, f"trial-{place}")
-    )
-    more = [f"trial-{place}-{at}.html" for at, node in enumerate(trace.nodes[: episode.MOST_NODES]) if node.sampled]
-    return View(f"{own.model}, attempt {own.number}", body, crumbs_of(stage.run, stage), stage.run.key, more=more)
+    top = facts({"model": own.model, "task": own.task, "outcome": f"{MARKS[own.outcome]} {own.outcome} {own.why}",
+                 "time": f"{own.seconds:.1f} s"})  # fmt: skip
+    name = f"trial-{place}"
+    body = join(section("", top, judged), episode.tree(trace, name))
+    return page_of(stage, body, f"{own.model}, attempt {own.number}", more=episode.turns_of(trace, name))
 
 
 def trial_tokens(stage: Stage, place: int, node: int) -> View:
@@ -179,15 +152,9 @@ def trial_tokens(stage: Stage, place: int, node: int) -> View:
     trace = _trace(stage, results.trials[place], _traces(stage)) if 0 <= place < len(results.trials) else None
     if trace is None or not 0 <= node < len(trace.nodes):
         raise KeyError(node)
-    body = episode.token_page(
-        stage,
-        trace,
-        node,
-        None,
-        learnt_summaries=True,
-        missing="Nothing is learnt from a benchmark, so there are no advantages.",
-    )
-    return View(f"Tokens of {trace.nodes[node].kind} {node}", body, crumbs_of(stage.run, stage), stage.run.key)
+    missing = "Nothing is learnt from a benchmark, so there are no advantages."
+    body = episode.token_page(stage, trace, node, None, learnt_summaries=True, missing=missing)
+    return page_of(stage, body, f"Tokens of {trace.nodes[node].kind} {node}")
 
 
 # ---- a corpus
@@ -195,26 +162,17 @@ def trial_tokens(stage: Stage, place: int, node: int) -> View:
 
 def data(stage: Stage, words: str = "") -> View:
     """Show a corpus: what is in it, what was dropped and why, with samples; `words` are looked for in those and in all documents."""
-    live = stage.state not in OVER
     if not stage.has(MANIFEST) or not stage.has(SAMPLES) or not stage.has(HITS):
-        return View(
-            stage.name, note("The corpus is not built yet.", "empty"), crumbs_of(stage.run), stage.run.key, live
-        )
+        return page_of(stage, note("The corpus is not built yet.", "empty"))
     try:
         report = stage.run.kept(f"{stage.path}/{MANIFEST}", "report", lambda: corpus.contents(stage.folder))
     except UserError as error:
-        return View(stage.name, note(str(error), "warning"), crumbs_of(stage.run), stage.run.key, live)
-    box = element(
-        "input",
-        type="search",
-        name="q",
-        value=words,
-        aria_label="words to look for",
-        placeholder="path, licence, words of a dropped text",
-    )
+        return page_of(stage, note(str(error), "warning"))
+    box = element("input", type="search", name="q", value=words, aria_label="words to look for",
+                  placeholder="path, licence, words of a dropped text")  # fmt: skip
     form = element("form", box, element("button", "Search"), action="index.html", method="get", cls="search")
-    body = join(section("Search", form, _found(stage, words) if words else None), blocks(report, stage.folder))
-    return View(stage.name, body, crumbs_of(stage.run), stage.run.key, live)
+    found = _found(stage, words) if words else None
+    return page_of(stage, join(section("Search", form, found), blocks(report, stage.folder)))
 
 
 def _found(stage: Stage, words: str) -> Html:
@@ -247,9 +205,8 @@ def _documents(stage: Stage) -> list[dict[str, str]]:
         with pq.ParquetFile(io.BytesIO(stage.read(name))) as rows:
             for row in (row for batch in rows.iter_batches(4096) for row in batch.to_pylist()):
                 paths = row.pop("paths", None) or [""]
-                where = f"{row.pop('repository', '')}/{paths[0]}" + (
-                    f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-                )
+                others = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+                where = f"{row.pop('repository', '')}/{paths[0]}{others}"
                 rest = ", ".join(f"{name} {value}" for name, value in row.items() if not isinstance(value, list | dict))
                 found.append({"source": source, "where": where, "more": rest})
     return found
@@ -296,14 +253,11 @@ def _newest(run: Run) -> tuple[Stage, Lineage] | None:
 def _record(lineage: Lineage, key: str, record: Record) -> Html:
     """Return one record: what it says of itself, and its files by digest."""
     lines = describe(record, "corpus" if key in lineage.corpora else "weights")
-    files = [
-        (name, f"{file.bytes:,}", element("code", file.sha256))
-        for name, file in [*record.weights.items(), *record.outputs.items()][:ABRIDGED]
-    ]
+    every = [*record.weights.items(), *record.outputs.items()][:ABRIDGED]
+    files = [(name, f"{file.bytes:,}", element("code", file.sha256)) for name, file in every]
     parents = [(edge.name, edge.role, element("code", edge.model_digest)) for edge in record.parents[:ABRIDGED]]
-    data_rows = [
-        (use.name, use.source, human(use.bytes), ", ".join(use.licences) or "unknown") for use in record.data[:ABRIDGED]
-    ]
+    uses = record.data[:ABRIDGED]
+    data_rows = [(use.name, use.source, human(use.bytes), ", ".join(use.licences) or "unknown") for use in uses]
     inner = [element("ul", *(element("li", line) for line in lines[1:]))]
     inner += [table(("parent", "role", "weights"), parents)] if parents else []
     inner += [table(("data", "from", ">bytes", "licences"), data_rows)] if data_rows else []
@@ -353,20 +307,17 @@ def release(stage: Stage) -> View:
         _evidence(stage),
         element("p", link("../family.html", "Family tree and licences")),
     )
-    return View(stage.name, body, crumbs_of(stage.run), stage.run.key, stage.state not in OVER)
+    return page_of(stage, body)
 
 
 def plain(stage: Stage) -> View:
     """Show a stage of another kind: its record and its report."""
     record = stage.record
-    said = (
-        facts({key: str(value) for key, value in record.summary.items()})
-        if record
-        else note("It has no record yet.", "empty")
-    )
+    summary = facts({key: str(value) for key, value in record.summary.items()}) if record else None
+    said = summary or note("It has no record yet.", "empty")
     body = join(section("", facts({"state": state_of(stage), "kind": stage.kind}), said, live="facts"),
                 _record_of(record) if record else None)  # fmt: skip
-    return View(stage.name, body, crumbs_of(stage.run), stage.run.key, stage.state not in OVER)
+    return page_of(stage, body)
 
 
 def _record_of(record: Record) -> Html:

@@ -19,20 +19,21 @@ from etude.errors import UserError
 from etude.web import episode, learning, overview, results
 from etude.web.agents import AGENTS
 from etude.web.html import Html, frame, note
-from etude.web.overview import View, crumbs_of
+from etude.web.overview import page_of
 from etude.web.reading import why
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from etude.web.agents import Agents
+    from etude.web.overview import View
     from etude.web.reading import Run, Shelf, Stage
 
 OF_RUN: dict[str, Callable[[Run], View]] = {
     "index": overview.run, "recipe": overview.recipe, "family": results.family,
 }  # fmt: skip
 OF_KIND: dict[str, Callable[[Stage], View]] = {
-    "rl": learning.learning, "bench": results.bench, "data": results.data, "release": results.release, "base": results.plain,
+    "rl": learning.learning, "bench": results.bench, "release": results.release, "base": results.plain,
     "compare": results.plain, "merge": results.plain,
 }  # fmt: skip
 NUMBERED: dict[tuple[str, int], Callable[..., View]] = {
@@ -60,7 +61,7 @@ class Site:
                 return overview.compare([self.shelf.run(value) for name, value in asked if name == "run"])
             case ["agents.html"] if self.agents:
                 return self.agents.all()
-            case ["agents", name] if self.agents:
+            case ["agents", name] if self.agents and name.endswith(".html"):
                 return self.agents.one(name.removesuffix(".html"))
             case ["run", key, name] if name.removesuffix(".html") in OF_RUN and name.endswith(".html"):
                 return OF_RUN[name.removesuffix(".html")](self.shelf.run(key))
@@ -74,16 +75,13 @@ class Site:
         numbers = [int(each) for each in found[2].split("-")[1:]]
         try:
             if found[1] == "index" and not numbers:
-                words = next((value for key, value in asked if key == "q"), "")[:200]
-                return (
-                    results.data(stage, words)
-                    if stage.kind == "data"
-                    else OF_KIND.get(stage.kind, learning.training)(stage)
-                )
+                if stage.kind == "data":
+                    return results.data(stage, next((value for key, value in asked if key == "q"), "")[:200])
+                return OF_KIND.get(stage.kind, learning.training)(stage)
             return NUMBERED[found[1], len(numbers)](stage, *numbers)
         except READABLE as error:
             kind = "empty" if stage.state in {"waiting", "running"} else "warning"
-            return View(stage.name, note(why(error), kind), crumbs_of(stage.run), stage.run.key, live=True)
+            return page_of(stage, note(why(error), kind))
 
     def mark(self, key: str) -> str:
         """Return what changes with a run, with the sessions of the agent, or, without a key, with any run."""
