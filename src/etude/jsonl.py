@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, Self
 from etude.files import fsync_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 Row = dict[str, Any]
@@ -76,6 +76,15 @@ def read_rows(path: Path, prefix: str = "") -> list[Row]:
     """Return the rows whose keys start with `prefix`, for those who only look: another process may be writing."""
     rows, _ = _believed_rows(read_lines(path)[0])
     return [row for row in rows if str(row.get("key", "")).startswith(prefix)]
+
+
+def numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a row by name, those inside others by the names on the way; not its step and time, nor infinite ones."""
+    for name, value in row.items():
+        if isinstance(value, dict):
+            yield from numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300:
+            yield from () if name in {"step", "time"} else [(f"{prefix}{name}", float(value))]
 
 
 class MetricsLog:

@@ -274,6 +274,26 @@ def status(
     options.watch(look, Console(highlight=False), once=not watch)
 
 
+def log(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
+    to: Annotated[list[str], typer.Option(metavar="SINK", help="Sink: tensorboard, trackio, wandb or mlflow. Repeatable.")],
+    follow: Annotated[bool, typer.Option("--follow", hidden=True)] = False,
+) -> None:  # fmt: skip
+    """Send the metrics of a run to other programs: what they have not had of it."""
+    from etude.report.sinks import SINKS, refuse_missing
+    from etude.run.log import follow as follow_run
+    from etude.run.log import send
+
+    if unknown := [name for name in to if name not in SINKS]:
+        raise UserError(f"--to: there is no sink {unknown[0]!r}{nearest(unknown[0], SINKS)}")
+    refuse_missing(to)
+    if follow:
+        follow_run(run_folder, to[0])
+        return
+    for name in to:
+        options.echo(f"{name}: {send(run_folder, name)} rows sent")
+
+
 def bases(
     name: Annotated[str | None, typer.Argument(help="Base to show in detail, with the source of each fact.")] = None,
     as_json: options.AsJson = False,

@@ -24,7 +24,7 @@ import json
 import re
 import tomllib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 from pydantic.json_schema import models_json_schema
@@ -33,6 +33,7 @@ from etude.errors import UserError, nearest
 from etude.files import digest_of
 from etude.recipe.cluster import ClusterSettings
 from etude.toml import Layer, Table, merge, read_layer, validated, wrong
+from etude.training.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,7 +43,14 @@ BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 STAGE_NAME = re.compile(r"[a-z][a-z0-9_-]*")
 DATA = "data"  # the table of the corpus
 BENCH = "bench"  # the kind of stages whose results a release carries
-RESERVED = {"base", DATA, "record", "recipe", "lock", "cluster"}  # names a run's folder uses itself
+WITHOUT_EFFECT = ("cluster", "log")  # tables that decide nothing of the result
+RESERVED = {"base", DATA, "record", "recipe", "lock", "cluster", "log"}  # names a run's folder uses itself
+
+
+class LogSettings(Settings):
+    """Where metrics go besides the run's own files; of no effect on what a run makes."""
+
+    to: list[Literal["tensorboard", "trackio", "wandb", "mlflow"]] = Field(description="sinks of metrics, one or more")
 
 
 class Header(BaseModel, extra="forbid", strict=True):
@@ -53,6 +61,7 @@ class Header(BaseModel, extra="forbid", strict=True):
     seed: int = Field(default=0, ge=0, description="random seed of all stages")
     stages: list[str] = Field(default=[], description="stages to run, in order")
     cluster: ClusterSettings | None = Field(default=None, description="places on a cluster, for `etude run --cluster`")
+    log: LogSettings | None = Field(default=None, description="sinks that a run's metrics are sent to")
 
     @field_validator("stages")
     @classmethod
@@ -86,21 +95,21 @@ class Recipe:
     stages: tuple[StageEntry, ...]
     data: StageEntry | None = None
     cluster: ClusterSettings | None = None
+    log: LogSettings | None = None
 
     def resolved(self) -> dict[str, Any]:
         head: dict[str, Any] = {"name": self.name, "seed": self.seed, "stages": [stage.name for stage in self.stages]}
         if self.base is not None:
             head["base"] = self.base
-        if self.cluster is not None:
-            head["cluster"] = self.cluster.model_dump()
+        head |= {name: table.model_dump() for name in WITHOUT_EFFECT if (table := getattr(self, name)) is not None}
         corpus = {DATA: self.data.settings.model_dump()} if self.data else {}
         stages = {stage.name: {"kind": stage.kind, **stage.settings.model_dump()} for stage in self.stages}
         return head | corpus | stages
 
     @property
     def hash(self) -> str:
-        """Return the digest of what decides the result: where it is computed does not."""
-        return digest_of({key: value for key, value in self.resolved().items() if key != "cluster"})
+        """Return the digest of what decides the result: where it is computed, and who watches, does not."""
+        return digest_of({key: value for key, value in self.resolved().items() if key not in WITHOUT_EFFECT})
 
 
 def recipe_schema(kinds: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
@@ -183,7 +192,7 @@ def check(layers: Sequence[Layer], kinds: Mapping[str, type[BaseModel]]) -> Reci
         advice = f"{nearest(name, header.stages)} (or add it to stages, or leave the section out)"
         raise wrong(layers, [name], f"section [{name}] is not in stages = {header.stages}{advice}")
     data = StageEntry(DATA, DATA, validated(kinds[DATA], corpus, [DATA], layers)) if corpus is not None else None
-    return Recipe(header.name, header.base, header.seed, entries, data, header.cluster)
+    return Recipe(header.name, header.base, header.seed, entries, data, header.cluster, header.log)
 
 
 def _refuse_stages_that_are_no_tables(merged: Table, layers: Sequence[Layer]) -> None:

@@ -8,6 +8,7 @@ they were made.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import os
@@ -36,8 +37,10 @@ from etude.lineage.record import (
 from etude.models.load import choose_device, digest_files
 from etude.recipe.recipe import BENCH, DATA, Recipe, StageEntry, as_toml
 from etude.report.ending import read_all, write_overview
+from etude.report.sinks import refuse_missing
 from etude.run import folder as layout
 from etude.run.folder import METRICS, MODEL, PROGRESS, finished, readable_record
+from etude.run.log import following
 from etude.run.stage import Ahead, Job, Model, Outcome, Stage
 from etude.run.stages import BASE, STAGES, base_entry
 from etude.work import Work
@@ -84,6 +87,7 @@ class Runner:
         model_known = corpus_known = True
         wanted = _wanted(recipe, until)
         self._refuse_foreign_folder()
+        refuse_missing(recipe.log.to if recipe.log else [])
         for entry, lacks in zip(wanted, self._lacks(recipe, wanted), strict=True):
             stage = self.stages[entry.kind]
             step = Step(entry, lacks=lacks)
@@ -101,14 +105,16 @@ class Runner:
 
     def execute(self, recipe: Recipe, until: str | None = None) -> list[Step]:
         """Run the recipe and return what was done with each stage."""
-        wanted = _wanted(recipe, until)
+        wanted, sinks = _wanted(recipe, until), recipe.log.to if recipe.log else []
+        refuse_missing(sinks)
         for lacks in self._lacks(recipe, wanted):  # all of them before the first runs
             if lacks:
                 raise UserError(lacks)
         self._refuse_foreign_folder()
-        with layout.lock_run(self.folder, self.reporter.say):
+        with layout.lock_run(self.folder, self.reporter.say), contextlib.ExitStack() as watched:
             remove_parts(self.folder)
             self._write_head(recipe)
+            watched.enter_context(following(sinks, self.folder, self.reporter.say))
             steps: list[Step] = []
             model: Model | None = None
             corpus: Record | None = None

@@ -138,7 +138,7 @@ async def judge(task: Task, codebase: Codebase, trace: Trace, left: Left, style:
         quality = await asyncio.to_thread(measure, *compared) if left.change else None
     seen = interaction(trace, premise_of(task, style, trace.task))
     trace.made_by["score"] = {"outcome": score.outcome, "reason": score.reason, "ignored": list(score.ignored),
-                              "known": score.how == "known"}  # fmt: skip
+                              "known": score.how == "known", "said": score.said}  # fmt: skip
     return Judged(score, quality, seen)
 
 

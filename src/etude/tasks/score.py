@@ -30,7 +30,7 @@ import sys
 import tomllib
 import warnings
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import sha256
 from itertools import product
@@ -65,7 +65,8 @@ MOST_BYTES, MOST_LEFT = 4 << 20, 64 << 20
 MOST_FILES, LONGEST_PATH = 5_000, 1_000  # taken; bytes
 LONGEST_NAME = 5  # dots
 MOST_READ = 1 << 20  # bytes of code that is new: its syntax tree takes hundreds of times as much memory, and a minute
-MOST_REMEMBERED = 20_000  # changes: a few megabytes
+MOST_REMEMBERED = 20_000  # changes: a few megabytes, or 30 if all fail with much to say
+SHOWN_TESTS, SHOWN = 2, 800  # failing tests whose output is kept, for people to read; characters of each
 
 
 def findings(content: bytes) -> dict[str, int]:
@@ -169,6 +170,7 @@ class Score:
     ignored: tuple[str, ...] = ()  # paths the agent changed that were not taken
     seconds: float = 0.0
     how: How = "run"  # by tests, by those of the same change before, or as nothing was changed
+    said: dict[str, str] = field(default_factory=dict)  # the end of what the first failing tests printed, for people
 
 
 def visible(task: Task, codebase: Codebase) -> list[Entry]:
@@ -280,7 +282,15 @@ async def tried(
     missed = len(task.tests) - len(plain.passed(task.tests))
     why = f"{missed} of {len(task.tests)} tests did not pass" if missed else why
     why = plain.state if plain.state != "complete" else why
-    return Score("fail" if why else "pass", shares[0], shares[1], why, ignored, seconds + plain.wall)
+    said = _said(plain, task.tests)
+    return Score("fail" if why else "pass", shares[0], shares[1], why, ignored, seconds + plain.wall, said=said)
+
+
+def _said(run: Run, tests: Iterable[str]) -> dict[str, str]:
+    """Return the end of what the first tests that did not pass printed, or the run if it did not come to its end."""
+    failed = [test for test in tests if run.outcomes.get(test) != "passed"][:SHOWN_TESTS]
+    said = {test: (run.traces.get(test) or run.outcomes.get(test, "it did not run"))[-SHOWN:] for test in failed}
+    return said if run.state == "complete" else {**said, "the whole run": run.printed[-SHOWN:]}
 
 
 async def _run_all(task: Task, codebase: Codebase, changes: Sequence[Entry]) -> Run:

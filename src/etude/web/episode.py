@@ -137,8 +137,7 @@ def tree(trace: Trace, name: str) -> Html:
         "sandbox": str(trace.made_by.get("sandbox", "")), "sandbox lost": str(trace.made_by.get("lost", "")),
         **{kind.replace("_", " "): count for kind, count in trace.counts.items()},
     })  # fmt: skip
-    about = note("The output of the hidden tests is not kept in a trace; the reason above is what is known of it.")
-    ended = section("How it ended", verdict, about)
+    ended = section("How it ended", verdict, *(details(test, pre(said)) for test, said in _texts(judged.get("said"))))
     changed = diff(trace.diff) if trace.diff else note("No file was changed.", "empty")
     return join(section("What it did", nodes(trace, name)), section("What it changed", changed), ended)
 
@@ -223,6 +222,10 @@ def _dicts(value: Any) -> list[dict[str, Any]]:
 
 def _pairs(value: Any) -> Sequence[tuple[str, Any]]:
     return list(value.items()) if isinstance(value, dict) else []
+
+
+def _texts(value: Any) -> list[tuple[str, str]]:
+    return [(name, said) for name, said in _pairs(value) if isinstance(said, str)]
 
 
 def _float(value: Any) -> float:

@@ -6,14 +6,13 @@ import json
 from array import array
 from typing import TYPE_CHECKING, Any
 
+from etude.jsonl import numbers
 from etude.report.rl import LABELS, PICTURES, Panel
 from etude.run.folder import METRICS
 from etude.web.html import Html, curve, element, is_number, note
 from etude.web.reading import Follower
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from etude.web.reading import Stage
 
     Points = list[tuple[float, float]]
@@ -61,7 +60,7 @@ class Metrics(Follower):
             return
         step = row.get("step", row["key"].rpartition("/")[2])
         at = float(step) if is_number(step) or (isinstance(step, str) and step.isdecimal() and len(step) < 15) else 0.0
-        for name, value in _numbers(row, "eval/" if kind == "eval" else ""):
+        for name, value in numbers(row, "eval/" if kind == "eval" else ""):
             self._add(name, at, value)
             if name.startswith("eval/bits_per_byte/"):
                 first = self.columns[name][1][0]
@@ -104,15 +103,6 @@ class Metrics(Follower):
                     words = name[len(wanted) :] if name != wanted else LABELS.get(name, name)
                     found[words.replace("_", " ")] = self.points(name)
         return found
-
-
-def _numbers(row: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
-    """Yield all numbers of a row by name, those inside others by the names on the way."""
-    for name, value in row.items():
-        if isinstance(value, dict) and name != "flags":
-            yield from _numbers(value, f"{prefix}{name}/")
-        elif is_number(value) and not isinstance(value, bool) and name not in {"step", "time"}:
-            yield f"{prefix}{name}", float(value)
 
 
 def panels_of(metrics: Metrics, kind: str) -> list[Panel]:
