@@ -15,7 +15,7 @@ import pytest
 from etude.sandbox.box import Entry, Place
 from etude.sandbox.local import open_sandbox
 from etude.tasks import score as score_module
-from etude.tasks.score import Score, change_digest, check, score, taken, tried, visible
+from etude.tasks.score import SHOWN, SHOWN_TESTS, Score, change_digest, check, score, taken, tried, visible
 from etude.tasks.suite import Run
 from etude.tasks.task import Codebase, Edit, function_of
 from tests.tasks import small
@@ -48,12 +48,16 @@ def test_the_honest_pass(calc: Codebase) -> None:
     for files in ({"calc/__init__.py": small.SOLVED}, {"calc/__init__.py": another, **scratch}):
         found = scored(calc, dict(files))
         assert (found.outcome, found.fail_to_pass, found.pass_to_pass) == ("pass", 1.0, 1.0), found
+        assert found.said == {}
     assert found.ignored == ("notes.txt", "test_mine.py")
 
 
 def test_half_a_solution_is_half_the_fraction(calc: Codebase) -> None:
     found = scored(calc, {"calc/__init__.py": SPECIAL})
     assert (found.fail_to_pass, found.pass_to_pass) == (0.5, 1.0)
+    assert len(found.said) == SHOWN_TESTS
+    assert set(found.said) < set(small.task().fail_to_pass)
+    assert all("assert " in said and len(said) <= SHOWN for said in found.said.values())
 
 
 def test_a_forger_is_named(calc: Codebase) -> None:

@@ -63,7 +63,7 @@ def trace(
         nodes.append(sampled(len(nodes) - 1, "turn", "Done. " + words, said="Done. " + words))
     diff = f"--- a/a.py\n+++ b/a.py\n@@ -1 +1 @@\n-x = 1\n+x = 2  # {words}\n"
     return Trace(name, task, nodes, "finished", {"turns": turns, "calls": turns}, {"outcome": 1.0, "length": -0.2}, diff,
-                 {"sandbox": "namespaces", "score": {"outcome": "pass", "reason": words}})  # fmt: skip
+                 {"sandbox": "namespaces", "score": {"outcome": "pass", "reason": words, "said": {words: f"E assert {words}"}}})  # fmt: skip
 
 
 class Growing:
