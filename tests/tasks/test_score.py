@@ -57,7 +57,7 @@ def test_half_a_solution_is_half_the_fraction(calc: Codebase) -> None:
     assert (found.fail_to_pass, found.pass_to_pass) == (0.5, 1.0)
     assert len(found.said) == SHOWN_TESTS
     assert set(found.said) < set(small.task().fail_to_pass)
-    assert all("assert " in said and len(said) <= SHOWN for said in found.said.values())
+    assert all("\nE   " in said and len(said) <= SHOWN for said in found.said.values())
 
 
 def test_a_forger_is_named(calc: Codebase) -> None:

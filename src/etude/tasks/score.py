@@ -295,7 +295,7 @@ def _said(run: Run, tests: Iterable[str]) -> dict[str, str]:
 
 async def _run_all(task: Task, codebase: Codebase, changes: Sequence[Entry]) -> Run:
     async with layers_of(codebase.tree, entries_of(task.candidate.edits, "broken"), changes) as layers:
-        return await run_tests(codebase, layers, task.tests)
+        return await run_tests(codebase, layers, task.tests, traces=True)
 
 
 async def sandbox_fails(codebase: Codebase) -> bool:
