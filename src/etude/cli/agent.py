@@ -141,17 +141,30 @@ def list_(file: TraceFile) -> None:
 @trace_app.command(epilog="Example: etude trace export runs/fix/traces.jsonl --atif out")
 def export(
     file: TraceFile,
-    atif: Annotated[Path, typer.Option(metavar="FOLDER", help="Output folder, one JSON file an episode.")],
+    atif: Annotated[Path | None, typer.Option(metavar="FOLDER", help="ATIF 1.8: output folder, a file an episode.")] = None,
+    otlp: Annotated[str, typer.Option(metavar="FOLDER|URL", help="OpenTelemetry spans: output folder, or collector.")] = "",
+    content: Annotated[bool, typer.Option("--content", help="--otlp: with what was asked, said and answered.")] = False,
     episode: Episode = None,
-) -> None:
-    """Write episodes as ATIF 1.8, one file each, token ids and log-probs included."""
+) -> None:  # fmt: skip
+    """Write episodes as ATIF 1.8, token ids and log-probs included, or as OpenTelemetry spans."""
     from etude.agent.atif import to_atif
-    from etude.files import write_json
+    from etude.agent.otlp import post, to_otlp
+    from etude.files import write_json, write_text
 
+    if (atif is None) == (not otlp) or (content and not otlp):
+        raise UserError("give --atif FOLDER or --otlp FOLDER, one of them; --content goes with --otlp")
     traces = _read(file, episode)
-    for number, trace in enumerate(traces, 1):
-        write_json(atif / f"trajectory-{number}.json", to_atif(trace))
-    options.echo(f"{len(traces)} in {atif}")
+    if atif is not None:
+        for number, trace in enumerate(traces, 1):
+            write_json(atif / f"trajectory-{number}.json", to_atif(trace))
+    else:
+        requests = [to_otlp(trace, file.stat().st_mtime, content=content) for trace in traces]
+        if otlp.startswith(("http://", "https://")):
+            for request in requests:
+                post(request, otlp)
+        else:
+            write_text(Path(otlp) / "traces.otlp.jsonl", "".join(f"{request}\n" for request in requests))
+    options.echo(f"{len(traces)} in {atif or otlp}")
 
 
 @trace_app.command("import", epilog="Example: etude trace import out/*.json --out traces.jsonl")
