@@ -238,7 +238,7 @@ def test_only_our_page_asks_and_only_for_what_was_named(work: Callable[..., Work
                         ({"repository": ""}, "may not use"), ({"model": "/tmp"}, "may not use the model"), ({"request": " "}, "is empty")):  # fmt: skip
         answer = made.do("work", **{**right, **wrong})
         assert (answer.status, said in answer.text) == (400, True), answer.text
-    for session_id in ("../agents", "20260101-000000-ffffff", ""):
+    for session_id in ("../agents", "20260101-000000-000-ffff", ""):
         assert made.do("decide", session=session_id, decision="accepted", comment="").status == 404
     assert made.do("decide", session=session.id, decision="burn", comment="").status == 400
     made.agents.repositories.clear()  # a server that was started without it
@@ -251,7 +251,7 @@ def test_only_our_page_asks_and_only_for_what_was_named(work: Callable[..., Work
 
 def test_addresses_of_sessions_lead_nowhere_else(work: Callable[..., Work]) -> None:
     made = work([])
-    for path in ("agents/..%2frepo.html", "agents/20260101-000000-ffffff.html", "agents/x.html", "agents/"):
+    for path in ("agents/..%2frepo.html", "agents/20260101-000000-000-ffff.html", "agents/x.html", "agents/"):
         assert ask(made.pages.app(), f"/{path}").status == 404
 
 
