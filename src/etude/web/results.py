@@ -7,7 +7,7 @@ import io
 import json
 from collections import defaultdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from etude.bench.trials import FILE, Results, Trial, read_results
 from etude.data.build import HITS, SAMPLES
