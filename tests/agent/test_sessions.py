@@ -129,10 +129,8 @@ def test_one_that_is_killed_is_told_from_one_that_works_and_the_next_begins(tmp_
         first, second = ask(sessions, repository, server), ask(sessions, repository, server)
         sessions.begin_due([str(repository)], [server.url])
         assert held.asked.wait(60)
-        states = {first.id: first.state, second.id: second.state}
-        assert sorted(states.values()) == ["running", "waiting"]
-        running = next(each for each in (first, second) if states[each.id] == "running")
-        other = second if running is first else first
+        running, other = first, second
+        assert (running.state, other.state) == ("running", "waiting")
         assert running.begin() is None  # by another server
         sessions.begin_due([str(repository)], [server.url])
         assert other.state == "waiting"
@@ -203,6 +201,10 @@ def test_what_goes_wrong_is_one_line(tmp_path: Path, repository: Path) -> None:
         assert session.end["state"] == "failed"
         assert why in session.end["why"]
         assert "Traceback" not in session.log
+    session = sessions.ask("x", repository=str(repository), model="sprout", sandbox="auto")
+    session.request["in"] = str(tmp_path / "nowhere")
+    assert session.begin() is None
+    assert (session.state, "No such file" in session.end["why"]) == ("failed", True)
     for request, why in (("  ", "is empty"), ("x" * (MOST_REQUEST + 1), "is the most")):
         with pytest.raises(UserError, match=why):
             sessions.ask(request, repository=str(repository), model="sprout", sandbox="auto")

@@ -62,7 +62,7 @@ def test_only_the_process_that_holds_the_lock_is_asked_to_stop(run: Run) -> None
         lock = run.folder / "lock"
         true = lock.read_bytes()
         lock.write_text(json.dumps({"pid": os.getppid(), "host": "x", "name": "x"}))  # a lie
-        with pytest.raises(UserError, match="not one of this machine"):
+        with pytest.raises(UserError, match="not a process of this machine"):
             actions.stop(run, {})
         lock.write_bytes(true)
         assert actions.stop(run, {}).startswith(f"process {holder.pid} stops at the next safe place")

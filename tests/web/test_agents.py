@@ -22,6 +22,7 @@ from etude.web.app import TOKEN, Pages
 from etude.web.export import export_run
 from etude.web.reading import Shelf
 from tests.agent.chat_server import ChatServer
+from tests.conftest import Etude
 from tests.web.asgi import Answer, ask
 from tests.web.browser import CHROMIUM, MISSING, Browser
 from tests.web.made import NASTY
@@ -96,6 +97,7 @@ def served() -> Iterator[Callable[[Work], str]]:
 
         def serve(work: Work) -> str:
             address = stack.enter_context(bind("127.0.0.1", 0))
+            address.listen()
             server = server_of(work.pages.app(), Limits(drain=1))
             thread = threading.Thread(target=server.run, kwargs={"sockets": [address]})
             thread.start()
@@ -234,24 +236,30 @@ def test_only_our_page_asks_and_only_for_what_was_named(work: Callable[..., Work
                          ("consent", {"training": "yes"})):  # fmt: skip
         for token in ("", "guess"):
             assert made.do(action, token=token, **body).status == 403
-    for wrong, said in (({"repository": str(tmp_path)}, "may not use the repository"), ({"repository": f"{made.repository}/."}, "may not use"),
-                        ({"repository": ""}, "may not use"), ({"model": "/tmp"}, "may not use the model"), ({"request": " "}, "is empty")):  # fmt: skip
+    for wrong, said in (({"repository": str(tmp_path)}, "may not use"), ({"repository": f"{made.repository}/."}, "may not use"),
+                        ({"repository": ""}, "may not use"), ({"model": "/tmp"}, "with --model /tmp"), ({"request": " "}, "is empty")):  # fmt: skip
         answer = made.do("work", **{**right, **wrong})
         assert (answer.status, said in answer.text) == (400, True), answer.text
-    for session_id in ("../agents", "20260101-000000-ffffff", ""):
+    for session_id in ("../agents", "20260101-000000-000-ffff", ""):
         assert made.do("decide", session=session_id, decision="accepted", comment="").status == 404
     assert made.do("decide", session=session.id, decision="burn", comment="").status == 400
     made.agents.repositories.clear()  # a server that was started without it
-    assert "may not use the repository" in made.do("decide", session=session.id, decision="accepted").text
+    assert "with --repo" in made.do("decide", session=session.id, decision="accepted").text
     assert "etude web --repo PATH" in ask(made.pages.app(), "/agents.html").text
     assert "return a - b" in made.code
     assert feedback.consent(made.agents.sessions.folder) is None
     assert len(list(made.agents.sessions)) == 1
 
 
+def test_what_a_user_gets_wrong_is_one_line(etude: Etude, tmp_path: Path) -> None:
+    said = etude("web", "--repo", tmp_path / "none", "--agents", tmp_path / "agents")
+    assert (said.code, said.err.count("\n"), "is no folder; name a repository with --repo" in said.err) == (2, 1, True)
+    assert not (tmp_path / "agents").exists()
+
+
 def test_addresses_of_sessions_lead_nowhere_else(work: Callable[..., Work]) -> None:
     made = work([])
-    for path in ("agents/..%2frepo.html", "agents/20260101-000000-ffffff.html", "agents/x.html", "agents/"):
+    for path in ("agents/..%2frepo.html", "agents/20260101-000000-000-ffff.html", "agents/x.html", "agents/"):
         assert ask(made.pages.app(), f"/{path}").status == 404
 
 

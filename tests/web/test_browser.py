@@ -27,6 +27,7 @@ def served(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
     folder = tmp_path_factory.mktemp("growing")
     pages = Pages(Shelf([runs, folder]), gate_for("127.0.0.1", None, allow_open=False))
     with bind("127.0.0.1", 0) as address:
+        address.listen()  # so that a tab that is faster than the server waits
         server = server_of(pages.app(), Limits(drain=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [address]})
         thread.start()

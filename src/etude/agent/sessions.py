@@ -58,7 +58,7 @@ TURNS, SECONDS, TEMPERATURE = 50, 1800.0, 0.7  # as `etude agent` has them
 MOST_WAITING = 50
 MOST_REQUEST = 20_000  # characters
 MOST_CHANGED = 64 << 20  # bytes of changed files that are kept, so that they can be applied
-ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
+ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9]{3}-[0-9a-f]{4}")  # by time, so that names sort as they were asked
 LOOK = 1.0  # seconds between two looks whether one that waits can begin
 STATES = ("waiting", "running", "finished", "failed", "stopped", "killed")
 
@@ -178,7 +178,7 @@ class Session:
         ]  # fmt: skip
         if sum(len(each.content or b"") for each in (*entries, *before)) > MOST_CHANGED:
             raise UserError(
-                f"it changed more than {MOST_CHANGED >> 20} MiB; `etude agent` can apply that, a session not"
+                f"more than {MOST_CHANGED >> 20} MiB were changed; `etude agent` can apply that, a session not"
             )
         write_text(self.folder / "changes.json", json.dumps({"after": _packed(entries), "before": _packed(before)}))
 
@@ -205,11 +205,8 @@ def _digest(folder: Path | None) -> str:
 
 def _packed(entries: Sequence[Entry]) -> list[tuple[Any, ...]]:
     """Return entries as JSON has them: names may be any bytes, and so may contents."""
-    contents = [base64.b64encode(each.content or b"").decode() for each in entries]
-    return [
-        (each.path, each.kind, stat.S_IMODE(each.mode), content)
-        for each, content in zip(entries, contents, strict=True)
-    ]
+    return [(each.path, each.kind, stat.S_IMODE(each.mode), base64.b64encode(each.content or b"").decode())
+            for each in entries]  # fmt: skip
 
 
 def _unpacked(rows: Sequence[Sequence[Any]]) -> list[Entry]:
@@ -241,9 +238,11 @@ class Sessions:
             raise UserError(f"the request has {len(request):,} characters; {MOST_REQUEST:,} is the most")
         if sum(each.state == "waiting" for each in self) >= MOST_WAITING:
             raise UserError(f"{MOST_WAITING} sessions wait already; stop some of them first")
-        folder = self.folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        now = time.time()
+        name = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{int(now * 1000) % 1000:03d}-{secrets.token_hex(2)}"
+        folder = self.folder / name
         folder.mkdir(mode=0o700, parents=True)
-        asked = {"request": request, "time": time.time(), "in": str(Path.cwd()), **about}
+        asked = {"request": request, "time": now, "in": str(Path.cwd()), **about}
         write_text(folder / "request.json", json.dumps(asked, indent=1))
         return Session(folder)
 

@@ -69,6 +69,7 @@ def show(  # noqa: PLR0913, PLR0917 - an argument for every option
         shelf = Shelf(folders, PATIENCE)
         pages = Pages(shelf, gate, actions_on(shelf) | work.actions(), work)
         threading.Thread(target=work.keep_beginning, daemon=True).start()
+        address.listen()  # who comes before the server has begun waits, and is not refused
         where = f"http://{host}:{address.getsockname()[1]}/"
         options.echo(f"{len(shelf.runs)} runs at {where} - Ctrl-C ends it", err=True)
         if open_:

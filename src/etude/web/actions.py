@@ -6,6 +6,7 @@ program. And a process is only asked to stop if it holds the lock of the run, wh
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from etude.cli.rl import wish
 from etude.errors import UserError
 from etude.run.folder import LOCK_FILE, running_owner
-from etude.web.html import Html, element, join, note
+from etude.web.html import Html, act, element, join, note
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,8 +31,8 @@ LOG = "continued.log"  # in the run's folder: what a continued run says
 def actions_on(shelf: Shelf) -> dict[str, Action]:
     """Return what the page may ask for, by name."""
 
-    def of(act: Callable[[Run, dict[str, Any]], str]) -> Action:
-        return lambda body: {"said": act(shelf.run(body.pop("run", "")), body)}
+    def of(does: Callable[[Run, dict[str, Any]], str]) -> Action:
+        return lambda body: {"said": does(shelf.run(body.pop("run", "")), body)}
 
     return {"weights": of(weigh), "stop": of(stop), "continue": of(go_on)}
 
@@ -53,23 +54,17 @@ def stop(run: Run, _: dict[str, Any]) -> str:
     if owner is None:
         raise UserError(f"nobody is at work on {run.folder.name}")
     if not _holds(owner["pid"], run.folder / LOCK_FILE):
-        raise UserError(
-            f"the process that works on {run.folder.name} is not one of this machine; stop it where it runs"
-        )
+        raise UserError(f"who works on {run.folder.name} is not a process of this machine; stop it where it runs")
     os.kill(owner["pid"], signal.SIGINT)
     return f"process {owner['pid']} stops at the next safe place; what is finished is kept"
 
 
 def _holds(pid: Any, lock: Path) -> bool:
     """Whether a process of this machine has a run's lock open."""
-    try:
-        return (
-            isinstance(pid, int)
-            and pid > 1
-            and any(each.samefile(lock) for each in Path(f"/proc/{pid}/fd").iterdir() if each.exists())
-        )
-    except OSError:
-        return False
+    with contextlib.suppress(OSError):
+        opened = Path(f"/proc/{pid}/fd").iterdir() if isinstance(pid, int) and pid > 1 else ()
+        return any(each.samefile(lock) for each in opened if each.exists())
+    return False
 
 
 def go_on(run: Run, _: dict[str, Any]) -> str:
@@ -97,7 +92,7 @@ def steering(run: Run) -> Html:
     if not running and all(each.state == "done" for each in run.stages):
         return Html()
     name, words = ("stop", "Stop at the next safe place") if running else ("continue", "Continue this run")
-    return _form(run, name, words)
+    return act(name, element("button", words), run=run.key)
 
 
 def weights_form(stage: Stage, weights: dict[str, float]) -> Html:
@@ -106,15 +101,5 @@ def weights_form(stage: Stage, weights: dict[str, float]) -> Html:
         return Html()
     fields = [element("label", f"{part} ", element("input", name=part, type="number", step="any", min=0, placeholder=f"{weight:g}"))
               for part, weight in weights.items()]  # fmt: skip
-    about = note(
-        "Weights of the reward's parts, from the groups that close next on. The ledger records what and from which step."
-    )
-    hidden = element("input", type="hidden", name="stage", value=stage.name)
-    return join(about, _form(stage.run, "weights", "Change", hidden, *fields))
-
-
-def _form(run: Run, name: str, words: str, *fields: Html) -> Html:
-    hidden = element("input", type="hidden", name="run", value=run.key)
-    return element(
-        "form", hidden, *fields, element("button", words), element("output"), data_action=f"/do/{name}", cls="act"
-    )
+    about = "Weights of the reward's parts, from the groups that close next on. The ledger records what and from which step."
+    return join(note(about), act("weights", *fields, element("button", "Change"), run=stage.run.key, stage=stage.name))

@@ -16,7 +16,7 @@ from etude.errors import UserError
 from etude.progress import duration
 from etude.report.episode import ending
 from etude.web.episode import nodes
-from etude.web.html import Html, details, diff, element, facts, join, link, note, pre, section, table
+from etude.web.html import Html, act, details, diff, element, facts, join, link, note, pre, section, table
 from etude.web.overview import View
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Agents:
         picks = [element("label", f"{name} ", element("select", *(element("option", each) for each in several), name=name))
                  for name, several in (("repository", self.repositories), ("model", self.models))]  # fmt: skip
         about = "It works on a copy, in a sandbox. Nothing of it reaches the repository before you accept it."
-        return _act("work", words, element("p", *picks, cls="ways"), element("button", "Begin"), note(about))
+        return act("work", words, element("p", *picks, cls="ways"), element("button", "Begin"), note(about))
 
     def _consent(self) -> Html:
         agreed = feedback.consent(self.sessions.folder)
@@ -145,7 +145,7 @@ class Agents:
                False: "What you decide is not kept for training."}[agreed]  # fmt: skip
         answers = [element("button", words, name="training", value=value) for value, (words, here) in ANSWERS.items()
                    if agreed is not here]  # fmt: skip
-        form = _act("consent", element("p", *answers, cls="ways"))
+        form = act("consent", element("p", *answers, cls="ways"))
         return element("div", note(CONSENT), note(element("strong", now)), form, cls="asks")
 
     # ---- one session
@@ -183,7 +183,7 @@ class Agents:
             diff(trace.diff) if trace and trace.diff else note("No file was changed.", "empty"),
             element("ul", *said) if said else None,
             self._consent() if feedback.consent(self.sessions.folder) is None else None,
-            _act("decide", box, element("p", *buttons, cls="ways"), session=session.id),
+            act("decide", box, element("p", *buttons, cls="ways"), session=session.id),
         ]
 
 
@@ -209,15 +209,10 @@ def _about(session: Session, state: str) -> list[Html]:
     parts = [known, note(words, "warning" if bad else "note")]
     if state in {"waiting", "running"}:
         again = "Stop at once" if session.stopping else "Stop"
-        parts.append(_act("end", element("button", again), session=session.id))
+        parts.append(act("end", element("button", again), session=session.id))
     elif (log := session.log) and state != "finished":
         parts.append(details("What its process said last", pre(log[-4_000:])))
     return parts
-
-
-def _act(action: str, *parts: Any, session: str = "") -> Html:
-    hidden = element("input", type="hidden", name="session", value=session) if session else None
-    return element("form", hidden, *parts, element("output"), data_action=f"/do/{action}", cls="act")
 
 
 def _state(session: Session) -> Html:

@@ -113,6 +113,12 @@ def facts(values: Mapping[str, Content]) -> Html:
     )
 
 
+def act(action: str, *content: Content, **hidden: str) -> Html:
+    """Return a form that asks the server for an action, with fields that do not show, and room for what is said to it."""
+    fields = [element("input", type="hidden", name=name, value=value) for name, value in hidden.items()]
+    return element("form", *fields, *content, element("output"), data_action=f"/do/{action}", cls="act")
+
+
 def details(title: Content, *content: Content, open_: bool = False, cls: str = "") -> Html:
     return element("details", element("summary", title), *content, open=open_, cls=cls or None)
 

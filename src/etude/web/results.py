@@ -7,7 +7,7 @@ import io
 import json
 from collections import defaultdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from etude.bench.trials import FILE, Results, Trial, read_results
 from etude.data.build import HITS, SAMPLES
@@ -30,6 +30,7 @@ from etude.web.overview import View, crumbs_of, page_of, state_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from etude.agent.trace import Trace
     from etude.lineage.record import Lineage, Record
     from etude.web.reading import Lines, Run, Stage
 
@@ -115,30 +116,30 @@ def _traces(stage: Stage) -> dict[str, int]:
     if stage.has("traces.jsonl"):
         for line in lines.news():
             with contextlib.suppress(ValueError):
-                known[json.JSONDecoder().raw_decode(line[:2000].decode(errors="replace").removeprefix('{"id":'))[0]] = (
-                    len(lines) - 1
-                )
+                name, _ = json.JSONDecoder().raw_decode(line[:2000].decode(errors="replace").removeprefix('{"id":'))
+                known[name] = len(lines) - 1
     return known
 
 
-def _trace(stage: Stage, trial: Trial, places: dict[str, int]) -> Any:
+def _trace(stage: Stage, trial: Trial, places: dict[str, int]) -> Trace | None:
     place = places.get(trial.trace.partition("#")[2])
     return None if place is None else episode.read_trace(stage, "traces.jsonl", place)
 
 
+def _whole(stage: Stage, place: int) -> tuple[Trial, Trace]:
+    """Return an attempt and its trace. KeyError: one of them is not there."""
+    for own in trials_of(stage).trials[place : place + 1]:
+        if trace := _trace(stage, own, _traces(stage)):
+            return own, trace
+    raise KeyError(place)
+
+
 def trial(stage: Stage, place: int) -> View:
     """Show one attempt whole."""
-    results = trials_of(stage)
-    if not 0 <= place < len(results.trials):
-        raise KeyError(place)
-    own = results.trials[place]
-    trace = _trace(stage, own, _traces(stage))
-    if trace is None:
-        raise KeyError(place)
-    numbers = {name: short(value) for name, value in (own.quality | own.interaction).items() if value is not None}
-    judged = details(
-        "Quality and interaction", facts({name.replace("_", " "): value for name, value in numbers.items()})
-    )
+    own, trace = _whole(stage, place)
+    numbers = [(name.replace("_", " "), value) for name, value in (own.quality | own.interaction).items()]
+    known = facts({name: short(value) for name, value in numbers if value is not None})
+    judged = details("Quality and interaction", known)
     top = facts({"model": own.model, "task": own.task, "outcome": f"{MARKS[own.outcome]} {own.outcome} {own.why}",
                  "time": f"{own.seconds:.1f} s"})  # fmt: skip
     name = f"trial-{place}"
@@ -148,9 +149,8 @@ def trial(stage: Stage, place: int) -> View:
 
 def trial_tokens(stage: Stage, place: int, node: int) -> View:
     """Show a node of an attempt token by token."""
-    results = trials_of(stage)
-    trace = _trace(stage, results.trials[place], _traces(stage)) if 0 <= place < len(results.trials) else None
-    if trace is None or not 0 <= node < len(trace.nodes):
+    _, trace = _whole(stage, place)
+    if not 0 <= node < len(trace.nodes):
         raise KeyError(node)
     missing = "Nothing is learnt from a benchmark, so there are no advantages."
     body = episode.token_page(stage, trace, node, None, learnt_summaries=True, missing=missing)
