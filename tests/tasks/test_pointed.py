@@ -88,3 +88,15 @@ def test_replacements_lead_from_one_text_to_the_other(before: list[str], after: 
         assert len(re.findall(f"(?={re.escape(change.old)})", text)) == 1
         text = text.replace(change.old, change.new or "", 1)
     assert text == goal
+
+
+def test_located_names_every_file_and_nothing_of_what_is_in_it() -> None:
+    edit = Edit("a.py", "a = 1\n", "a = 2\n")
+    for split in ("train", "bench"):
+        text = pointed_request(task(edit, replace(edit, path="b.py"), split=split), "located")
+        assert text is not None
+        assert {"a.py", "b.py"} <= set(re.findall(r"\w+\.py", text))
+        assert "I get 2." in text
+        assert "a = " not in text
+    many = task(*(replace(edit, path=f"{i}.py") for i in range(5)))
+    assert asked(many, "located") == ("terse", "fix total")

@@ -39,6 +39,7 @@ from etude.data.document import UNKNOWN, Document, Drop, Raw
 from etude.data.filters.licence import PERMISSIVE, Licences, canonical, evaluate, spdx_of, stated_in
 from etude.data.settings import SourceSettings
 from etude.data.sources import open_source
+from etude.data.sources.debian import PIN, open_debian
 from etude.errors import UserError
 from etude.files import digest_of, read_json, sha256_file, write_json, write_text
 from etude.sandbox.layers import prepare
@@ -74,9 +75,10 @@ PLUGIN = Path(__file__).with_name("report_plugin.py")
 
 
 class PackageSettings(BaseModel, extra="forbid", strict=True, frozen=True):
-    """One codebase of a set: exactly one of pypi, folder and git."""
+    """One codebase of a set: exactly one of pypi, debian, folder and git."""
 
     pypi: str | None = Field(None, description="a package at a version: name==version")
+    debian: str | None = Field(None, description="a source package of Debian or Ubuntu at a version: name=version")
     folder: str | None = Field(None, description="a folder with a package and its tests")
     git: str | None = Field(None, description="a git repository: a folder, or anything git can clone")
     revision: str = Field("HEAD", description="git: the commit, tag or branch")
@@ -101,8 +103,10 @@ class PackageSettings(BaseModel, extra="forbid", strict=True, frozen=True):
 
     @model_validator(mode="after")
     def _one_place(self) -> PackageSettings:
-        if sum(map(bool, (self.pypi, self.folder, self.git))) != 1:
-            raise ValueError("a package must have exactly one of pypi, folder and git")
+        if sum(map(bool, (self.pypi, self.debian, self.folder, self.git))) != 1:
+            raise ValueError("a package must have exactly one of pypi, debian, folder and git")
+        if self.debian and not PIN.fullmatch(self.debian):
+            raise ValueError(f"{self.debian!r} is no source package at a version; write it as name=version")
         if self.older and not self.pypi:
             raise ValueError("`older` is for packages of the index")
         if self.language and self.language not in LANGUAGES:
@@ -139,9 +143,11 @@ class PackageSettings(BaseModel, extra="forbid", strict=True, frozen=True):
     @property
     def name(self) -> str:
         """What the codebase is called."""
-        place = self.pypi or Path(self.folder or "").expanduser().resolve().name
+        place = self.pypi or self.debian or Path(self.folder or "").expanduser().resolve().name
         place = re.split("[/:]", self.git)[-1] if self.git else place
-        return re.sub(r"[^a-z0-9]+", "-", place.partition("==")[0].removesuffix(".git").lower()).strip("-")
+        return re.sub(
+            r"[^a-z0-9]+", "-", place.partition("=" if self.debian else "==")[0].removesuffix(".git").lower()
+        ).strip("-")
 
 
 def unpack(settings: PackageSettings, cache: Path, reporter: Reporter) -> Codebase:
@@ -151,7 +157,11 @@ def unpack(settings: PackageSettings, cache: Path, reporter: Reporter) -> Codeba
         place = {"git": settings.git, "revision": settings.revision}
     elif settings.pypi:
         place = {"pypi": [settings.pypi]}
-    source = open_source(SourceSettings(name=settings.name, **place), LARGEST, cache, reporter)
+    known = ""  # licence
+    if settings.debian:
+        source, known = open_debian(settings.debian, LARGEST, cache)
+    else:
+        source = open_source(SourceSettings(name=settings.name, **place), LARGEST, cache, reporter)
     archive = source.parts[0].archive
     documents = [] if archive else [each for part in source.parts for each in part.read()]
     digest = sha256_file(Path(archive)) if archive else digest_of([[each.path, str(each)] for each in documents])
@@ -159,8 +169,8 @@ def unpack(settings: PackageSettings, cache: Path, reporter: Reporter) -> Codeba
     if not (folder / "about.json").exists():
         _write(folder, documents or [each for part in source.parts for each in part.read()])
     metadata = read_json(folder / "about.json")["metadata"]
-    version = settings.pypi.partition("==")[2] if settings.pypi else (source.revision or digest)[:12]
-    licence = settings.licence or _stated(metadata) or _written(source.parts[0].licences())
+    version = (settings.pypi or settings.debian or "").rpartition("=")[2] or (source.revision or digest)[:12]
+    licence = settings.licence or known or _stated(metadata) or _written(source.parts[0].licences())
     if settings.command:
         sources, tests = find_other_layout(folder / "tree", settings)
         return Codebase(settings.name, version, digest, folder / "tree", sources, tests, Path("python3"), licence=licence,

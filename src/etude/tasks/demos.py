@@ -49,7 +49,7 @@ from etude.tasks.manifest import TaskSet, load_set, read_rows
 from etude.tasks.prompts import Change, asked, changes, changes_of, phrases
 from etude.tasks.score import score
 from etude.tasks.suite import side_by_side
-from etude.tasks.task import Edit, PointedStyle, StoredStyle, Style, Task, function_of
+from etude.tasks.task import Edit, StoredStyle, Style, Task, function_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
@@ -80,7 +80,7 @@ class DemoSettings(BaseModel, extra="forbid", strict=True, frozen=True):
     @model_validator(mode="after")
     def _can_be_done(self) -> DemoSettings:
         """Scripts find code by grep and read it; where the request points at it, an edit is enough."""
-        pointed = set(self.styles) <= {*get_args(PointedStyle)}
+        pointed = set(self.styles) <= SHOWING
         needed = {"edit"} if pointed else {"grep", "read", "edit", "write", "shell"}
         if self.tools != BASH_ONLY and (missing := sorted(needed - {*self.tools})):
             raise ValueError(f"demonstrations need the tools {', '.join(missing)} as well, or `bash` alone")
@@ -134,6 +134,7 @@ def in_terminal(call: Call) -> Call:
 
 Answers = list[dict[str, Any]]  # as a trace keeps them: name, text, failed, details
 MOST_EDITS = 12
+SHOWING = {"shown", "told"}  # styles whose requests hold the code, so that nothing need be read first
 DIRECT_CHECKS = 0.5  # how often a change that was pointed at is tested
 WRONG_TURNS = {"none": 5.0, "slip": 1.5, "wrong": 2.0, "partial": 2.0}  # how often, where they can be taken
 
@@ -381,7 +382,7 @@ class Demonstrator:
         suites = tuple(sorted({test.partition("::")[0] for test in seen or failing}))
         rng = random.Random(f"{self.seed}/{name}/{attempt}")  # noqa: S311 - keeps no secret
         options, tools = self.tasks.codebase(task).options, self.tools.tools
-        direct = style if style in get_args(PointedStyle) else None
+        direct = style if style in SHOWING else None
         script = Script(task, asked(task, style)[1], seen, suites, options, rng, tools=tools, direct=direct)
         script.wrong_turn = "none" if attempt else script.wrong_turn  # the first way failed: go straight
         return script

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from pydantic import BaseModel, ConfigDict, Field
 
 from etude.data.settings import SourceSettings
-from etude.data.sources.repository import history_of
+from etude.data.sources.repository import commit_of, history_of
 from etude.errors import UserError, one_line
 from etude.files import digest_of, read_json, write_json, write_text
 from etude.progress import counted
@@ -40,7 +40,7 @@ from etude.tasks.commanded import spoilt_tests, written
 from etude.tasks.generators import deletion, history, mutation, other_languages
 from etude.tasks.generators.parsed import Parsed, changed_line_numbers
 from etude.tasks.losses import lost_candidates, lost_packages, lost_tests
-from etude.tasks.manifest import built_codebase, codebase_row, task_of, task_row, write_set
+from etude.tasks.manifest import built_codebase, codebase_row, find_manifest, read_rows, task_of, task_row, write_set
 from etude.tasks.score import check, visible
 from etude.tasks.seal import gate
 from etude.tasks.suite import FAST, entries_of, layers_of, run_tests, side_by_side, write_entries
@@ -84,6 +84,9 @@ class SetSettings(BaseModel):
     )
     history_lines: int = Field(1, ge=1, description="fewest changed lines of a task from history")
     sandbox: Backend = Field("auto", description=WHERE)
+    take: dict[str, list[Generator]] = Field(
+        {}, description="manifests of which tasks are taken over as they are, and of which generators"
+    )
     package: list[PackageSettings] = Field(min_length=1, description="codebases to make tasks from")
 
     def wanted(self, package: PackageSettings) -> dict[str, int]:
@@ -248,6 +251,9 @@ class Maker:
             await side_by_side(one, self.settings.package, workers)
 
     async def _package(self, package: PackageSettings, wanted: dict[str, int]) -> None:
+        if package.git:  # a branch goes on, and HEAD is another commit in the next clone: the manifest names this one
+            where = SourceSettings(name=package.name, git=package.git, revision=package.revision)
+            package = package.model_copy(update={"revision": await asyncio.to_thread(commit_of, where)})
         codebase, coverage = await self._examined(package)
         for name, generator in GENERATORS.items():
             rng = random.Random(f"{self.settings.seed}/{codebase.digest}/{name}")  # noqa: S311
@@ -416,6 +422,12 @@ class Maker:
                 tasks[task["task"]] = task
                 kept[generator][name] += 1
             reasons[f"{generator}: {reason.partition(':')[0] or 'kept'}"] += 1
+        rows = {
+            key: row
+            for key, (_, row) in sorted(self.codebases.items())
+            if key in {t["codebase"] for t in tasks.values()}
+        }
+        self._take(rows, tasks, kept)
         header = {"name": self.settings.name, "seed": self.settings.seed, "split": self.settings.split, "tasks": len(tasks),
                   "python": platform.python_version(), "sandbox": settled(self.settings.sandbox),
                   "kept": {name: counts for name, counts in kept.items() if counts},
@@ -425,10 +437,23 @@ class Maker:
             counts = [f"{count} × {what}" for what, count in reasons.most_common(3)]
             why = [*(f"{package}: {reason}" for package, reason in self.failed.items()), *counts]
             raise UserError(f"not one task was made, so {path} is not written: {'; '.join(why) or 'none was wanted'}")
-        used = {task["codebase"] for task in tasks.values()}
-        rows = [row for key, (_, row) in sorted(self.codebases.items()) if key in used]
-        write_set(path, header, rows, tasks.values())
+        write_set(path, header, rows.values(), tasks.values())
         return header
+
+    def _take(self, codebases: dict[str, Row], tasks: dict[str, Row], kept: dict[str, Counter[str]]) -> None:
+        """Add the tasks of other sets, which were validated when those were made."""
+        for named, generators in self.settings.take.items():
+            _, rows, theirs = read_rows(find_manifest(named, "take"))
+            wanted = {row["task"]: row for row in theirs if row["generator"] in generators and row["task"] not in tasks}
+            used = {row["codebase"] for row in wanted.values()}
+            if both := sorted(used & codebases.keys()):  # a task names tests by their numbers in its codebase
+                raise UserError(
+                    f"{named} has a codebase {both[0]} as well; begin with another version, or do not take it"
+                )
+            codebases |= {row["codebase"]: row for row in rows if row["codebase"] in used}
+            tasks |= wanted
+            for row in wanted.values():
+                kept[row["generator"]][row["codebase"]] += 1
 
     def _prompted(self, row: Row, codebase: Codebase) -> Row:
         """Return the line of a task with its prompts; what a test that the agent sees has printed is preferred."""

@@ -4,10 +4,10 @@ Templates are in prompts.toml. `full` is an opening, all facts and a closing; `v
 the code must be read to know what is meant. What a user observed is taken from the output of a failing test, a visible one if there
 is one.
 
-Two more styles are generated on demand, for models that are too small to find the code. `shown` names the file and shows the broken
-code without saying what is wrong. `told` dictates the change, as users do for small things; the agent only has to call the tools and
-copy exactly. Benchmarks are not about these styles, and a result states its style. They exist because a model learns nothing from
-tasks that it never solves.
+Three more styles are generated on demand, for models that are too small to find the code. `located` names the files that the solution
+is in. `shown` names the file and shows the broken code without saying what is wrong. `told` dictates the change, as users do for small
+things; the agent only has to call the tools and copy exactly. Benchmarks are not about these styles, and a result states its style.
+They exist because a model learns nothing from tasks that it never solves.
 """
 
 from __future__ import annotations
@@ -297,13 +297,20 @@ def asked(task: Task, style: Style) -> tuple[Style, str]:
 
 
 def pointed_request(task: Task, style: PointedStyle) -> str | None:
-    """Return the request that points at the code; None where the solution is in several files, or too long."""
+    """Return the request that points at the code; None where it cannot: a solution in several files, or a long one."""
     edit, *others = task.candidate.edits
-    facts = None if others else _dictation(edit) if style == "told" else _broken_code(edit)
+    if style == "located":
+        paths = [each.path for each in task.candidate.edits]
+        facts: dict[str, str] | None = {"path": " and ".join(paths)} if len(paths) <= MOST_PIECES else None
+    else:
+        facts = None if others else _dictation(edit) if style == "told" else _broken_code(edit)
     if facts is None:
         return None
+    wanted = (
+        re.search(r"(?m)^(?:Wanted|It should): (.+)$", task.prompts.get("full", "")) if style == "located" else None
+    )
     observed = re.search(r"(?m)^Observed: (.+)$", task.prompts.get("full", ""))
-    seen = f" {observed[1].rstrip('.')}." if observed else ""
+    seen = "".join(f" {said[1].rstrip('.')}." for said in (wanted, observed) if said)
     rng = random.Random(f"{task.id} {style}")  # noqa: S311 - draws words
     return rng.choice(phrases("prompts.toml")[task.split][style]).format(seen=seen, **facts) + facts.get("more", "")
 

@@ -78,7 +78,8 @@ def place_of(codebase: Codebase, layers: Sequence[Path]) -> Place:
     """Return a sandbox with layers above the pristine tree, as tests and agents get it."""
     if codebase.command:
         folders, env = toolchain(codebase.command.language)
-        return Place((*layers, codebase.tree), folders, env={"TZ": "UTC", **env}, limits=LIMITS)
+        hidden = tuple(each for each in LANGUAGES[codebase.command.language].hides if Path(each).is_dir())
+        return Place((*layers, codebase.tree), folders, hidden, {"TZ": "UTC", **env}, limits=LIMITS)
     prefix = codebase.python.parent.parent
     system = system_paths(prefix)
     path = ":".join(filter(None, [f"{prefix}/bin", system.get("PATH"), "/usr/local/bin:/usr/bin:/bin"]))

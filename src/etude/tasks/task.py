@@ -26,8 +26,8 @@ Generator = Literal["mutation", "deletion", "version", "history"]
 Source = Literal[Generator, "swebench", "harbor"]  # the last two: of public benchmarks, which are read and not made
 # How a task is asked. Stored in a manifest: a short report; a stack trace and "fix"; a wrong premise; everything; hardly anything.
 StoredStyle = Literal["terse", "trace", "premise", "full", "vague"]
-# Made when asked for, easier: the request shows the code that is wrong (`shown`) or dictates the change (`told`).
-PointedStyle = Literal["shown", "told"]
+# Made when asked for, easier: the request names the files (`located`), shows the wrong code (`shown`) or dictates the change (`told`).
+PointedStyle = Literal["located", "shown", "told"]
 Style = Literal[StoredStyle, PointedStyle]
 Split = Literal["train", "bench"]
 GO_TEST = re.compile(r"((?:Test|Example|Fuzz)\w*)(/.*)?")  # and its subtests

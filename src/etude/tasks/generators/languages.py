@@ -41,6 +41,7 @@ class Language:
     test: str = ""
     reader: ReaderName = "junit"
     env: tuple[tuple[str, str], ...] = ()
+    hides: tuple[str, ...] = ()  # folders of the system with code of others, perhaps of the package under repair
     braces: bool = True
 
 
@@ -58,7 +59,7 @@ _JS_FUNCTIONS = _of(
 _JS = {
     "functions": _JS_FUNCTIONS, "holders": _of("class_declaration"), "stub": 'throw new Error("not implemented");',
     "fails": f"throw new Error({WRONG});", "is_test": r"\b(test|it|specify)(\.\w+)?\($", "test": "node --test --test-reporter=tap",
-    "reader": "tap",
+    "reader": "tap", "hides": ("/usr/lib/node_modules/npm", "/usr/share/nodejs/npm"),
 }  # fmt: skip
 LANGUAGES: dict[str, Language] = {
     "javascript": Language("tree_sitter_javascript.language", (".js", ".mjs", ".cjs", ".jsx"), **_JS),  # type: ignore[arg-type]
@@ -70,6 +71,7 @@ LANGUAGES: dict[str, Language] = {
         test="go test -json -count=1 -vet=off ./...", reader="go",
         env=(("GOCACHE", f"{TEMPORARY}/go"), ("GOFLAGS", "-mod=mod"), ("GO111MODULE", "auto"), ("GOPROXY", "off"),
              ("GOTOOLCHAIN", "local")),
+        hides=("/usr/share/gocode",),
     ),
     "rust": Language(
         "tree_sitter_rust.language", (".rs",), _of("function_item"), _of("impl_item", "trait_item"), "unimplemented!()",
@@ -77,6 +79,7 @@ LANGUAGES: dict[str, Language] = {
         build="cargo test --offline --tests --no-run", test="cargo test --offline --no-fail-fast --tests", reader="cargo",
         env=(("CARGO_HOME", f"{TEMPORARY}/cargo"), ("CARGO_TARGET_DIR", f"{TEMPORARY}/target"), ("CARGO_INCREMENTAL", "0"),
              ("RUST_BACKTRACE", "0")),
+        hides=("/usr/share/cargo/registry",),
     ),
     "c": Language(
         "tree_sitter_c.language", (".c", ".h"), _of("function_definition"), _of(), "__builtin_trap();",

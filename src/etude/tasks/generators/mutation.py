@@ -9,6 +9,7 @@ any place is tried twice.
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections import Counter, defaultdict
 from functools import lru_cache
@@ -462,10 +463,14 @@ def candidates(
         left_out["site is run by no test"] += len(sites) - len(by_file[file.path])
     everything = [site for sites in by_file.values() for site in sites]
     shares = Counter((site.file.path, site.function) for site in everything)
+    kinds = Counter(site.kind for site in everything)
 
     def chance(site: Site) -> float:
-        weight = WEIGHTS[site.kind] / shares[site.file.path, site.function] ** 0.7  # long functions do not take it all
-        return float(rng.random() ** (1 / weight))  # sorting by this draws without replacement, in proportion to weight
+        weight = WEIGHTS[site.kind] / kinds[site.kind]  # a kind that has many places comes no more often for that
+        weight /= shares[site.file.path, site.function] ** 0.7  # long functions do not take it all
+        return (
+            math.log(rng.random() or 1e-300) / weight
+        )  # sorting by this draws without replacement, in proportion to weight
 
     seen: set[tuple[Edit, ...]] = set()
     for _, lead in sorted(((chance(site), site) for site in everything), key=lambda pair: -pair[0]):

@@ -6,6 +6,7 @@ coverage of tests here, so functions are drawn blindly, long ones less often tha
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -195,10 +196,11 @@ def mutations(
     by_file = {file.path: sites_of(file) for file in read_sources(tree, sources, language, left_out)}
     every = [site for sites in by_file.values() for site in sites]
     shares = Counter((site.file.path, site.function.name) for site in every)
+    kinds = Counter(site.kind for site in every)
 
     def chance(site: Site) -> float:
-        weight = WEIGHTS[site.kind] / shares[site.file.path, site.function.name] ** 0.7
-        return float(rng.random() ** (1 / weight))
+        weight = WEIGHTS[site.kind] / kinds[site.kind] / shares[site.file.path, site.function.name] ** 0.7
+        return float(math.log(rng.random() or 1e-300) / weight)
 
     seen = set[tuple[Edit, ...]]()
     for _, lead in sorted(((chance(site), site) for site in every), key=lambda pair: -pair[0]):
