@@ -32,7 +32,7 @@ FOUNDATION = {"errors", "files", "git", "jsonl", "progress", "rooted", "syntax",
 # and one end for both kinds of container, one replay of a journal for all arenas, statements that a formatter had spread over three to
 # ten lines; of these, 210 are tables and texts that now lie in TOML files beside the code. No feature went. Nothing was left to cut but
 # features, which issue 23 listed (about 720 lines).
-MOST_LINES, MOST_FILES = 41_200, 280  # counted lines of code, and files, of src/etude
+MOST_LINES, MOST_FILES = 41_300, 284  # counted lines of code, and files, of src/etude
 LONGEST_FILE, LONGEST_FUNCTION = 700, 50  # lines as they stand
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MODULES = sorted(ROOT.rglob("*.py"))

@@ -134,7 +134,7 @@ def test_a_package_that_cannot_be_used_is_left_out_and_told(tmp_path: Path) -> N
     (tmp_path / "empty" / "empty.py").write_text("x = 1\n", encoding="utf-8")
     folders = [str(tmp_path / "empty"), str(small.write(tmp_path / "calc"))]
     settings = SetSettings(name="set", package=[PackageSettings(folder=folder) for folder in folders])
-    with pytest.raises(UserError, match=r"not one task.*empty: no tests found.*calc: .*licence is not known"):
+    with pytest.raises(UserError, match=r"not one task.*calc: .*licence is not known.*empty: no tests found"):
         make(settings, tmp_path / "work")
     assert not list(tmp_path.rglob("*set*.jsonl"))
 

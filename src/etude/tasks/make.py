@@ -432,10 +432,10 @@ class Maker:
                   "python": platform.python_version(), "sandbox": settled(self.settings.sandbox),
                   "kept": {name: counts for name, counts in kept.items() if counts},
                   "tries": dict(sorted(reasons.items())), "passed_over": dict(sorted(self.passed_over.items())),
-                  "left_out": self.failed, "seconds": round(self.log.total("seconds"))}  # fmt: skip
+                  "left_out": dict(sorted(self.failed.items())), "seconds": round(self.log.total("seconds"))}  # fmt: skip
         if not tasks:  # a manifest of nothing would be refused by whoever reads it
             counts = [f"{count} × {what}" for what, count in reasons.most_common(3)]
-            why = [*(f"{package}: {reason}" for package, reason in self.failed.items()), *counts]
+            why = [*(f"{package}: {reason}" for package, reason in sorted(self.failed.items())), *counts]
             raise UserError(f"not one task was made, so {path} is not written: {'; '.join(why) or 'none was wanted'}")
         write_set(path, header, rows.values(), tasks.values())
         return header

@@ -466,7 +466,9 @@ def candidates(
     kinds = Counter(site.kind for site in everything)
 
     def chance(site: Site) -> float:
-        weight = WEIGHTS[site.kind] / kinds[site.kind]  # a kind that has many places comes no more often for that
+        weight: float = (
+            WEIGHTS[site.kind] / kinds[site.kind]
+        )  # a kind that has many places comes no more often for that
         weight /= shares[site.file.path, site.function] ** 0.7  # long functions do not take it all
         return (
             math.log(rng.random() or 1e-300) / weight
