@@ -219,6 +219,7 @@ def test_a_decision_is_kept_for_training_only_after_a_yes(tmp_path: Path, reposi
     assert feedback.consent(agents.folder) is False  # asked once, and no by default
     assert list(feedback.feedback(agents)) == []
     assert set(feedback.decisions(ended)[0]) == {"session", "decision", "comment", "time", "consent"}
+    assert feedback.decisions(ended)[0]["consent"] is False
     feedback.agree(agents.folder, training=True)
     feedback.decide(ended, "accepted", "good")
     (line,) = feedback.feedback(agents)

@@ -60,7 +60,6 @@ MOST_REQUEST = 20_000  # characters
 MOST_CHANGED = 64 << 20  # bytes of changed files that are kept, so that they can be applied
 ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9]{3}-[0-9a-f]{4}")  # by time, so that names sort as they were asked
 LOOK = 1.0  # seconds between two looks whether one that waits can begin
-STATES = ("waiting", "running", "finished", "failed", "stopped", "killed")
 
 
 class Session:
@@ -90,7 +89,7 @@ class Session:
 
     @property
     def state(self) -> str:
-        """One of STATES. The order of the looks matters: it may begin or end between two of them."""
+        """Waiting, running, finished, failed, stopped or killed. The order of the looks matters: it may begin or end between two."""
         begun = (self.folder / "log").exists()
         with self.locked(fcntl.LOCK_SH | fcntl.LOCK_NB) as free:  # others may look, too
             if ended := self.end:
@@ -249,7 +248,7 @@ class Sessions:
     def begin_due(self, repositories: Sequence[str], models: Sequence[str]) -> None:
         """Begin those that have waited longest, as far as there is room, and only for repositories and models that are allowed."""
         self._begun = [each for each in self._begun if each.poll() is None]
-        states = [(each, each.state) for each in self]
+        states = [(each, each.state) for each in self if not each.end]
         room = self.at_once - sum(state == "running" for _, state in states)
         due = [each for each, state in reversed(states) if state == "waiting"
                and each.request["repository"] in repositories and each.request["model"] in models]  # fmt: skip

@@ -186,13 +186,15 @@ def step(stage: Stage, number: int) -> View:
         raise KeyError(number)
     rewards = [reward for group in groups for reward in group.rewards.values()]
     span = (min(rewards, default=0.0), max(rewards, default=0.0))
-    rows = [(link(group_address(g.number), f"group {g.number}"), g.task, FATES[g.fate], strip(rollouts, g, span), _mean_best(g))
+    rows = [(link(group_address(g.number), f"group {g.number}"), g.task, FATES[g.fate], strip(rollouts, g, span),
+             f"{g.mean:.3f}, {max(g.rewards.values()):.3f}" if g.rewards else "–")
             for g in groups[:LISTED]]  # fmt: skip
     names = ("loss", "entropy", "kl", "gradient", "masked", "mismatch_mean", "mismatch_p99", "ratio_max")
     known = {name: dict(metrics.points(name)).get(number) for name in names}
     values = {name.replace("_", " "): short(value) for name, value in known.items() if value is not None}
     ways = [link(f"step-{number + by}.html", words) for by, words in ((-1, "← step before"), (1, "step after →"))
             if 1 <= number + by <= last_step(rollouts)]  # fmt: skip
+    weights = ", ".join(f"{part} {weight:g}" for part, weight in rollouts.weights_of(number).items())
     left = note(f"{len(groups) - LISTED} more groups are not listed.", "warning") if len(groups) > LISTED else None
     body = join(
         element("p", *ways, cls="ways"),
@@ -200,20 +202,10 @@ def step(stage: Stage, number: int) -> View:
         section("Groups side by side", note("A mark is a rollout: its place is its reward. Filled: its tests passed. Each is a link."),
                 table(("group", "task", "what became of it", "rewards", ">mean, best"), rows), left),
         section("The step in numbers", facts(values) if values else note("This step is not trained yet.", "empty"),
-                note("Weights of the reward's parts: " + _weights(rollouts, number))),
+                note(f"Weights of the reward's parts: {weights or 'not known'}")),
     )  # fmt: skip
     more = [group_address(each.number) for each in groups[:LISTED]]
     return page_of(stage, body, f"Step {number}", more=more)
-
-
-def _weights(rollouts: Rollouts, step: int) -> str:
-    return ", ".join(f"{part} {weight:g}" for part, weight in rollouts.weights_of(step).items()) or "not known"
-
-
-def _mean_best(group: Group) -> str:
-    if not group.rewards:
-        return "–"
-    return f"{group.mean:.3f}, {max(group.rewards.values()):.3f}"
 
 
 def strip(rollouts: Rollouts, group: Group, span: tuple[float, float]) -> Html:

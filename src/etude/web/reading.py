@@ -7,6 +7,7 @@ A run may come from anybody: no link in it is followed, and no name in it leads 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import stat
@@ -241,7 +242,7 @@ class Run:
 
     def stage(self, name: str) -> Stage:
         """Return a stage by its name. KeyError: there is none."""
-        return next((each for each in self.stages if each.name == name), None) or _missing(name)
+        return {each.name: each for each in self.stages}[name]
 
     @property
     def mark(self) -> str:
@@ -253,10 +254,6 @@ class Run:
                     about = os.fstat(file.fileno())
                     marks.append((about.st_size, about.st_mtime_ns))
         return f"{hash(str(marks)) & 0xFFFFFFFFFFFF:x}"
-
-
-def _missing(name: str) -> Any:
-    raise KeyError(name)
 
 
 def _is_head(head: Any) -> bool:
@@ -299,17 +296,10 @@ class Shelf:
         if folder not in self._runs:
             name = "".join(char if (char.isalnum() and char.isascii()) or char in "-_" else "-" for char in folder.name)
             name = name[:60].strip("-") or "run"
-            key = next(each for each in _numbered(name) if each not in self._keys)
+            numbered = (f"{name}-{number}" for number in itertools.count(2))
+            key = next(each for each in itertools.chain([name], numbered) if each not in self._keys)
             self._runs[folder] = self._keys[key] = Run(key, folder, self.patience)
         return self._runs[folder]
-
-
-def _numbered(name: str) -> Iterator[str]:
-    yield name
-    number = 2
-    while True:
-        yield f"{name}-{number}"
-        number += 1
 
 
 def _below(folder: Path) -> list[Path]:
