@@ -10,9 +10,13 @@ from etude.agent.trace import from_json
 from etude.errors import UserError
 from etude.rl.exchange import OBSERVED, episode_file
 from etude.rl.ledger import Batched, Closed, Finished, Opened, Trained, Weighted, from_line, to_line
+<<<<<<< HEAD
 from etude.web.episode import observed, tokens
+=======
+from etude.web import learning as pages
+>>>>>>> c9405019d8cbc95bafa03aad6e4ed70f87f74db6
 from etude.web.metrics import metrics_of
-from etude.web.reading import Run
+from etude.web.reading import Follower, Run
 from etude.web.rollouts import Rollouts, rollouts_of
 from tests.web.made import STAGE, WEIGHTS, Growing, head
 
@@ -49,11 +53,31 @@ def test_what_taught_the_most_was_farthest_from_its_groups_mean(tmp_path: Path) 
     rollouts = opened(tmp_path / "run")
     away = {(group.number, number): reward - sum(group.rewards.values()) / len(group.rewards)
             for group in rollouts.groups for number, reward in group.rewards.items()}  # fmt: skip
-    found = rollouts.teaching(range(len(rollouts.groups)), 7)
+    found = rollouts.teaching(range(len(rollouts.groups)))
     assert sorted((abs(gain) for *_, gain in found), reverse=True) == pytest.approx(
-        sorted(map(abs, away.values()), reverse=True)[:7]
+        sorted(map(abs, away.values()), reverse=True)[:8]
     )
     assert all(gain == pytest.approx(away[group.number, number]) for group, number, gain in found)
+    assert sorted(abs(gain) for *_, gain in rollouts.taught) == pytest.approx(sorted(abs(gain) for *_, gain in found))
+
+
+def test_a_page_begun_while_files_are_read_hears_when_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run that nobody works on, nothing else would tell it: it said that it was reading until somebody loaded it again."""
+    Growing(head(tmp_path / "run")).train(2)
+    stage = Run("run", tmp_path / "run", None).stage("rl")
+    monkeypatch.setattr(pages, "OVER", {stage.state})
+    read = Follower._read
+    monkeypatch.setattr(Follower, "_read", lambda self: self._busy.release())  # nothing yet
+    early, mark = pages.learning(stage), stage.run.mark
+    assert (early.live, "Still reading" in str(early.body)) == (True, True)
+    assert stage.run.mark == mark
+    monkeypatch.setattr(Follower, "_read", read)
+    late = pages.learning(stage)
+    assert (late.live, "Still reading" in str(late.body)) == (False, False)
+    assert stage.run.mark != mark
+    mark = stage.run.mark
+    pages.learning(stage)
+    assert stage.run.mark == mark  # or pages would fetch themselves for ever
 
 
 def test_the_advantages_are_those_of_the_runs_algorithm(tmp_path: Path) -> None:

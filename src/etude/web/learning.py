@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from etude.web.metrics import Metrics
     from etude.web.overview import View
     from etude.web.reading import Stage
-    from etude.web.rollouts import Group, Rollouts
+    from etude.web.rollouts import Group, Rollouts, Taught
 
 ACROSS, BINS = 50, 10  # columns of a histogram by step, and its rows
 CELL, BIN = 14, 12  # pixels
-MOST_TAUGHT = 8  # rollouts named as those that taught the most
 LISTED = 200  # groups on a page
 FATES = {
     "open": "under way", "ready": "ready: waits to be trained on", "trained": "trained on",
@@ -41,7 +40,12 @@ def training(stage: Stage) -> View:
         **_memory(metrics),
     })  # fmt: skip
     body = join(section("", top, *_reading(metrics), live="facts"), _charts(stage, metrics))
+<<<<<<< HEAD
     return page_of(stage, body)
+=======
+    live = stage.state not in OVER or not metrics.complete
+    return View(stage.name, body, crumbs_of(stage.run), stage.run.key, live)
+>>>>>>> c9405019d8cbc95bafa03aad6e4ed70f87f74db6
 
 
 def _memory(metrics: Metrics) -> dict[str, str]:
@@ -62,14 +66,27 @@ def _reading(metrics: Metrics) -> list[Html]:
 
 
 def _charts(stage: Stage, metrics: Metrics) -> Html:
+<<<<<<< HEAD
     flags = element("ul", *(element("li", "⚑ ", said) for _, _, said in metrics.flags), cls="flags")
     return section("Curves", flags if metrics.flags else None, charts(metrics, stage.kind), live="curves")
+=======
+    flags = (
+        element("ul", *(element("li", "⚑ ", said) for _, _, said in metrics.flags), cls="flags")
+        if metrics.flags
+        else None
+    )
+    # Drawing a hundred thousand points as text takes a fifth of a second, and is asked for again by all who look.
+    lines, drawn = stage.run.caches.get(f"curves of {stage.path}", (-1, None))
+    if drawn is None or lines != len(metrics.lines):
+        lines, drawn = len(metrics.lines), charts(metrics, stage.kind)
+        stage.run.caches[f"curves of {stage.path}"] = lines, drawn
+    return section("Curves", flags, drawn, live="curves")
+>>>>>>> c9405019d8cbc95bafa03aad6e4ed70f87f74db6
 
 
 def learning(stage: Stage) -> View:
     """Show a whole stage of reinforcement learning."""
     metrics, rollouts = metrics_of(stage), rollouts_of(stage)
-    numbers = range(len(rollouts.groups))
     fates = Counter(group.fate for group in rollouts.groups)
     top = facts({
         "state": state_of(stage), "steps trained": f"{rollouts.trained:,}", "rollouts scored": f"{rollouts.rollouts:,}",
@@ -81,14 +98,20 @@ def learning(stage: Stage) -> View:
     loading = [] if rollouts.complete else [note("Still reading the ledger; more will appear.", "loading")]
     body = join(
         section("", top, *warned, *loading, *_reading(metrics), element("ul", *said) if said else None, live="facts"),
-        section("What taught the model most", *_taught(rollouts, numbers), live="taught"),
+        section("What taught the model most", *_taught(rollouts, rollouts.taught), live="taught"),
         section("", weights_form(stage, rollouts.weights[-1][1] if rollouts.weights else {})),
         section("Rewards by step", *heat(rollouts, 1, last_step(rollouts)), live="rewards"),
         _charts(stage, metrics),
     )
     more = [address for address, _ in _columns(1, last_step(rollouts))]
+<<<<<<< HEAD
     more += [rollout_address(group.number, number) for group, number, _ in rollouts.teaching(numbers, MOST_TAUGHT)]
     return page_of(stage, body, more=more)
+=======
+    more += [rollout_address(group.number, number) for group, number, _ in rollouts.taught]
+    live = stage.state not in OVER or not (metrics.complete and rollouts.complete)
+    return View(stage.name, body, crumbs_of(stage.run), stage.run.key, live, more=more)
+>>>>>>> c9405019d8cbc95bafa03aad6e4ed70f87f74db6
 
 
 def last_step(rollouts: Rollouts) -> int:
@@ -103,9 +126,8 @@ def rollout_address(group: int, number: int) -> str:
     return f"rollout-{group}-{number}.html"
 
 
-def _taught(rollouts: Rollouts, numbers: Sequence[int]) -> list[Html]:
+def _taught(rollouts: Rollouts, found: Sequence[Taught]) -> list[Html]:
     """Say which rollouts were trained on with the largest advantages, and what each of them was about."""
-    found = rollouts.teaching(numbers, MOST_TAUGHT)
     if not found:
         none = "No rollout has been trained on yet. A group teaches when its rollouts got different rewards."
         return [note(none, "empty")]
@@ -171,7 +193,7 @@ def steps(stage: Stage, first: int, last: int) -> View:
     numbers = [number for step in range(first, last + 1) for number in rollouts.steps.get(step, ())]
     body = join(
         section("Rewards by step", *heat(rollouts, first, last)),
-        section("What taught the model most", *_taught(rollouts, numbers)),
+        section("What taught the model most", *_taught(rollouts, rollouts.teaching(numbers))),
     )
     more = [address for address, _ in _columns(first, last)]
     return page_of(stage, body, f"Steps {first} to {last}", more=more)
@@ -190,15 +212,19 @@ def step(stage: Stage, number: int) -> View:
              f"{g.mean:.3f}, {max(g.rewards.values()):.3f}" if g.rewards else "–")
             for g in groups[:LISTED]]  # fmt: skip
     names = ("loss", "entropy", "kl", "gradient", "masked", "mismatch_mean", "mismatch_p99", "ratio_max")
+<<<<<<< HEAD
     known = {name: dict(metrics.points(name)).get(number) for name in names}
     values = {name.replace("_", " "): short(value) for name, value in known.items() if value is not None}
+=======
+    values = {name.replace("_", " "): short(value) for name in names if (value := metrics.at(name, number)) is not None}
+>>>>>>> c9405019d8cbc95bafa03aad6e4ed70f87f74db6
     ways = [link(f"step-{number + by}.html", words) for by, words in ((-1, "← step before"), (1, "step after →"))
             if 1 <= number + by <= last_step(rollouts)]  # fmt: skip
     weights = ", ".join(f"{part} {weight:g}" for part, weight in rollouts.weights_of(number).items())
     left = note(f"{len(groups) - LISTED} more groups are not listed.", "warning") if len(groups) > LISTED else None
     body = join(
         element("p", *ways, cls="ways"),
-        section("What this step taught", *_taught(rollouts, numbers)),
+        section("What this step taught", *_taught(rollouts, rollouts.teaching(numbers))),
         section("Groups side by side", note("A mark is a rollout: its place is its reward. Filled: its tests passed. Each is a link."),
                 table(("group", "task", "what became of it", "rewards", ">mean, best"), rows), left),
         section("The step in numbers", facts(values) if values else note("This step is not trained yet.", "empty"),

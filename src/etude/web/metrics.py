@@ -91,6 +91,10 @@ class Metrics(Follower):
     def points(self, name: str) -> Points:
         return list(zip(*self.columns[name], strict=True)) if name in self.columns else []
 
+    def at(self, name: str, step: int) -> float | None:
+        steps, values = self.columns.get(name) or (array("d"), array("d"))
+        return values[steps.index(step)] if step in steps else None
+
     def last(self, name: str) -> float | None:
         return self.columns[name][1][-1] if name in self.columns else None
 

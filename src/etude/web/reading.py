@@ -91,7 +91,6 @@ class Follower:
     def follow(self) -> Self:
         """Read what was appended, and return itself."""
         if self._busy.acquire(blocking=False):
-            self.complete = False
             reading = threading.Thread(target=self._read, daemon=True)
             reading.start()
             reading.join(self.patience)
@@ -101,6 +100,7 @@ class Follower:
         since = time.monotonic()
         try:
             for line in self.lines.news():
+                self.complete = False
                 if len(self.lines) == 1:
                     self.clear()
                 self.take(line, len(self.lines) - 1)
@@ -246,8 +246,9 @@ class Run:
 
     @property
     def mark(self) -> str:
-        """What changes whenever the run does: sizes and times of what is appended to, states of stages."""
+        """What changes whenever the run does, or more of it is read: sizes and times of what is appended to, states of stages."""
         marks: list[Any] = [(each.name, each.state, each.path) for each in self.stages]
+        marks += [each.complete and len(each.lines) for each in [*self.caches.values()] if isinstance(each, Follower)]
         for each in self.stages:
             for name in (METRICS, "ledger.jsonl", "trials.jsonl", "progress.json"):
                 with contextlib.suppress(OSError), self.opened(f"{each.path}/{name}") as file:

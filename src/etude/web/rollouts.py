@@ -6,6 +6,7 @@ else is read when somebody looks at it.
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 from collections import defaultdict
@@ -23,11 +24,12 @@ from etude.rl.settings import RlSettings
 from etude.web.reading import Follower
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from etude.web.reading import Stage
 
 KEPT = ("best", "worst", "strangest")  # samples of a step
+MOST_TAUGHT = 8  # rollouts named as those that taught the most
 AHEAD = 2  # steps that may be batched before the first of them is trained
 
 
@@ -50,6 +52,9 @@ class Group:
         return sum(self.rewards.values()) / max(1, len(self.rewards))
 
 
+Taught = tuple[Group, int, float]  # a rollout, and its advantage
+
+
 class Rollouts(Follower):
     """The ledger of a stage, followed as it grows."""
 
@@ -63,6 +68,7 @@ class Rollouts(Follower):
         self.groups: list[Group] = []
         # Groups by the step they were trained in, or that was next when their fate was known.
         self.steps: defaultdict[int, list[int]] = defaultdict(list)
+        self.taught: list[Taught] = []  # of all groups, those that taught the most
         self.weights: list[tuple[int, dict[str, float]]] = []  # of the reward's parts: from which step on
         self.trained = self.rollouts = 0
         self.damage = ""
@@ -117,6 +123,7 @@ class Rollouts(Follower):
             self.steps[group.step].remove(number)
             group.fate, group.step = "trained", step
             self.steps[step].append(number)
+            self.taught = _largest([*self.taught, *self._teaching(group)])
 
     def group(self, number: int) -> Group:
         """Return a group. KeyError: there is none."""
@@ -156,11 +163,16 @@ class Rollouts(Follower):
         return {(entry.get("group"), entry.get("episode")): f"samples/{step:08d}/{name}.json"
                 for name, entry in entries.items() if name in KEPT and isinstance(entry, dict)}  # fmt: skip
 
-    def teaching(self, numbers: Sequence[int], most: int) -> list[tuple[Group, int, float]]:
+    def teaching(self, numbers: Sequence[int]) -> list[Taught]:
         """Return the rollouts of trained groups with the largest advantages, up or down: those that taught the most."""
-        made = [(group, episode, gain) for group in map(self.group, numbers) if group.fate == "trained"
-                for episode, gain in self.advantages(group).items()]  # fmt: skip
-        return sorted(made, key=lambda each: -abs(each[2]))[:most]
+        return _largest(each for number in numbers for each in self._teaching(self.group(number)))
+
+    def _teaching(self, group: Group) -> list[Taught]:
+        return [(group, *each) for each in self.advantages(group).items()] if group.fate == "trained" else []
+
+
+def _largest(taught: Iterable[Taught]) -> list[Taught]:
+    return heapq.nlargest(MOST_TAUGHT, taught, key=lambda each: abs(each[2]))
 
 
 def _algorithm(stage: Stage) -> tuple[Algorithm, str]:
