@@ -19,8 +19,8 @@ Tree = dict[str, tuple[str, int, bytes]]
 NAMES = ["a", "b", "c/a", "c/b", "c/d/a", "c/d/e", "c", "c/d", "x\ny"]
 KINDS = ("write", "append", "rm", "mkdir", "link", "chmod", "touch", "mv", "fifo", "remake")
 edit = st.tuples(st.sampled_from(KINDS), st.sampled_from(NAMES), st.sampled_from(NAMES))
-SHELL = {
-    "write": 'echo "$2" > "$1"', "append": 'echo "$2" >> "$1"', "rm": 'rm -rf "$1"', "mkdir": 'mkdir -p "$1"', "link": 'ln -sfn "$2" "$1"',
+SHELL = {  # a FIFO is not written to: that waits for a reader until the call's time is over
+    "write": '[ -p "$1" ] || echo "$2" > "$1"', "append": '[ -p "$1" ] || echo "$2" >> "$1"', "rm": 'rm -rf "$1"', "mkdir": 'mkdir -p "$1"', "link": 'ln -sfn "$2" "$1"',
     "chmod": 'chmod 750 "$1"', "touch": 'touch "$1"', "mv": 'mv -T "$1" "$2"', "fifo": 'mkfifo "$1"', "remake": 'rm -rf "$1"; mkdir "$1"',
 }  # fmt: skip
 
