@@ -10,11 +10,8 @@ from etude.agent.trace import from_json
 from etude.errors import UserError
 from etude.rl.exchange import OBSERVED, episode_file
 from etude.rl.ledger import Batched, Closed, Finished, Opened, Trained, Weighted, from_line, to_line
-<<<<<<< HEAD
-from etude.web.episode import observed, tokens
-=======
 from etude.web import learning as pages
->>>>>>> c9405019d8cbc95bafa03aad6e4ed70f87f74db6
+from etude.web.episode import observed, tokens
 from etude.web.metrics import metrics_of
 from etude.web.reading import Follower, Run
 from etude.web.rollouts import Rollouts, rollouts_of

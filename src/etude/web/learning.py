@@ -40,12 +40,7 @@ def training(stage: Stage) -> View:
         **_memory(metrics),
     })  # fmt: skip
     body = join(section("", top, *_reading(metrics), live="facts"), _charts(stage, metrics))
-<<<<<<< HEAD
-    return page_of(stage, body)
-=======
-    live = stage.state not in OVER or not metrics.complete
-    return View(stage.name, body, crumbs_of(stage.run), stage.run.key, live)
->>>>>>> c9405019d8cbc95bafa03aad6e4ed70f87f74db6
+    return page_of(stage, body, reading=not metrics.complete)
 
 
 def _memory(metrics: Metrics) -> dict[str, str]:
@@ -66,22 +61,13 @@ def _reading(metrics: Metrics) -> list[Html]:
 
 
 def _charts(stage: Stage, metrics: Metrics) -> Html:
-<<<<<<< HEAD
     flags = element("ul", *(element("li", "⚑ ", said) for _, _, said in metrics.flags), cls="flags")
-    return section("Curves", flags if metrics.flags else None, charts(metrics, stage.kind), live="curves")
-=======
-    flags = (
-        element("ul", *(element("li", "⚑ ", said) for _, _, said in metrics.flags), cls="flags")
-        if metrics.flags
-        else None
-    )
     # Drawing a hundred thousand points as text takes a fifth of a second, and is asked for again by all who look.
     lines, drawn = stage.run.caches.get(f"curves of {stage.path}", (-1, None))
     if drawn is None or lines != len(metrics.lines):
         lines, drawn = len(metrics.lines), charts(metrics, stage.kind)
         stage.run.caches[f"curves of {stage.path}"] = lines, drawn
-    return section("Curves", flags, drawn, live="curves")
->>>>>>> c9405019d8cbc95bafa03aad6e4ed70f87f74db6
+    return section("Curves", flags if metrics.flags else None, drawn, live="curves")
 
 
 def learning(stage: Stage) -> View:
@@ -104,14 +90,8 @@ def learning(stage: Stage) -> View:
         _charts(stage, metrics),
     )
     more = [address for address, _ in _columns(1, last_step(rollouts))]
-<<<<<<< HEAD
-    more += [rollout_address(group.number, number) for group, number, _ in rollouts.teaching(numbers, MOST_TAUGHT)]
-    return page_of(stage, body, more=more)
-=======
     more += [rollout_address(group.number, number) for group, number, _ in rollouts.taught]
-    live = stage.state not in OVER or not (metrics.complete and rollouts.complete)
-    return View(stage.name, body, crumbs_of(stage.run), stage.run.key, live, more=more)
->>>>>>> c9405019d8cbc95bafa03aad6e4ed70f87f74db6
+    return page_of(stage, body, more=more, reading=not (metrics.complete and rollouts.complete))
 
 
 def last_step(rollouts: Rollouts) -> int:
@@ -212,12 +192,7 @@ def step(stage: Stage, number: int) -> View:
              f"{g.mean:.3f}, {max(g.rewards.values()):.3f}" if g.rewards else "–")
             for g in groups[:LISTED]]  # fmt: skip
     names = ("loss", "entropy", "kl", "gradient", "masked", "mismatch_mean", "mismatch_p99", "ratio_max")
-<<<<<<< HEAD
-    known = {name: dict(metrics.points(name)).get(number) for name in names}
-    values = {name.replace("_", " "): short(value) for name, value in known.items() if value is not None}
-=======
     values = {name.replace("_", " "): short(value) for name in names if (value := metrics.at(name, number)) is not None}
->>>>>>> c9405019d8cbc95bafa03aad6e4ed70f87f74db6
     ways = [link(f"step-{number + by}.html", words) for by, words in ((-1, "← step before"), (1, "step after →"))
             if 1 <= number + by <= last_step(rollouts)]  # fmt: skip
     weights = ", ".join(f"{part} {weight:g}" for part, weight in rollouts.weights_of(number).items())

@@ -52,11 +52,12 @@ def crumbs_of(run: Run, *stages: Stage) -> list[tuple[str, str]]:
 
 
 def page_of(
-    stage: Stage, body: Html, title: str = "", way: Sequence[tuple[str, str]] = (), more: Sequence[str] = ()
-) -> View:
-    """Return the page of a stage, or with a title one below it. `way`: what lies between the two."""
+    stage: Stage, body: Html, title: str = "", way: Sequence[tuple[str, str]] = (), more: Sequence[str] = (), *, reading: bool = False,
+) -> View:  # fmt: skip
+    """Return the page of a stage, or with a title one below it. `way`: what lies between. `reading`: files are not all read yet."""
     above = [*crumbs_of(stage.run, stage), *way] if title else crumbs_of(stage.run)
-    return View(title or stage.name, body, above, stage.run.key, not title and stage.state not in OVER, more=list(more))
+    live = not title and (stage.state not in OVER or reading)
+    return View(title or stage.name, body, above, stage.run.key, live, more=list(more))
 
 
 def state_of(stage: Stage) -> Html:

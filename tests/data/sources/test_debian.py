@@ -35,8 +35,7 @@ case "$1 $*" in
   source*--tar-only*) cp $POOL/calc_1.2.orig*.tar.gz . 2>/dev/null || { echo "E: no such package" >&2; exit 100; } ;;
   source*--diff-only*) cp $POOL/*.debian.tar.xz . ;;
   download*) cp $POOL/*.deb . 2>/dev/null || exit 100 ;;
-  showsrc*) echo "Version: 1.2-1" ;;
-  madison*) echo "librust-calc-dev | 1.2-1 | http://archive stable/main amd64 Packages" ;;
+  madison*) echo "calc | 1.2-1 | http://archive stable/main Sources" ;;
 esac
 """
 
