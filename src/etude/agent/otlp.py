@@ -33,7 +33,7 @@ LONGEST = 1 << 16  # bytes of its answer
 def to_otlp(trace: Trace, ended: float, *, content: bool = False) -> str:
     """Return an ExportTraceServiceRequest. `ended`: seconds since 1970 that are taken for the end of the episode."""
     about = {"name": "etude", "version": etude.__version__}
-    resource = {"attributes": _attributes({f"service.{key}": value for key, value in about.items()})}
+    resource = {"attributes": _attributes(about, "service.")}
     try:
         scope = {"scope": about, "spans": _Spans(trace, ended, content=content).made}
         return json.dumps({"resourceSpans": [{"resource": resource, "scopeSpans": [scope]}]}, allow_nan=False)
@@ -41,8 +41,8 @@ def to_otlp(trace: Trace, ended: float, *, content: bool = False) -> str:
         raise UserError(f"trace {trace.id!r} has details that no harness of ours wrote: {one_line(error)}") from None
 
 
-def _attributes(values: Json) -> list[Json]:
-    return [{"key": key, "value": _value(value)} for key, value in values.items() if value is not None]
+def _attributes(values: Json, prefix: str = "") -> list[Json]:
+    return [{"key": prefix + key, "value": _value(value)} for key, value in values.items() if value is not None]
 
 
 def _value(value: Any) -> Json:
@@ -108,11 +108,8 @@ class _Spans:
         })  # fmt: skip
 
     def _common(self, operation: str) -> Json:
-        return {
-            "gen_ai.operation.name": operation,
-            "gen_ai.provider.name": "etude",
-            "gen_ai.conversation.id": self.trace.id,
-        }
+        named = {"operation.name": operation, "provider.name": "etude", "conversation.id": self.trace.id}
+        return {f"gen_ai.{key}": value for key, value in named.items()}
 
     def _said(self, value: Any) -> str | None:
         return json.dumps(value, ensure_ascii=False) if self.content else None
@@ -126,26 +123,19 @@ class _Spans:
             "gen_ai.input.messages": self._said(asked), "etude.stop": trace.stop,
             "etude.time": f"{clock}; the end is when the file was written",
         }  # fmt: skip
-        scores = (
-            {"gen_ai.evaluation.name": name, "gen_ai.evaluation.score.value": float(value)}
-            for name, value in trace.rewards.items()
-        )
-        at = str(self._nanoseconds(times[1]))
-        events = [
-            {"timeUnixNano": at, "name": "gen_ai.evaluation.result", "attributes": _attributes(each)} for each in scores
-        ]
+        event = {"timeUnixNano": str(self._nanoseconds(times[1])), "name": "gen_ai.evaluation.result"}
+        scores = ({"name": name, "score.value": float(value)} for name, value in trace.rewards.items())
+        events = [{**event, "attributes": _attributes(each, "gen_ai.evaluation.")} for each in scores]
         self._add(("context", 0), "invoke_agent etude", times, attributes, None, events=events)
 
     def _turn(self, place: int, node: Node) -> None:
         made, details, nodes = self.trace.made_by, node.details, self.trace.nodes
-        thought, said = (
-            {"type": kind, "content": details.get(key, "")}
-            for kind, key in (("reasoning", "thinking"), ("text", "said"))
-        )
+        words = {"reasoning": details.get("thinking", ""), "text": details.get("said", "")}
+        parts = [{"type": kind, "content": text} for kind, text in words.items()]
         attributes = {
             **self._common("chat"), "gen_ai.request.model": made.get("policy"),
             "gen_ai.request.temperature": made.get("settings", {}).get("temperature"), "etude.kind": node.kind,
-            "gen_ai.output.messages": self._said([{"role": "assistant", "parts": [thought, said]}]),
+            "gen_ai.output.messages": self._said([{"role": "assistant", "parts": parts}]),
         }  # fmt: skip
         if node.sampled:
             attributes |= {
@@ -153,10 +143,8 @@ class _Spans:
                 "gen_ai.usage.cache_read.input_tokens": details.get("cached"),
                 "gen_ai.response.finish_reasons": ["stop" if details.get("ended") else "length"],
             }  # fmt: skip
-        name, before = (
-            f"chat {made.get('policy') or ''}".strip(),
-            None if node.parent is None else self.last[node.parent],
-        )
+        before = None if node.parent is None else self.last[node.parent]
+        name = f"chat {made.get('policy') or ''}".strip()
         self._add(("turn", place), name, self.times[place], attributes, self.contexts[place], before, kind=CLIENT)
         answering = self.child.get(place)
         began = self.times[place][1] if answering is None else self.times[answering][0]
@@ -172,10 +160,9 @@ class _Spans:
             "gen_ai.tool.type": "function", "error.type": "tool_error" if answer.get("failed") else None,
             "gen_ai.tool.call.arguments": self._said(call["arguments"]), "gen_ai.tool.call.result": self._said(answer.get("text")),
         }  # fmt: skip
-        status, name = {"status": {"code": FAILED}} if answer.get("failed") else {}, f"execute_tool {call['name']}"
-        self._add(
-            ("call", place, number), name, (began, began + took), attributes, self.contexts[place], place, **status
-        )
+        status, times = {"status": {"code": FAILED}} if answer.get("failed") else {}, (began, began + took)
+        what, name = ("call", place, number), f"execute_tool {call['name']}"
+        self._add(what, name, times, attributes, self.contexts[place], place, **status)
         return float(took)
 
 
@@ -190,6 +177,5 @@ def post(request: str, collector: str) -> None:
     except (OSError, ValueError, AttributeError, TypeError, HTTPException) as error:
         raise UserError(f"{url} took no traces: {one_line(error)}; is it a collector of OTLP over HTTP?") from None
     if rejected:
-        raise UserError(
-            f"{url} rejected {rejected} spans: {str(partial.get('errorMessage') or 'no reason given')[:200]}"
-        )
+        why = str(partial.get("errorMessage") or "no reason given")[:200]
+        raise UserError(f"{url} rejected {rejected} spans: {why}")

@@ -125,7 +125,8 @@ def mlflow(folder: Path, project: str, name: str, own: dict[str, Any]) -> Sink: 
         for point in points:
             values = {re.sub(r"[^\w\-. /]", "_", name): value for name, value in point.values.items()}
             metrics = [Metric(name, value, round(point.time * 1000), point.step) for name, value in values.items()]
-            client.log_batch(own["run"], metrics[:1000])  # the most it takes
+            for begin in range(0, len(metrics), 1000):  # the most it takes
+                client.log_batch(own["run"], metrics[begin : begin + 1000])
     client.set_terminated(own["run"])
 
 

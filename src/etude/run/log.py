@@ -75,12 +75,11 @@ class Sending:
         return sink
 
     def _news(self) -> Iterator[Point]:
-        for name in (str(stage["name"]) for stage in read_json(self.run / "run.json")["stages"]):
+        names = [str(stage["name"]) for stage in read_json(self.run / "run.json")["stages"]]
+        for name in filter(STAGE_NAME.fullmatch, names):
             final = self.run / name
-            at = final.stat().st_mtime if STAGE_NAME.fullmatch(name) and final.exists() else 0.0
-            works = all_work(self.run, name) if STAGE_NAME.fullmatch(name) else []
-            if at or works:
-                yield from self._rows(name, max([(at, final), *works])[1])  # older work was abandoned
+            at = final.stat().st_mtime if final.exists() else 0.0
+            yield from self._rows(name, max([(at, final), *all_work(self.run, name)])[1])  # older work was abandoned
 
     def _rows(self, stage: str, folder: Path) -> Iterator[Point]:
         """Yield what is new of a stage, at last its summary. What replaces a stage has another first row, and is another group."""
@@ -105,9 +104,9 @@ def _read(line: bytes, seen: dict[str, Any]) -> dict[str, float]:
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         row = json.loads(line)
         kind, _, at = row["key"].partition("/")
+        seen["time"] = float(row.get("time", seen["time"]))
         if kind in {"train", "eval", "summary"}:
             seen["step"] = min(abs(int(row.get("step", at or seen["step"]))), 2**62)
-            seen["time"] = float(row.get("time", seen["time"]))
             return dict(numbers(row, f"{seen['name']}/" if kind == "train" else f"{seen['name']}/{kind}/"))
     return {}
 
