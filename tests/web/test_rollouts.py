@@ -11,6 +11,7 @@ from etude.errors import UserError
 from etude.rl.exchange import OBSERVED, episode_file
 from etude.rl.ledger import Batched, Closed, Finished, Opened, Trained, Weighted, from_line, to_line
 from etude.web import learning as pages
+from etude.web import overview
 from etude.web.episode import observed, tokens
 from etude.web.metrics import metrics_of
 from etude.web.reading import Follower, Run
@@ -62,7 +63,7 @@ def test_a_page_begun_while_files_are_read_hears_when_they_are(tmp_path: Path, m
     """Of a run that nobody works on, nothing else would tell it: it said that it was reading until somebody loaded it again."""
     Growing(head(tmp_path / "run")).train(2)
     stage = Run("run", tmp_path / "run", None).stage("rl")
-    monkeypatch.setattr(pages, "OVER", {stage.state})
+    monkeypatch.setattr(overview, "OVER", {stage.state})
     read = Follower._read
     monkeypatch.setattr(Follower, "_read", lambda self: self._busy.release())  # nothing yet
     early, mark = pages.learning(stage), stage.run.mark
