@@ -38,7 +38,10 @@ MOST_DETAILS = 800  # characters of a commit message in a full request
 MOST = 400  # characters of a prompt, `full` excepted
 MOST_TRACE, MOST_LINE, MOST_VALUE = 300, 110, 60
 TRIES = 40
-NO_NEWS = re.compile(r"[_=\-~][_=\-~ ]{2,}.*|\s*[\^~]+\s*|[.FEsxX]+(\s+\[.*\])?")  # rulers, carets, dots
+NO_NEWS = re.compile(  # rulers, carets, dots, and the insides of node's runner of tests
+    r"[_=\-~][_=\-~ ]{2,}.*|\s*[\^~]+\s*|[.FEsxX]+(\s+\[.*\])?"
+    r"|.*\bnode:internal/.*|\s*(new|async) (Safe)?(Promise|Test|Suite)\b.*|\s*(Array|Test|Suite)\.\w+ .*"
+)
 RAISED = re.compile(r"\s*((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Warning|Exit|Interrupt|Invalid\w*|Failed))(?:: (.*))?$")
 GRAM = 4  # tokens of code in a row that a prompt must not share with the solution
 MOST_DICTATED, MOST_PIECES = 1_200, 4  # characters, in how many places
