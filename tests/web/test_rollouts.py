@@ -13,7 +13,7 @@ from etude.rl.ledger import Batched, Closed, Finished, Opened, Trained, Weighted
 from etude.web import learning as pages
 from etude.web import overview
 from etude.web.episode import observed, tokens
-from etude.web.metrics import metrics_of
+from etude.web.metrics import charts, metrics_of
 from etude.web.reading import Follower, Run
 from etude.web.rollouts import Rollouts, rollouts_of
 from tests.web.made import STAGE, WEIGHTS, Growing, head
@@ -136,7 +136,7 @@ def test_numbers_become_columns_and_what_is_no_number_is_left_out(tmp_path: Path
         '{"key": "plan/0001", "needed_bytes": 5, "available_bytes": 9}\n'
         '{"key": "eval/00000000", "step": 0, "bits_per_byte": {"code": 0.5, "evil": "<b>"}}\n'
         '{"key": "train/00000001", "loss": 2.5, "tokens": 100, "device_seconds": 4.0}\nnot json\n[1]\n{"no": "key"}\n'
-        '{"key": "train/00000002", "step": 2, "loss": NaN, "gradient": 1e999, "lr": true, "tokens": 100, "device_seconds": 1.0}\n'
+        '{"key": "train/00000002", "step": 2, "peak_bytes": 3000000000, "loss": NaN, "gradient": 1e999, "lr": true, "tokens": 100, "device_seconds": 1.0}\n'
         '{"key": "eval/00000002", "step": 2, "bits_per_byte": {"code": 0.75}}\n'
     )
     metrics = metrics_of(Run("run", run, None).stage("cpt"))
@@ -145,6 +145,8 @@ def test_numbers_become_columns_and_what_is_no_number_is_left_out(tmp_path: Path
     assert metrics.points("eval/bits_per_byte/code") == [(0.0, 0.5), (2.0, 0.75)]
     assert metrics.points("change/code") == [(0.0, 0.0), (2.0, 0.25)]
     assert metrics.points("tokens_per_second") == [(1.0, 25.0), (2.0, 100.0)]
+    assert metrics.points("peak_gb") == [(2.0, 3.0)]
+    assert "GB of the GPU" in charts(metrics, "cpt")
     assert (metrics.tokens, metrics.seconds, metrics.spoilt) == (200, 5.0, 3)
 
 

@@ -44,7 +44,7 @@ def training(stage: Stage) -> View:
 
 
 def _memory(metrics: Metrics) -> dict[str, str]:
-    """Return what the plan said of memory, where there is one: nothing measures it step by step."""
+    """Return what the plan said of memory, where there is one; what steps took is a curve."""
     needed, free = (metrics.plan.get(name) for name in ("needed_bytes", "available_bytes"))
     if not isinstance(needed, int) or not isinstance(free, int):
         return {}

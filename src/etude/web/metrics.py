@@ -29,6 +29,7 @@ TRAINING = (
     Panel("Learning rate", ("lr",)),
     Panel("Tokens a second", ("tokens_per_second",)),
 )
+MEMORY = Panel("Memory at the peak of a step", ("peak_gb",), unit="GB of the GPU")
 RL_PICTURES = ("reward.png", "health.png", "staleness.png", "speed.png")
 
 
@@ -78,6 +79,8 @@ class Metrics(Follower):
                 self.rows.append({"step": at, **{name: row[name] for name in IN_SHORT if name in row}, **counts})
         elif seconds:
             self._add("tokens_per_second", at, tokens / seconds)
+        if is_number(peak := row.get("peak_bytes")):
+            self._add("peak_gb", at, peak / 1e9)
         raised = row.get("flags", {})
         if isinstance(raised, dict):
             self.flags += [(at, str(name), str(said)) for name, said in raised.items()]
@@ -112,11 +115,11 @@ class Metrics(Follower):
 def panels_of(metrics: Metrics, kind: str) -> list[Panel]:
     """Return the panels that a kind of stage has, those with at least one number."""
     if kind != "rl":
-        return [panel for panel in TRAINING if metrics.curves(panel)]
+        return [panel for panel in (*TRAINING, MEMORY) if metrics.curves(panel)]
     habits = (Panel(name.removeprefix("behaviour_").replace("_", " ").capitalize(), (name,))
               for name in metrics.columns if name.startswith("behaviour_"))  # fmt: skip
     own = (each for file in RL_PICTURES for each in PICTURES[file])
-    return [panel for panel in (*own, *habits) if metrics.curves(panel)]
+    return [panel for panel in (*own, MEMORY, *habits) if metrics.curves(panel)]
 
 
 def metrics_of(stage: Stage) -> Metrics:
