@@ -79,8 +79,8 @@ class Metrics(Follower):
                 self.rows.append({"step": at, **{name: row[name] for name in IN_SHORT if name in row}, **counts})
         elif seconds:
             self._add("tokens_per_second", at, tokens / seconds)
-        if is_number(peak := row.get("peak_bytes")):
-            self._add("peak_gb", at, peak / 1e9)
+        if is_number(row.get("peak_bytes")):
+            self._add("peak_gb", at, row["peak_bytes"] / 1e9)
         raised = row.get("flags", {})
         if isinstance(raised, dict):
             self.flags += [(at, str(name), str(said)) for name, said in raised.items()]
