@@ -406,6 +406,16 @@ def test_what_one_rank_cannot_write_fails_on_all_and_the_versions_before_stay(tm
     assert same(reader.pull(3), 3)
 
 
+def test_parts_of_a_version_that_never_came_to_be_are_removed_by_the_next_publisher(tmp_path: Path) -> None:
+    together(tmp_path, range(2))
+    for part in (1, 2, 7):
+        (tmp_path / f"00000002-00000001.delta.{part}").write_bytes(b"of a trainer with more ranks that was killed")
+    filled_by_one = WeightStore(tmp_path, 4)
+    filled_by_one.publish(weights_at(2), 2, step=2)
+    assert [name for name in names(tmp_path) if name.startswith("00000002")] == ["00000002.anchor"]
+    assert all(same(WeightStore(tmp_path, 4).pull(version), version) for version in range(3))
+
+
 def test_parts_are_removed_with_what_names_them(tmp_path: Path) -> None:
     together(tmp_path, range(14))
     (tmp_path / "00000001-00000000.delta.7").touch()  # a killed publisher's, that nothing names

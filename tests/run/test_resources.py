@@ -225,6 +225,19 @@ def test_a_cluster_is_planned_as_its_table_places_it(tmp_path: Path) -> None:
     assert rl.plan.available > alone.plan.available + alone.engine
     assert rl.rate > 2 * alone.rate
     assert rl.micro
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    large = {
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    }  # as Qwen2.5-72B
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config | large))
+    text = file.read_text()
+    for gpus, fits in ((1, False), (2, True)):
+        file.write_text(text.replace("count = 3, gpus = 1", f'count = 3, gpus = {gpus}, kind = "vllm", python = "x"'))
+        _, rl = plan_recipe(load_recipe([file], ["cluster.trainer.gpus=64"], stage_settings()), machine("h200"))
+        assert (bool(rl.micro), "an engine of more GPUs" in rl.remedy) == (fits, not fits)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -182,7 +182,9 @@ def test_what_the_trainer_computed_is_shown_at_its_own_token(tmp_path: Path) -> 
     assert f'"trainer":{json.dumps(values[sampled[-1]], separators=(",", ":"))}' in str(page)
     assert "log-probs are not here" not in str(page)
     for spoilt in ("{", "[]", '{"001.json": 3}', json.dumps({"001.json": {**own, "masked": [0]}}),
-                   json.dumps({"001.json": {**own, "logprobs": ["x"] * len(own["logprobs"])}})):  # fmt: skip
+                   json.dumps({"001.json": {**own, "logprobs": ["x"] * len(own["logprobs"])}}),
+                   json.dumps({"001.json": {**own, "logprobs": [float("nan")] * len(own["logprobs"])}}),
+                   json.dumps({"001.json": {**own, "logprobs": [10**400] * len(own["logprobs"])}})):  # fmt: skip
         kept.write_text(spoilt)
         assert observed(stage, 0, 1, trace, sampled[0]) == {}
         assert "log-probs are not here" in str(tokens(stage, 0, 1, sampled[0]).body)

@@ -208,9 +208,12 @@ async def _future(called: Any) -> Any:
     answer = loop.create_future()
 
     def copy(done: Any) -> None:
-        if not answer.done():
-            error = done.exception()
-            answer.set_result(done.result()) if error is None else answer.set_exception(error)
+        if answer.done():
+            return
+        try:
+            answer.set_result(done.result())
+        except Exception as error:  # noqa: BLE001 - whatever the call raised
+            answer.set_exception(error)
 
     def settle(done: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop may have ended

@@ -166,6 +166,10 @@ class WeightStore:
             raise ValueError(f"version {version} in {self.folder} after {newest}: no number is used twice")
         if self._last is None:
             remove_parts(self.folder)
+            for path in self.folder.iterdir():  # parts of a version that never came to be
+                name = NAME.fullmatch(path.name)
+                if name and name[3] and not path.with_name(path.name.removesuffix(name[3])).exists():
+                    path.unlink()
         return not alike or self._anchor_is_due(version)
 
     def _write(

@@ -25,14 +25,17 @@ def divide(
     """Return the trainer's plan, the rows it wants at once, and the bytes of the KV cache.
 
     The cache is to hold all rollouts. Where it cannot beside the rows that the trainer wants, these become fewer until it holds half
-    of them: tokens are sampled for longer than they are trained on. A server elsewhere takes nothing here. `apart`: how many
-    GPUs of this size an engine has to itself, as on a cluster; 0: it shares the trainer's.
+    of them: tokens are sampled for longer than they are trained on. A server elsewhere takes nothing here, and has 0.
+
+    `apart`: how many GPUs of this size an engine has to itself, as on a cluster; 0: it shares the trainer's. The cache of one that
+    does not fit its own is 0.
     """
     rows, rollout = max(settings.micro, AT_ONCE["cuda"] // way.length, 1), 2 * counts.cached * way.length
     given, wish = int(settings.engine_memory * 1e9), settings.optimiser
     left = int(max(1, apart) * (total - CONTEXTS - ENGINE_WORK) - 2 * counts.weights)
     if settings.engine or apart:
-        kept = 0 if settings.engine else given or max(0, min(left, settings.at_once * rollout))
+        fits = not settings.engine and left >= (given or LEAST * rollout)
+        kept = (given or min(left, settings.at_once * rollout)) if fits else 0
         return memory.settle(counts, way, wish, int(total - CONTEXTS)), rows, kept
     least, enough = (given or share * rollout for share in (LEAST, max(LEAST, settings.at_once // 2)))
     while True:

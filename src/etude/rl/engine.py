@@ -184,6 +184,8 @@ def open_policy(job: RlJob, say: Say) -> LocalPolicy:
     own, cache = job.settings, int(job.settings.engine_memory * 1e9)
     if not cache and choose_device(own.device).type == "cuda":
         cache = of_run(job.model, own, own.length or model_shape(job.model).context, apart=int(job.apart))[1]
+        if job.apart and not cache:
+            raise UserError("the engine does not fit a GPU of its own; `etude plan` says what would")
     return LocalPolicy.open(
         job.model, device=own.device, dtype=None if own.dtype == "auto" else getattr(torch, own.dtype),
         context=own.length or None, memory=cache or None, speculate=False, say=say,

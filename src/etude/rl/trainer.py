@@ -241,7 +241,10 @@ class Trainer:
             [masked[branch.learnt] for branch, *_, masked in own],
         )
         if self.settings.keep_traces:
-            self._keep_observed([(branch, now, masked & branch.learnt) for branch, now, _, masked in own])
+            masks = (
+                self.settings.correction.mode == "mask"
+            )  # else what is beyond the bounds is learnt from all the same
+            self._keep_observed([(branch, now, masked & branch.learnt & masks) for branch, now, _, masked in own])
         ranks = self.world.gather([np.concatenate(column) if column else np.zeros(0) for column in columns])
         sampled, now, ages, same, ratios, masked = (np.concatenate(column) for column in zip(*ranks, strict=True))
         metrics = {f"staleness_{int(age)}": float((ages == age).mean()) for age in np.unique(ages).tolist()}
@@ -257,15 +260,21 @@ class Trainer:
         """Write beside the traces of each group what the trainer computed of their sampled tokens, in the order of `sampled_nodes`."""
         assert self._batch is not None
         places = {branch: place for place, branch in enumerate(self._batch.branches)}
-        rows = [(places[branch], now[branch.fresh], masked[branch.fresh]) for branch, now, masked in own]
+        ranks = self.world.gather(
+            [(places[branch], now[branch.fresh], masked[branch.fresh]) for branch, now, masked in own]
+        )
+        if not self.world.leads:
+            return
         groups: dict[Path, dict[str, dict[str, list[Any]]]] = {}
-        for place, now, masked in sorted(itertools.chain(*self.world.gather(rows)), key=lambda row: row[0]):
+        for place, now, masked in sorted(itertools.chain(*ranks), key=lambda row: row[0]):
             file = self._root / self._batch.files[self._batch.branches[place].episode]
             kept = groups.setdefault(file.parent, {}).setdefault(file.name, {"logprobs": [], "masked": []})
-            kept["logprobs"] += [round(float(each), 4) for each in now]
+            kept["logprobs"] += [
+                each if math.isfinite(each) else None for each in np.round(now.astype(float), 4).tolist()
+            ]
             kept["masked"] += masked.astype(int).tolist()
-        for folder, episodes in groups.items() if self.world.leads else ():
-            write_text(folder / OBSERVED, json.dumps(episodes, separators=(",", ":")))
+        for folder, episodes in groups.items():
+            write_text(folder / OBSERVED, json.dumps(episodes, separators=(",", ":"), allow_nan=False))
 
     def save(self, metrics: dict[str, float]) -> None:
         """Begin to write a checkpoint; `metrics`: of the last step, which may not have been reported yet."""

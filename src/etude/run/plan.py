@@ -135,7 +135,7 @@ def plan_stage(
 ) -> Planned:
     """Plan one stage. `engines`: what samples for `rl` on GPUs of its own; none: the trainer's GPU does."""
     settings: Any = entry.settings
-    samplers, apart = sum(each.count * each.gpus for each in engines), max((each.gpus for each in engines), default=0)
+    samplers, apart = sum(each.count for each in engines), max((each.gpus for each in engines), default=0)
     depth = getattr(settings, "depth", 1) if entry.kind == "mtp" or getattr(settings, "mtp", None) else 0
     frozen, shared = entry.kind == "mtp", getattr(settings, "shared", True)
     counts, lora = memory.count_config(config, depth, shared=shared, frozen=frozen), getattr(settings, "lora", None)
@@ -157,6 +157,8 @@ def plan_stage(
         help_with, fits = (f"micro = {fits}", 0) if micro > fits else ("", fits)
     if ranks > 1 and not adamw:
         help_with, fits = "one rank, as Muon cannot be used on several yet,", 0
+    if apart and entry.kind == "rl" and not kept and not settings.engine:
+        help_with, fits = "an engine of more GPUs", 0
     shape, experts = shape_of(config), bool(counts.experts)
     flops = training_flops(shape.compute, length) / length  # of a token
     if entry.kind == "mtp":  # a frozen trunk; for every depth a layer that learns, and the head without its gradient
@@ -170,7 +172,10 @@ def plan_stage(
     if kept:
         share, how = on.share("decode", shape.active_parameters, experts=experts)
         together, routed = -(-settings.at_once // max(1, samplers)), routed_share(config.get_text_config())
-        sampled = share * max(1, samplers) * sampling_floor(counts, shape, routed, together, length, kept, on)
+        sampled = share * sampling_floor(counts, shape, routed, together, length, kept, on)
+        sampled *= (
+            sum(each.count * each.gpus for each in engines) if apart else 1
+        )  # GPUs of one engine read its weights together
         rate = min(rate, sampled) if apart else 1 / (1 / rate + 1 / sampled)
         source = f"at most, if every rollout is {length:,} tokens long; sampling {how}; {source}"
     return Planned(

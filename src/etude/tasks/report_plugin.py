@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 ROOT = "/workspace"
 COVERAGE = ".etude-coverage.json"
 LONGEST_TRACE = 6000
+MOST_TRACES = (
+    4 << 20
+)  # characters of all of them: what a run may print is bounded, and what is beyond would cost it its reports
 # Of the seconds a test may compute, once a test has failed for that: who breaks a loop breaks many tests.
 LESS_EFFORT = 0.25
 FIXED = ("-c", "/dev/null", "--rootdir", ROOT, "--confcutdir", ROOT, "-p", "no:cacheprovider", "--continue-on-collection-errors",
@@ -42,7 +45,7 @@ class Reporter:
         self.outcomes: dict[str, str] = {}
         self.effort = self.most_effort = order["effort"]
         self.ran_out = False
-        self.trace = ""
+        self.trace, self.room = "", MOST_TRACES
         self.cover: Any = None
 
     def say(self, *words: Any) -> None:
@@ -95,8 +98,9 @@ class Reporter:
         """Take one phase of a test, or one part of it: the worst counts, and an expected failure is no pass."""
         if report.failed:
             self.outcomes[report.nodeid] = "failed"
-            if self.traces:
-                self.trace = self.trace or report.longreprtext[-LONGEST_TRACE:]
+            if self.traces and not self.trace and self.room > 0:
+                self.trace = report.longreprtext[-LONGEST_TRACE:]
+                self.room -= len(self.trace)
         elif (report.skipped or hasattr(report, "wasxfail")) and self.outcomes[report.nodeid] == "passed":
             self.outcomes[report.nodeid] = "skipped"
 

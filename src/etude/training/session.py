@@ -289,7 +289,7 @@ class Session:
         once = {}  # weights that are tied are one in what is returned too
         for weight in self.model.parameters():
             value = whole(weight.detach().to(self._computing_dtype))
-            if size * self.world.size // total == self.world.rank:
+            if min(size * self.world.size // max(1, total), self.world.size - 1) == self.world.rank:
                 once[id(weight)] = value.cpu() if self._sharded else value
             size += weight.numel()
         own = {name: value for name, value in state.items() if self.world.leads and name not in weights}

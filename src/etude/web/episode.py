@@ -137,7 +137,9 @@ def tree(trace: Trace, name: str) -> Html:
         "sandbox": str(trace.made_by.get("sandbox", "")), "sandbox lost": str(trace.made_by.get("lost", "")),
         **{kind.replace("_", " "): count for kind, count in trace.counts.items()},
     })  # fmt: skip
-    ended = section("How it ended", verdict, *(details(test, pre(said)) for test, said in _texts(judged.get("said"))))
+    ended = section(
+        "How it ended", verdict, *(details(test, pre(said)) for test, said in _texts(judged.get("said"))[:10])
+    )
     changed = diff(trace.diff) if trace.diff else note("No file was changed.", "empty")
     return join(section("What it did", nodes(trace, name)), section("What it changed", changed), ended)
 
@@ -268,13 +270,14 @@ def observed(stage: Stage, group: int, number: int, trace: Trace, place: int) ->
     begin = sum(sizes[: order.index(place)])
     columns: dict[str, Any] = {"trainer": own.get("logprobs"), "masked": own.get("masked")}
     for values in columns.values():
-        if (
-            not isinstance(values, list)
-            or len(values) != sum(sizes)
-            or not all(isinstance(each, int | float) for each in values)
-        ):
+        if not isinstance(values, list) or len(values) != sum(sizes) or not all(map(_plain, values)):
             return {}
     return {name: values[begin : begin + len(trace.nodes[place].tokens)] for name, values in columns.items()}
+
+
+def _plain(value: Any) -> bool:
+    """Whether it is a log-prob or a mark as the trainer writes them: none where a log-prob was no number."""
+    return value is None or (type(value) in {int, float} and abs(value) < 1e6)
 
 
 def _not_kept(stage: Stage, step: int) -> str:
@@ -306,7 +309,7 @@ def token_page(
         said.append(note(f"{len(node.tokens) - MOST_TOKENS:,} more tokens are not shown.", "warning"))
     why = _mask(node, gain, learnt=learnt)
     three = (node.logprobs, node.raw_logprobs, columns["trainer"])
-    rows = [(at, shown[at], texts[at], *(f"{column[at]:.3f}" if column else "–" for column in three),
+    rows = [(at, shown[at], texts[at], *(f"{column[at]:.3f}" if column and column[at] is not None else "–" for column in three),
              node.versions[at] if node.versions else "–") for at in range(min(len(shown), LISTED))]  # fmt: skip
     listed = table((">place", ">id", "text", ">log-prob", ">at temperature 1", ">by the trainer", ">weights"), rows)
     box = element("div", data("tokens", columns), cls="tokens", data_tokens=True)

@@ -105,12 +105,12 @@ const WAYS = {
     (value) => (value ? `${value > 0 ? "u" : "d"}${Math.min(4, 1 + Math.floor(Math.abs(value) * 4))}` : "")],
   gap: ["as sampled − at temperature 1", (all, at) => (all.raw.length ? all.logprob[at] - all.raw[at] : undefined),
     (value) => (value ? `${value > 0 ? "u" : "d"}${Math.min(4, Math.ceil(Math.abs(value) * 4))}` : "")],
-  difference: ["trainer − sampler", (all, at) => (all.trainer.length ? all.trainer[at] - all.logprob[at] : undefined),
+  difference: ["trainer − sampler", (all, at) => (all.trainer[at] == null ? undefined : all.trainer[at] - all.logprob[at]),
     (value) => (Math.abs(value ?? 0) < 0.005 ? "" : `${value > 0 ? "u" : "d"}${Math.min(4, Math.ceil(Math.abs(value) * 4))}`)],
   version: ["weight version", (all, at) => all.version[at], (value, all) => (value === undefined ? "" : `u${Math.min(4, Math.max(...all.version) - value)}`)],
   mask: ["loss mask", (all, at) => (all.learnt && !all.masked[at] ? 1 : 0), (value) => (value ? "u3" : "")],
 };
-const spelled = (value) => (value === undefined ? "–" : Number.isInteger(value) ? String(value) : value.toFixed(2).replace("-", "−"));
+const spelled = (value) => (value == null ? "–" : Number.isInteger(value) ? String(value) : value.toFixed(2).replace("-", "−"));
 
 function tokens(box) {
   const all = json(box, "tokens"), stream = make("div", { className: "stream" }), about = make("div", { className: "about" });
