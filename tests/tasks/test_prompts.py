@@ -168,4 +168,7 @@ def test_a_leaking_trace_is_never_drawn() -> None:
 def test_what_is_seen_of_a_trace_of_nodes_is_the_users_code() -> None:
     inside = "Test.run (node:internal/test_runner/test:835:12)\nnew Promise (<anonymous>)\nasync Suite.run (node:internal/x:1:2)\n"
     trace = f"Expected values to be strictly equal:\nbytes.parse (/workspace/index.js:12:3)\n{inside}Array.map (<anonymous>)\n"
-    assert prompts.failure_of("a", trace).trace == "Expected values to be strictly equal:\nbytes.parse (/workspace/index.js:12:3)"
+    assert (
+        prompts.failure_of("a", trace).trace
+        == "Expected values to be strictly equal:\nbytes.parse (/workspace/index.js:12:3)"
+    )
