@@ -234,8 +234,8 @@ def test_a_cluster_is_planned_as_its_table_places_it(tmp_path: Path) -> None:
     }  # as Qwen2.5-72B
     (tmp_path / "base" / "config.json").write_text(json.dumps(config | large))
     text = file.read_text()
-    for gpus, fits in ((1, False), (2, True)):
-        file.write_text(text.replace("count = 3, gpus = 1", f'count = 3, gpus = {gpus}, kind = "vllm", python = "x"'))
+    for own, fits in ((1, False), (2, True)):
+        file.write_text(text.replace("count = 3, gpus = 1", f'count = 3, gpus = {own}, kind = "vllm", python = "x"'))
         _, rl = plan_recipe(load_recipe([file], ["cluster.trainer.gpus=64"], stage_settings()), machine("h200"))
         assert (bool(rl.micro), "an engine of more GPUs" in rl.remedy) == (fits, not fits)
 

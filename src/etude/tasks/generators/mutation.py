@@ -470,9 +470,8 @@ def candidates(
             WEIGHTS[site.kind] / kinds[site.kind]
         )  # a kind that has many places comes no more often for that
         weight /= shares[site.file.path, site.function] ** 0.7  # long functions do not take it all
-        return (
-            math.log(rng.random() or 1e-300) / weight
-        )  # sorting by this draws without replacement, in proportion to weight
+        # Sorting by this draws without replacement, in proportion to weight.
+        return float(math.log(rng.random() or 1e-300) / weight)
 
     seen: set[tuple[Edit, ...]] = set()
     for _, lead in sorted(((chance(site), site) for site in everything), key=lambda pair: -pair[0]):
