@@ -62,6 +62,7 @@ def test_there_are_25_templates_a_style_and_none_in_both_splits() -> None:
     fields = {field for text in texts[0] + texts[1] for _, field, _, _ in string.Formatter().parse(text) if field}
     assert fields == {
         "name",
+        "fence",
         "seen",
         "trace",
         "other",

@@ -43,6 +43,15 @@ NO_NEWS = re.compile(  # rulers, carets, dots, and the insides of node's runner 
     r"|.*\bnode:internal/.*|\s*(new|async) (Safe)?(Promise|Test|Suite)\b.*|\s*(Array|Test|Suite)\.\w+ .*"
 )
 RAISED = re.compile(r"\s*((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Warning|Exit|Interrupt|Invalid\w*|Failed))(?:: (.*))?$")
+FENCES = {
+    "py": "python",
+    "js": "javascript",
+    "mjs": "javascript",
+    "ts": "typescript",
+    "rs": "rust",
+    "rb": "ruby",
+    "h": "c",
+}
 GRAM = 4  # tokens of code in a row that a prompt must not share with the solution
 MOST_DICTATED, MOST_PIECES = 1_200, 4  # characters, in how many places
 AND_ALSO = "\nand also\n```\n{old}\n```\nby\n```\n{new}\n```"
@@ -345,4 +354,6 @@ def _broken_code(edit: Edit) -> dict[str, str] | None:
         begin, end = max(begin, first - MOST_SHOWN // 2), min(end, first + MOST_SHOWN // 2)
     if last > end:
         return None
-    return {"path": edit.path, "name": name, "code": "".join(lines[begin - 1 : end]).rstrip("\n") + "\n"}
+    suffix = edit.path.rpartition(".")[2]
+    code = "".join(lines[begin - 1 : end]).rstrip("\n") + "\n"
+    return {"path": edit.path, "name": name, "code": code, "fence": FENCES.get(suffix, suffix)}
