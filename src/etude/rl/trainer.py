@@ -270,7 +270,7 @@ class Trainer:
             file = self._root / self._batch.files[self._batch.branches[place].episode]
             kept = groups.setdefault(file.parent, {}).setdefault(file.name, {"logprobs": [], "masked": []})
             kept["logprobs"] += [
-                each if math.isfinite(each) else None for each in np.round(now.astype(float), 4).tolist()
+                each if math.isfinite(each) else None for each in np.round(now.astype(float), 7).tolist()
             ]
             kept["masked"] += masked.astype(int).tolist()
         for folder, episodes in groups.items():

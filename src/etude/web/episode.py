@@ -137,9 +137,13 @@ def tree(trace: Trace, name: str) -> Html:
         "sandbox": str(trace.made_by.get("sandbox", "")), "sandbox lost": str(trace.made_by.get("lost", "")),
         **{kind.replace("_", " "): count for kind, count in trace.counts.items()},
     })  # fmt: skip
-    ended = section(
-        "How it ended", verdict, *(details(test, pre(said)) for test, said in _texts(judged.get("said"))[:10])
+    printed = [details(test, pre(said)) for test, said in _texts(judged.get("said"))[:10]]
+    about = (
+        note("Of the tests that did not pass, the first two at most, with the end of what they printed:")
+        if printed
+        else None
     )
+    ended = section("How it ended", verdict, about, *printed)
     changed = diff(trace.diff) if trace.diff else note("No file was changed.", "empty")
     return join(section("What it did", nodes(trace, name)), section("What it changed", changed), ended)
 
@@ -200,6 +204,8 @@ def _said(node: Node) -> Iterator[Html]:
         rows = [(key, pre(value if isinstance(value, str) else repr(value))) for key, value in _pairs(arguments)]
         title = element("span", "▸ call of ", element("strong", str(call.get("name", ""))))
         yield details(title, table(("argument", "value"), rows), open_=True)
+    if about.get("malformed") and not about.get("said"):  # calls are shown as they were read, and these were not
+        yield pre(node.text)
     for fault in about.get("malformed") or ():
         yield note(f"✗ malformed: {fault}", "warning")
 
@@ -299,7 +305,7 @@ def token_page(
     texts, unknown = token_texts(stage.run, shown)
     learnt = node.trainable and gain is not None and (learnt_summaries or node.kind != "summary")
     columns: dict[str, Any] = {
-        "id": shown, "text": texts, "logprob": [round(each, 4) for each in node.logprobs[:MOST_TOKENS]],
+        "id": shown, "text": texts, "logprob": [round(each, 7) for each in node.logprobs[:MOST_TOKENS]],
         "raw": [round(each, 4) for each in node.raw_logprobs[:MOST_TOKENS]], "version": node.versions[:MOST_TOKENS],
         "advantage": round(gain, 4) if gain is not None else None, "learnt": learnt,
         "trainer": (seen or {}).get("trainer", [])[:MOST_TOKENS], "masked": (seen or {}).get("masked", [])[:MOST_TOKENS],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import json
 import math
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import LAYOUT, visible
@@ -155,7 +156,13 @@ def curve(
     lines = [{"name": visible(name), **_columns(points, look)} for name, points in shown.items()]
     whole = {"title": title, "unit": unit, "across": across, "look": look, "lines": lines,
              "marks": [[at, visible(text)] for at, text in marks]}  # fmt: skip
-    last = [(name, f"{short(points[0][1], look)} → {short(points[-1][1], look)}") for name, points in shown.items()]
+    sums: dict[float, float] = defaultdict(float)  # by step, of what is stacked: shares are shown
+    for x, y in (point for points in shown.values() for point in points):
+        sums[x] += y if look == "stacked" else 0
+    last = [
+        (name, " → ".join(short(y / (sums[x] or 1), look) for x, y in (points[0], points[-1])))
+        for name, points in shown.items()
+    ]
     words = element("ul", *(element("li", f"{name}: " if len(shown) > 1 else "", value) for name, value in last))
     caption = element("figcaption", element("strong", title), f" {unit}" if unit else "", words)
     flags = element("ul", *(element("li", "⚑ ", text) for _, text in marks), cls="flags") if marks else None

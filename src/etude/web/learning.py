@@ -120,6 +120,7 @@ def _taught(rollouts: Rollouts, found: Sequence[Taught]) -> list[Html]:
         rows.append((way, verb, did, signed(gain), short(group.rewards[number]), group.task,
                      link(f"step-{group.step}.html", f"step {group.step}")))  # fmt: skip
     about = "Rollouts of one task are compared: what was better than the group's mean is made likelier, what was worse less likely."
+    about += " First the largest advantages up, then the largest down."
     return [note(about), table(("rollout", "it taught", "what it did", ">advantage", ">reward", "task", "in"), rows)]
 
 

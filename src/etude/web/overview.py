@@ -105,7 +105,12 @@ def runs(shelf: Shelf) -> View:
     form = element("form", table(heads, rows, "runs"), button, action="compare.html", method="get")
     none = note("No run is here yet. Start one with: etude run recipes/quickstart.toml", "empty")
     body = section("", form if rows else none, live="runs")
-    return View("Runs", body, live=True, state=f"{len(found)} runs in {', '.join(map(str, shelf.folders))}")
+    return View(
+        "Runs",
+        body,
+        live=True,
+        state=f"{len(found)} run{'s' * (len(found) != 1)} in {', '.join(map(str, shelf.folders))}",
+    )
 
 
 def _bar(stages: Sequence[Stage]) -> Html:
@@ -195,7 +200,7 @@ def _taught(stage: Stage) -> Html:
     lines = {panel: metrics.points(panel) for panel in ("reward", "solved", "best_of_group") if metrics.points(panel)}
     named = {name.replace("_", " "): each for name, each in lines.items()}
     drawn = curve("Reward and share solved", named) if named else None
-    lead = f"{rollouts.trained} steps trained, {rollouts.rollouts:,} rollouts scored. "
+    lead = f"{rollouts.trained} step{'s' * (rollouts.trained != 1)} trained, {rollouts.rollouts:,} rollouts scored. "
     way = link(f"{where}/index.html", f"{stage.name}: every step, group, rollout and token")
     return section(f"{stage.name}: what taught the model", note(join(lead, way)), drawn, live=f"taught-{where}")
 

@@ -172,7 +172,10 @@ class Rollouts(Follower):
 
 
 def _largest(taught: Iterable[Taught]) -> list[Taught]:
-    return heapq.nlargest(MOST_TAUGHT, taught, key=lambda each: abs(each[2]))
+    """Return half of those to do more and half of those to do less: in a model that mostly succeeds all the largest are failures."""
+    known = list(taught)
+    sides = [[each for each in known if (each[2] > 0) == up] for up in (True, False)]
+    return [each for side in sides for each in heapq.nlargest(MOST_TAUGHT // 2, side, key=lambda one: abs(one[2]))]
 
 
 def _algorithm(stage: Stage) -> tuple[Algorithm, str]:

@@ -110,7 +110,7 @@ const WAYS = {
   version: ["weight version", (all, at) => all.version[at], (value, all) => (value === undefined ? "" : `u${Math.min(4, Math.max(...all.version) - value)}`)],
   mask: ["loss mask", (all, at) => (all.learnt && !all.masked[at] ? 1 : 0), (value) => (value ? "u3" : "")],
 };
-const spelled = (value) => (value == null ? "–" : Number.isInteger(value) ? String(value) : value.toFixed(2).replace("-", "−"));
+const spelled = (value) => (value == null ? "–" : Number.isInteger(value) ? String(value) : (value && Math.abs(value) < 0.005 ? value.toExponential(0) : value.toFixed(2)).replaceAll("-", "−"));
 
 function tokens(box) {
   const all = json(box, "tokens"), stream = make("div", { className: "stream" }), about = make("div", { className: "about" });
@@ -137,7 +137,7 @@ function tokens(box) {
       "probability": all.logprob.length ? `${(100 * Math.exp(all.logprob[at])).toPrecision(3)}%` : "–", "at temperature 1": spelled(all.raw[at]),
       "sampled by weights of version": spelled(all.version[at]), "by the trainer": spelled(all.trainer[at]),
       "loss mask": all.masked[at] ? "0: masked, its probability had changed too much" : all.learnt ? "1: learnt from" : "0: not learnt from",
-      advantage: all.advantage === null ? "–" : spelled(all.advantage) };
+      advantage: all.advantage === null || !all.learnt ? "–" : spelled(all.advantage) };
     about.replaceChildren(make("dl", { className: "facts" }, ...Object.entries(rows).map(([name, value]) =>
       make("div", {}, make("dt", {}, name), make("dd", {}, String(value))))));
   };
