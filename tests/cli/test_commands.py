@@ -23,6 +23,7 @@ SMALL = ["--set", "window=64", "--set", "stride=32", "--set", "state_tasks=2", "
 COMMANDS = [
     "run",
     "plan",
+    "log",
     "init",
     "schema",
     "compare",

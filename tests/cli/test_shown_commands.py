@@ -38,6 +38,7 @@ NOT_RUN = {
     "library": "needs a base to read; tests/lineage",
     "licences": "needs a finished run; tests/cli/test_licences.py",
     "lineage": "needs a finished run; tests/cli/test_lineage.py",
+    "log": "needs a run; tests/run/test_log.py",
     "mtp": "needs a model with heads; tests/models/test_mtp_export.py",
     "plan": "needs the recipe that a page stands for; tests/run/test_resources.py",
     "release": "needs a finished run; tests/cli/test_release.py",
