@@ -234,7 +234,13 @@ class Actor:
     """An actor that answers when it is let."""
 
     def __init__(self, answer: Callable[[], Awaitable[Any]]) -> None:
-        self.about = self.work = SimpleNamespace(remote=lambda *_: answer())
+        def call(*_: Any) -> Any:
+            return SimpleNamespace(future=lambda: asyncio.run_coroutine_threadsafe(wait(), asyncio.get_running_loop()))
+
+        async def wait() -> Any:
+            return await answer()
+
+        self.about = self.work = SimpleNamespace(remote=call)
 
 
 def hosted(monkeypatch: pytest.MonkeyPatch, answer: Callable[[], Awaitable[Any]], said: list[str]) -> Host:

@@ -132,11 +132,11 @@ def test_a_full_disk_in_the_weight_store_ends_a_run_that_can_go_on(
     """What was sampled and trained by then stays; nothing is sampled or trained twice, and the weights are those without the fault."""
     run, publish, full = Run(tmp_path), WeightStore.publish, [3]
 
-    def write(store: WeightStore, weights: Any, version: int, step: int) -> Any:
+    def write(store: WeightStore, weights: Any, version: int, step: int, world: Any = None) -> Any:
         if version in full:
             full.remove(version)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(store.folder))
-        return publish(store, weights, version, step)
+        return publish(store, weights, version, step, world)
 
     def play() -> None:
         toy.play(
