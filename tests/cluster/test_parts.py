@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
-from etude.cluster import engines, host, placement
+from etude.cluster import connect, engines, host, placement
 from etude.cluster.engines import Engine, Fleet
 from etude.cluster.host import About, Ended, Host, Lost
 from etude.cluster.placement import Bundle, Placement
@@ -296,3 +297,21 @@ def test_a_placement_that_waits_says_for_what_and_what_is_free(monkeypatch: pyte
         f"cluster: waiting since {seconds} s for 3 places; free now: 1 CPU (others use the rest)"
         for seconds in (10, 20)
     ]
+
+
+@pytest.mark.parametrize(("failures", "works"), [(0, True), (2, True), (3, False)])
+def test_a_head_that_did_not_start_its_process_in_time_is_asked_three_times(
+    monkeypatch: pytest.MonkeyPatch, failures: int, works: bool
+) -> None:
+    asked: list[str] = []
+
+    def init(address: str, **_: Any) -> None:
+        asked.append(address)
+        if len(asked) <= failures:
+            raise ConnectionAbortedError("Starting Ray client server failed")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    with contextlib.nullcontext() if works else pytest.raises(ConnectionAbortedError):
+        connect._init("ray://head:10001")
+    assert len(asked) == min(failures + 1, 3)

@@ -61,7 +61,7 @@ def _join(address: str) -> None:
     except OSError as error:
         raise UserError(f"--cluster {address}: no cluster answers ({error}); {advice}") from None
     try:
-        ray.init(address=address, **QUIET)
+        _init(address)
     except Exception as error:  # noqa: BLE001 - Ray raises many kinds, and each is for the user
         told = reason(error)
         if "ersion mismatch" in told:
@@ -69,6 +69,19 @@ def _join(address: str) -> None:
         raise UserError(
             f"--cluster {address}: no cluster answers ({type(error).__name__}: {told[:300]}); {advice}"
         ) from None
+
+
+def _init(address: str) -> None:
+    """Connect. For ray:// the head starts a process, and on a busy machine Ray's patience with that is short: it is tried again."""
+    for attempt in range(1, STARTS + 1):
+        try:
+            ray.init(address=address, **QUIET)
+        except ConnectionAbortedError:
+            ray.shutdown()
+            if attempt == STARTS:
+                raise
+        else:
+            return
 
 
 def _start_or_join(say: Say) -> None:
