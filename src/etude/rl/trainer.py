@@ -241,9 +241,8 @@ class Trainer:
             [masked[branch.learnt] for branch, *_, masked in own],
         )
         if self.settings.keep_traces:
-            masks = (
-                self.settings.correction.mode == "mask"
-            )  # else what is beyond the bounds is learnt from all the same
+            # In other modes what is beyond the bounds is learnt from all the same.
+            masks = self.settings.correction.mode == "mask"
             self._keep_observed([(branch, now, masked & branch.learnt & masks) for branch, now, _, masked in own])
         ranks = self.world.gather([np.concatenate(column) if column else np.zeros(0) for column in columns])
         sampled, now, ages, same, ratios, masked = (np.concatenate(column) for column in zip(*ranks, strict=True))
