@@ -72,7 +72,9 @@ def recipe_of(options: argparse.Namespace, work: Path, base: Path, stages: list[
         f"tokens = {2048 * steps}\nlength = 1024\nbatch = 2\nheldout = 0.0\n{each}{lora.format('sft')}",
         "rl": f"{tasks}steps = {steps}\ngroups = {groups}\ngroup_size = {size}\nepochs = 40\n"
         f"length = {1024 if options.tiny else 2048}\nrecompute = true\n"
-        f"micro = {options.micro}\n{cache}curriculum = {{ hard = 0.0, solved = 0.0 }}\n{lora.format('rl')}",
+        f"micro = {options.micro}\n{cache}curriculum = {{ hard = 0.0, solved = 0.0 }}\n"
+        # Random weights write texts that earn alike; groups alike are trained on only with a penalty that can tell them apart.
+        f"kl = {{ coefficient = 0.01 }}\n{lora.format('rl')}",
         "bench": f"{tasks}k = 1\n{cache}",
         "release": 'name = "large"\n',
     }

@@ -79,7 +79,33 @@ def test_an_average_follows_the_policy_and_a_start_does_not() -> None:
         model = torch.nn.Linear(1, 3, bias=False)
         torch.nn.init.ones_(model.weight)
         settings = KlSettings.model_validate({"coefficient": 0.1, "reference": kind, "decay": 0.9})
-        reference = Reference(Root(model), settings, {"weight": model.weight})
+        reference = Reference(Root(torch.nn.Identity()), Root(model), settings, {"weight": model.weight})
         for value in (2.0, 4.0):
             reference.follow({"weight": torch.full((3, 1), value)})
         assert model.weight.flatten().tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", ["start", "average"])
+def test_with_adapters_the_policy_is_asked_with_those_of_the_reference_and_gets_its_own_back(kind: str) -> None:
+    policy, apart = (torch.nn.Linear(1, 3, bias=False) for _ in range(2))
+    for model in (policy, apart):
+        torch.nn.init.ones_(model.weight)
+    settings = KlSettings.model_validate({"coefficient": 0.1, "reference": kind, "decay": 0.9})
+    exchanged = Reference(Root(policy), None, settings, {"weight": policy.weight})
+    copied = Reference(Root(torch.nn.Identity()), Root(apart), settings, {"weight": apart.weight})
+    rows = torch.full((1, 1), 2.0)
+    for value in (2.0, 4.0):
+        torch.nn.init.constant_(policy.weight, value)
+        for reference in (exchanged, copied):
+            reference.follow({"weight": policy.weight})
+        assert exchanged.ask(lambda model, own: model(own), rows).equal(copied.ask(lambda model, own: model(own), rows))
+        assert policy.weight.flatten().tolist() == [value] * 3
+
+
+def test_the_policy_gets_its_adapters_back_from_a_question_that_fails() -> None:
+    policy = torch.nn.Linear(1, 3, bias=False)
+    reference = Reference(Root(policy), None, KlSettings(coefficient=0.1), {"weight": policy.weight})
+    torch.nn.init.constant_(policy.weight, 7.0)
+    with pytest.raises(ZeroDivisionError):
+        reference.ask(lambda model, rows: 1 / 0, torch.ones(1, 1))
+    assert policy.weight.flatten().tolist() == [7.0] * 3

@@ -161,8 +161,8 @@ def test_divergence_is_from_the_start_or_from_an_average_of_the_way(tiny_base: P
     start = weights(trainer)
     metrics = made.step(trainer, made.batch(tmp_path, 1, made.usual(random.Random(4))), tmp_path)
     assert "kl" in metrics
-    assert trainer.reference is not None
-    for name, weight in trainer.reference.root.model.named_parameters():
+    assert trainer.session.start is not None
+    for name, weight in trainer.session.start.model.named_parameters():
         expected = start[name] if kind == "start" else (start[name] + weights(trainer)[name]) / 2
         torch.testing.assert_close(weight, expected)
     assert trainer.session.model.get_input_embeddings().weight.requires_grad  # the reference has weights of its own
@@ -201,8 +201,11 @@ def test_lora_publishes_adapters_exports_the_sum_and_trains_small_matrices_only(
     assert all(".lora_" in name for name in changed)
     held = load_model(tiny_base, torch.device("cpu"), torch.float32)
     ids = torch.arange(1, 60)[None]
-    held.load_state_dict(merged(adapters, held.state_dict(), torch.float32))  # as the plug-in of vLLM does
     trainer.session.model.set_attn_implementation("sdpa")
+    assert trainer.reference is not None
+    of_start = trainer.reference.ask(lambda model, rows: model(rows).logits, ids)
+    torch.testing.assert_close(of_start, held(ids).logits.detach(), rtol=1e-4, atol=1e-4)
+    held.load_state_dict(merged(adapters, held.state_dict(), torch.float32))  # as the plug-in of vLLM does
     with torch.no_grad():
         expected = trainer.session.model(ids).logits
         torch.testing.assert_close(held(ids).logits, expected, rtol=1e-4, atol=1e-4)

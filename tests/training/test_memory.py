@@ -201,6 +201,8 @@ def test_bytes_on_a_gpu_by_hand() -> None:
     assert compact == {
         "weights": 16e9, "masters": 0, "gradients": 16e9, "optimiser states": 16e9 + 0.25e9 + update, "frozen reference": 48e9
     }  # fmt: skip
+    few = replace(BIG, trained=10**7)  # LoRA: other adapters, those exchanged for them, and the average
+    assert plan(few, Way(4096, reference="average"), 10**12).parts["frozen reference"] == 4e7 + 4e7
     eight = plan(BIG, Way(4096, ranks=8), 10**12).parts
     assert eight == {
         "weights": 2 * (1e9 + 2 * 2e8), "masters": 4e9, "gradients": 4e9 + 6 * (1e9 + 2e8), "optimiser states": 8e9

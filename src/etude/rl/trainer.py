@@ -116,8 +116,11 @@ class Trainer:
         if experts and experts.fading and settings.experts.balance in BIASED:
             place = f'{model.name} has no place for the bias of "{settings.experts.balance}", and would be sampled from without it'
             raise UserError(f'experts.balance: {place}; set "aux_loss" or "none"')
-        start = self.session.start
-        self.reference = Reference(start, settings.kl, self.session.weights.masters) if start else None
+        self.reference = (
+            Reference(self.session.loop.root, self.session.start, settings.kl, self.session.weights.masters)
+            if settings.kl.coefficient
+            else None
+        )
         self._batches: Iterator[Batch] = iter(())
         self._root = folder
         self._batch: Packed | None = None
@@ -203,7 +206,7 @@ class Trainer:
         assert self.reference is not None
         sums = np.zeros(episodes)
         for part in parts:
-            nats = self.reference.root(self.objective.nats, part.plain_rows().to(self.session.device))
+            nats = self.reference.ask(self.objective.nats, part.plain_rows().to(self.session.device))
             for branch, values in part.by_branch(nats):
                 policy, reference = branch.logprobs[branch.fresh], -values[branch.fresh]
                 sums[branch.episode] += divergence(policy, reference, self.settings.kl.estimator).sum()
@@ -316,25 +319,53 @@ class Packed:
 
 
 class Reference:
-    """A model that stays as it is, or the exponential average of the policy's trained weights, kept in float32."""
+    """What the policy is held near: the weights it started from, or the exponential average of those it had, kept in float32.
 
-    def __init__(self, root: Root, settings: KlSettings, weights: Mapping[str, torch.Tensor]) -> None:
-        self.root, self._decay = root, settings.decay
-        moving = weights if settings.reference == "average" else {}
-        self.average = {name: weight.detach().float().clone() for name, weight in moving.items()}
+    A model of its own, `apart`; with LoRA the policy itself, whose adapters are exchanged while it is asked: the rest is the same.
+    """
+
+    def __init__(
+        self, policy: Root, apart: Root | None, settings: KlSettings, weights: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._policy, self._apart, self._decay = policy, apart, settings.decay
+        self.average = _copies(weights, torch.float32) if settings.reference == "average" else {}
+        self._adapters = {} if apart else self.average or _copies(weights)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def ask(self, question: Callable[[Any, Any], torch.Tensor], rows: Any) -> torch.Tensor:
+        """Return what a function of model and rows returns of the reference."""
+        if self._apart:
+            return self._apart(question, rows)
+        own = {name: self._policy.model.get_parameter(name) for name in self._adapters}
+        kept = _copies(own)
+        try:
+            for name, weight in own.items():
+                weight.copy_(self._adapters[name])
+            return self._policy(question, rows)
+        finally:
+            for name, weight in own.items():
+                weight.copy_(kept[name])
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def follow(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Move a step towards the policy's weights."""
         for name, kept in self.average.items():
             kept.lerp_(weights[name], 1 - self._decay)
-            self.root.model.get_parameter(name).copy_(kept)
+            self._hand_over(name, kept)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def load(self, average: Mapping[str, torch.Tensor]) -> None:
         for name, kept in self.average.items():
             local(kept).copy_(average[name])
-            self.root.model.get_parameter(name).copy_(kept)
+            self._hand_over(name, kept)
+
+    def _hand_over(self, name: str, weight: torch.Tensor) -> None:
+        if self._apart:
+            self._apart.model.get_parameter(name).copy_(weight)
+
+
+def _copies(weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().to(dtype or weight.dtype, copy=True) for name, weight in weights.items()}
 
 
 @dataclass(frozen=True, eq=False)

@@ -157,7 +157,7 @@ class Way:
     states: str = "float32"
     recompute: bool = False
     ranks: int = 1
-    reference: str = ""  # "start", "average": a frozen copy
+    reference: str = ""  # "start", "average": a frozen copy, or other adapters
 
 
 @dataclass(frozen=True)
@@ -213,9 +213,9 @@ def _fixed(counts: Counts, way: Way, computed: int) -> dict[str, int]:
         parts["gradients"] = shard * trained + (computed + 4) * min(counts.trained, counts.outside + counts.layer)
     parts["optimiser states"] = moments[way.states] + (4 * UPDATE * min(trained, UPDATED_AT_ONCE) if compact else 0)
     if way.reference:
-        parts["frozen reference"] = computed * counts.weights // way.ranks + (
-            4 * trained if way.reference == "average" else 0
-        )
+        # With LoRA it is the policy with other adapters, and those that are exchanged meanwhile.
+        copied = counts.weights // way.ranks if counts.trained == counts.weights else 2 * trained
+        parts["frozen reference"] = computed * copied + (4 * trained if way.reference == "average" else 0)
     return parts
 
 

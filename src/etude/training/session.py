@@ -66,7 +66,9 @@ class Session:
     parent_dtype: torch.dtype = torch.float32  # of the weights as the parent has them
     lora: LoraSettings | None = None
     seed: int = 0
-    keep_start: Literal["", "start", "average"] = ""  # a copy of the weights at the start to compute with (`start`)
+    keep_start: Literal["", "start", "average"] = (
+        ""  # a copy of the model to compute with (`start`); with LoRA none is needed
+    )
     clock: Callable[[], float] = time.monotonic
     total: int = 0  # steps of the whole training
     graphs: bool = True  # CUDA graphs for a small model; the source must give rows of few shapes
@@ -108,7 +110,8 @@ class Session:
         if not leads:
             model.set_attn_implementation(NAME if self.attention == "documents" else self.attention)
         objective = self.objective(model)
-        self._frozen = copy.deepcopy(model).requires_grad_(requires_grad=False) if self.keep_start else None
+        kept = self.keep_start and not self.lora  # whose start is the policy without its adapters
+        self._frozen = copy.deepcopy(model).requires_grad_(requires_grad=False) if kept else None
         if self.settings.recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             for layer in layers_of(model):
