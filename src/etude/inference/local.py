@@ -223,10 +223,10 @@ class _Stream:
 
 def build(  # noqa: PLR0913
     model: Any, heads: Any, decode: Callable[[list[int]], str], *, context: int | None = None, rows: int | None = None,
-    memory: int | None = None, compiled: bool = False, page: int | None = None,
+    memory: int | None = None, compiled: bool = False, page: int | None = None, contexts: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Engine:  # fmt: skip
-    """Return an engine for a loaded model, with a cache that fits."""
+    """Return an engine for a loaded model, with a cache that fits; `contexts`: which it is to hold at most."""
     kind = model.device.type
     beyond = 2 * heads.depth if heads else 0  # positions that drafts may need after a text
     longest = _longest(model.config.get_text_config(), beyond)
@@ -238,6 +238,7 @@ def build(  # noqa: PLR0913
     runner = Runner(model, heads, compiled=compiled)
     each = runner.bytes_of_position() * size
     pages = (memory or _memory(model.device, each, rows)) // each - 1
+    pages = min(pages, contexts * -(-(context + beyond + 1) // size)) if contexts else pages
     if pages < 1:
         needed = f"at least {2 * each:,} bytes for {size} positions"
         raise UserError(f"the cache needs {needed}; give it more memory, or a smaller context")
@@ -312,7 +313,7 @@ class SpeculationSpeed:
 def measure_speculation(model: Any, heads: Any, prompts: Sequence[Sequence[int]], new: int) -> SpeculationSpeed:
     """Write after each prompt, one by one and greedily, in turns with and without; the first pair warms up."""
     context, gpu = max(map(len, prompts)) + new, model.device.type == "cuda"
-    engine = build(model, heads, str, rows=1, context=context, compiled=gpu)
+    engine = build(model, heads, str, rows=1, context=context, compiled=gpu, contexts=2)
     seconds = {True: 0.0, False: 0.0}
     drafted = accepted = 0
     for index, prompt in enumerate([prompts[0], *prompts]):

@@ -225,6 +225,8 @@ class Trainer:
             **step.metrics,
             "lr": self.settings.optimiser.lr * step.factor, "skipped": float(bool(step.skipped)), "seconds": step.seconds,
         }  # fmt: skip
+        if "peak_bytes" in metrics:
+            metrics["needed_bytes"] = session.plan.needed(session.micro)
         return metrics | ({"kl": packed.apart / metrics["sampled"]} if self.reference else {})
 
     def observed(self, parts: Sequence[Part], version: int) -> dict[str, float]:
