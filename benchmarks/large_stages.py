@@ -98,7 +98,7 @@ def save_base(options: argparse.Namespace, folder: Path) -> None:
     if options.tiny:
         config.vocab_size, config.max_position_embeddings = 16384, 1024
     model = model_of(config, device).to(torch.bfloat16)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size="4GB")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "LICENSE"):
         shutil.copyfile(SPROUT / name, folder / name)
 

@@ -78,3 +78,30 @@ def test_other_errors_of_linking_are_not_hidden(tmp_path: Path) -> None:
     with pytest.raises(OSError) as raised:
         files.link_or_copy(tmp_path / "absent", tmp_path / "target")
     assert raised.value.errno == errno.ENOENT
+
+
+def test_many_files_are_hashed_at_once_each_byte_told_once(tmp_path: Path) -> None:
+    contents = {tmp_path / f"{number:02}": bytes([number]) * (number * 300_000) for number in range(12)}
+    for path, content in contents.items():
+        path.write_bytes(content)
+    told: list[int] = []
+    digests = files.sha256_files(reversed(contents), told.append)
+    assert digests == {path: hashlib.sha256(content).hexdigest() for path, content in contents.items()}
+    assert list(digests) == list(reversed(contents))
+    assert sum(told) == sum(map(len, contents.values()))
+
+
+def test_a_stop_while_files_are_hashed_ends_all_of_them(tmp_path: Path) -> None:
+    told: list[int] = []
+    for number in range(20):
+        (tmp_path / f"{number}").write_bytes(bytes(5 << 20))
+
+    def stop(size: int) -> None:
+        told.append(size)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        files.sha256_files(tmp_path.iterdir(), stop)
+    assert len(told) == 1
+    with pytest.raises(FileNotFoundError):
+        files.sha256_files([tmp_path / "gone"])

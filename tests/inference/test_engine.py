@@ -437,7 +437,9 @@ def test_a_cache_without_room_for_a_page_is_refused() -> None:
 
 def test_a_cache_holds_no_more_contexts_than_it_is_asked_to() -> None:
     held = build(model_of(), None, str, context=40, rows=1, page=16, memory=10**8, contexts=2)
-    assert held.prefix_cache.count * held.prefix_cache.size == 2 * 48  # 40 and a place for the next token, in pages of 16
+    assert (
+        held.prefix_cache.count * held.prefix_cache.size == 2 * 48
+    )  # 40 and a place for the next token, in pages of 16
 
 
 def test_batches_come_in_few_sizes_and_each_holds_its_rows() -> None:

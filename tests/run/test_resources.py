@@ -91,7 +91,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("large_models-train-*-h200.json")), ids=lambda file: file.stem)
-def test_the_plan_is_within_a_tenth_of_the_peaks_that_were_measured_on_a_gpu(tmp_path: Path, file: Path) -> None:
+def test_the_plan_is_within_a_twentieth_of_the_peaks_that_were_measured_on_a_gpu(tmp_path: Path, file: Path) -> None:
     said = json.loads(file.read_text())
     for row in said["rows"]:
         counts = memory.count(on_meta(AutoConfig.from_pretrained(base(tmp_path, row["shape"]))))
@@ -100,7 +100,7 @@ def test_the_plan_is_within_a_tenth_of_the_peaks_that_were_measured_on_a_gpu(tmp
         planned = memory.plan(counts, memory.Way(row["length"], recompute=recompute, **ways), 10**12).needed(
             row["micro"]
         )
-        assert planned / 1e9 == pytest.approx(row["peak_gb"], rel=0.1)
+        assert planned / 1e9 == pytest.approx(row["peak_gb"], rel=0.05)
 
 
 def test_measured_peaks_are_there() -> None:
@@ -133,7 +133,12 @@ def test_hours_of_rl_are_those_of_rollouts_of_full_length(tmp_path: Path) -> Non
 def test_what_does_not_fit_is_told_with_what_would(tmp_path: Path) -> None:
     (whole,) = planned(tmp_path, "qwen3-30b-a3b", CPT)
     assert whole.micro == 0
-    assert whole.remedy == "LoRA ([….lora])"
+    assert whole.remedy == "recompute = true"
+    (kept_elsewhere,) = planned(tmp_path, "qwen3-30b-a3b", f"{CPT}recompute = true\n")
+    assert kept_elsewhere.plan.way.states == "cpu"
+    assert kept_elsewhere.plan.main_memory == 8 * PARAMETERS["qwen3-30b-a3b"]
+    (small,) = planned(tmp_path, "qwen3-30b-a3b", CPT, "h100")
+    assert "LoRA" in small.remedy
     (adapters,) = planned(tmp_path, "qwen3-30b-a3b", f"{CPT}recompute = true\n[cpt.lora]\n")
     assert adapters.micro >= 1
     (eight,) = planned(tmp_path, "qwen3-30b-a3b", f"{CPT}recompute = true\n", "8xh200")

@@ -112,7 +112,8 @@ def _print_planned(each: Planned, on: str) -> None:
     span = f"{each.hours:,.1f} hours" if (each.hours or 0) >= 1 else f"{60 * (each.hours or 0):.1f} minutes"
     hours = f", {span} for {human(each.tokens)} tokens" if each.hours and each.tokens else ""
     speed = f"; about {human(round(each.rate))} tokens/s{hours} ({each.source})" if each.rate else ""
-    options.echo(f"it fits: {may} may be used, {many} at once{speed}\n")
+    beside = f", with {gigabytes(each.plan.main_memory)} of main memory for each rank" if each.plan.main_memory else ""
+    options.echo(f"it fits: {may} may be used, {many} at once{beside}{speed}\n")
 
 
 def build_corpus(

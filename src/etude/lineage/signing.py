@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from etude.errors import UserError, one_line
-from etude.files import canonical_json, files_below, read_json, sha256_file
+from etude.files import canonical_json, files_below, read_json, sha256_files
 from etude.lineage.record import FileDigest, Lineage, Record, manifest_of
 
 if TYPE_CHECKING:
@@ -163,7 +163,8 @@ def folder_digests(folder: Path, reporter: Reporter) -> dict[str, str]:
     signed = {name.as_posix(): path for name, path in paths if name.parts[0] not in {SIGNATURE, *GIT_FILES}}
     size = sum(path.stat().st_size for path in signed.values() if path not in odd)
     with reporter.task("hashing", size, "B") as task:
-        return {name: NO_DIGEST if path in odd else sha256_file(path, task.advance) for name, path in signed.items()}
+        digests = sha256_files([path for path in signed.values() if path not in odd], task.advance)
+    return {name: digests.get(path, NO_DIGEST) for name, path in signed.items()}
 
 
 PREDICATE_TYPE = "https://slsa.dev/provenance/v1"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError
-from etude.files import read_json, sha256_file
+from etude.files import read_json, sha256_file, sha256_files
 from etude.lineage.compute import compute_shares, percent, since_base
 from etude.lineage.facts import is_notice, shown_source
 from etude.lineage.record import LINEAGE_FILE, RECORD_FILE, Record, load_record, manifest_of
@@ -55,9 +55,10 @@ def _stages_of_run(path: Path) -> list[str]:
 
 def changed_weights(model_folder: Path, record: Record, reporter: Reporter) -> list[str]:
     """Hash the weights again and return what does not agree with the record, a line each."""
-    files = {path.name: path for path in sorted(model_folder.glob("*.safetensors"))}
-    with reporter.task("checking weights", sum(path.stat().st_size for path in files.values()), "B") as task:
-        return wrong_files(record.weights, {name: sha256_file(path, task.advance) for name, path in files.items()})
+    files = sorted(model_folder.glob("*.safetensors"))
+    with reporter.task("checking weights", sum(path.stat().st_size for path in files), "B") as task:
+        digests = sha256_files(files, task.advance)
+    return wrong_files(record.weights, {path.name: digest for path, digest in digests.items()})
 
 
 def changed_corpora(model_folder: Path, lineage: Lineage) -> list[str]:

@@ -21,7 +21,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Literal
 
 from etude.errors import UserError, one_line
-from etude.files import read_json, sha256_file
+from etude.files import read_json, sha256_files
 from etude.lineage.record import FileDigest
 from etude.lineage.weight_files import INDEX, SINGLE, indexed_files, read_header
 
@@ -51,12 +51,12 @@ def weight_files(folder: Path) -> list[Path]:
 def digest_files(files: Iterable[Path], folder: Path, reporter: Reporter, label: str) -> dict[str, FileDigest]:
     """Return the digests of files by their path inside `folder`, with a progress bar."""
     listed = list(files)
-    digests = {}
     with reporter.task(label, sum(file.stat().st_size for file in listed), "B") as task:
-        for file in listed:
-            size = file.stat().st_size
-            digests[str(file.relative_to(folder))] = FileDigest(sha256=sha256_file(file, task.advance), bytes=size)
-    return digests
+        digests = sha256_files(listed, task.advance)
+    return {
+        str(file.relative_to(folder)): FileDigest(sha256=digest, bytes=file.stat().st_size)
+        for file, digest in digests.items()
+    }
 
 
 COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")  # old checkpoints hold what is computed anyway

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError
-from etude.files import link_or_copy, publish_folder, read_json, sha256_file, write_json
+from etude.files import link_or_copy, publish_folder, read_json, sha256_files, write_json
 from etude.lineage.record import LINEAGE_FILE, RECORD_FILE, FileDigest, Record, load_record
 
 if TYPE_CHECKING:
@@ -128,10 +128,11 @@ def adopt(source: Path, place: Path, reporter: Reporter) -> bool:
         record = load_record(source)
         recorded = recorded_files(record)
         with reporter.task(f"checking {source}", sum(digest.bytes for digest in recorded.values()), "B") as task:
-            for name, digest in recorded.items():
-                if sha256_file(source / name, task.advance) != digest.sha256:
-                    reporter.say(f"{source / name} is not what its record says; running the stage again")
-                    return False
+            digests = sha256_files([source / name for name in recorded], task.advance)
+        for name, digest in recorded.items():
+            if digests[source / name] != digest.sha256:
+                reporter.say(f"{source / name} is not what its record says; running the stage again")
+                return False
         for name in [*recorded, *([f"{MODEL}/{LINEAGE_FILE}"] if record.weights else []), RECORD_FILE]:
             file, target = source / name, place / name
             target.parent.mkdir(parents=True, exist_ok=True)

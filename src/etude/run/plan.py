@@ -216,6 +216,7 @@ def described(stage: Planned) -> dict[str, Any]:
     beside = {"engine weights": stage.engine, "KV cache": stage.cache} if stage.cache else {}
     return {
         "stage": stage.name, "way": asdict(plan.way), "parts": parts, "needed": plan.needed(rows), "beside": beside,
-        "available": plan.available, "fits": bool(stage.micro), "micro": stage.micro, "remedy": stage.remedy, "tokens": stage.tokens,
+        "available": plan.available, "main_memory": plan.main_memory,
+        "fits": bool(stage.micro), "micro": stage.micro, "remedy": stage.remedy, "tokens": stage.tokens,
         "tokens_per_second": stage.rate or None, "hours": stage.hours, "rate_source": stage.source if stage.rate else None,
     }  # fmt: skip

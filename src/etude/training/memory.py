@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from etude.training.settings import OptimiserSettings
 
-# What is estimated, and where each number comes from. Those marked CPU were measured there; no GPU's peak was held against them yet.
+# What is estimated, and where each number comes from. Those marked CPU were measured there.
 SHARE = 0.85  # of the memory that may be planned for; a guess, for fragments and what libraries take
 STREAMS = (
     6  # vectors as wide as the model that a layer keeps (CPU, with the next two: Llama shapes of 2 to 57M parameters)
@@ -41,11 +41,9 @@ STREAMS = (
 ATTENTION = 2  # of queries and outputs, and of keys and values
 FEED_FORWARD = 4  # vectors as wide as the feed-forward part
 DISPATCHED = 2  # vectors as wide as the model for each expert of a token: its input and output in the expert's order (by the code)
-COPIES = {
-    "cpu": 3.75,
-    "cuda": 3.0,
-    "distilled": 11.0,
-}  # of logits in float32: one loss (CPU); compiled (guess); of MTP heads (CPU)
+# Of logits in float32. Compiled there are logits and slopes in bf16 (by the code; within 5 % of the peaks of an H200); with MTP heads
+# the target in float32 besides, before and after its softmax.
+COPIES = {"cpu": 3.75, "cuda": 1.0, "distilled on cuda": 2.5, "distilled": 11.0}
 UPDATE = 8  # float32 copies of the numbers that `CompactAdamW` updates at once (by the code)
 LAYERS_GATHERED = (
     2  # whole layers on a device at once under FSDP2: one is computed, the next is on its way (by the code)
@@ -170,6 +168,7 @@ class Plan:
     available: int
     logits: int = 0  # for each row at once,
     most_logits: int = 0  # but not more than this in all
+    main_memory: int = 0  # what optimiser states take there
 
     def needed(self, rows: int) -> int:
         """Return what so many rows at once take."""
@@ -191,10 +190,12 @@ def plan(counts: Counts, way: Way, available: int) -> Plan:
     if way.recompute:
         streams = counts.kept_layers * counts.hidden + layer
     row = way.length * kept * (streams + 4 * counts.hidden)
-    logit = round(4 * COPIES["distilled" if counts.heads and not half else "cuda" if half else "cpu"])
+    where = "cuda" if half else "cpu"
+    logit = round(4 * COPIES[{"cuda": "distilled on cuda", "cpu": "distilled"}[where] if counts.heads else where])
     return Plan(
-        way, _fixed(counts, way, kept), row, available, way.length * counts.vocabulary * logit, LOGITS_AT_ONCE * logit
-    )
+        way, _fixed(counts, way, kept), row, available, way.length * counts.vocabulary * logit, LOGITS_AT_ONCE * logit,
+        8 * counts.trained // way.ranks if way.gpu and way.states == "cpu" else 0,
+    )  # fmt: skip
 
 
 def _fixed(counts: Counts, way: Way, computed: int) -> dict[str, int]:

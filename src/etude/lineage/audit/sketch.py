@@ -29,7 +29,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from etude.errors import UserError, one_line
-from etude.files import digest_of_files, sha256_file, whole_file
+from etude.files import digest_of_files, sha256_files, whole_file
 from etude.lineage.audit.read_weights import Matrix, Rows, Shape, Tokens, Weights
 from etude.progress import BYTES, Reporter
 
@@ -231,4 +231,4 @@ def digest_weights(path: Path, reporter: Reporter) -> str:
     """Return the digest by which records name the weights of a folder, all of its safetensors; or that of a single file."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     with reporter.task("hashing", sum(file.stat().st_size for file in files), BYTES) as task:
-        return digest_of_files({file.name: sha256_file(file, task.advance) for file in files})
+        return digest_of_files({file.name: digest for file, digest in sha256_files(files, task.advance).items()})
