@@ -166,7 +166,10 @@ def serve(base: Path, engine_memory: float) -> dict[str, Any]:
             lines = iter(server.stdout or ())
             address = next((at[0] for line in lines if (at := re.search(r"http://[\w.]+:\d+", line))), "")
             wait_for(address)
-            ready, body = time.perf_counter() - began, {"model": "base", "prompt": "def add(a, b):", "max_tokens": 32}
+            ready, body = (
+                time.perf_counter() - began,
+                {"model": base.name, "prompt": "def add(a, b):", "max_tokens": 32},
+            )
             request = urllib.request.Request(f"{address}/v1/completions", json.dumps(body).encode())  # noqa: S310
             request.add_header("Content-Type", "application/json")
             with urllib.request.urlopen(request, timeout=120) as answer:  # noqa: S310 - the server above
