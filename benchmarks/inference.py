@@ -192,12 +192,13 @@ def gpu_transformers() -> dict[str, Any]:
     return found
 
 
-def with_heads(folder: Path, rows: int) -> Engine:
-    """Return an engine for a model with heads that draft."""
+def with_heads(folder: Path, rows: int, lookup: int = 0) -> Engine:
+    """Return an engine for a model with heads that draft, or, with `lookup`, one that looks so many up instead."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
     model = load_model(folder, device, torch.bfloat16 if gpu else torch.float32)
-    return build(model, load_heads(folder, model), str, context=2048, rows=rows, compiled=gpu)
+    heads = None if lookup else load_heads(folder, model)
+    return build(model, heads, str, context=2048, rows=rows, compiled=gpu, lookup=lookup)
 
 
 def guessing(

@@ -4,6 +4,10 @@
 
 Prompts are the openings of the tasks of the run's benchmark; ends are ignored, so that all write as much. `sft` and `rl` have the
 heads as they were before that stage; `heads` and `heads-after` are the same models with heads that were trained a little more.
+
+    python benchmarks/study_guessing.py runs/quickstart --stages sft rl --lookup 4
+
+looks drafts up in what was read and written; no heads are needed.
 """
 
 from __future__ import annotations
@@ -23,13 +27,13 @@ NEW = 64  # tokens, about a call
 
 def openings(run: Path) -> list[list[int]]:
     """Return what the model is told in each task of the benchmark, in tokens."""
-    traces = [json.loads(line) for line in (run / "taught" / "traces.jsonl").read_text().splitlines()]
+    traces = [json.loads(line) for line in next(run.glob("*/traces.jsonl")).read_text().splitlines()]
     return list({trace["task"]: trace["nodes"][0]["tokens"] for trace in traces}.values())
 
 
-def measured(run: Path, stage: str, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+def measured(run: Path, stage: str, sizes: tuple[int, ...], lookup: int) -> list[dict[str, Any]]:
     """Return rows of one model, with and without guessing, greedy and drawn."""
-    engine, prompts = with_heads(run / stage / "model", max(sizes)), openings(run)
+    engine, prompts = with_heads(run / stage / "model", max(sizes), lookup), openings(run)
     return [
         {
             "run": run.name,
@@ -52,11 +56,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--stages", nargs="+", default=["sft", "heads", "rl", "heads-after"])
+    parser.add_argument("--lookup", type=int, default=0, help="draft tokens that are looked up; 0: the heads' own")
     arguments = parser.parse_args()
     gpu = torch.cuda.is_available()
     sizes = (1, 8, 32, 128) if gpu else (1, 4, 16)
-    rows = [row for run in arguments.runs for stage in arguments.stages for row in measured(run, stage, sizes)]
-    finish("study_guessing", rows, "h200" if gpu else "cpu")
+    rows = [
+        row
+        for run in arguments.runs
+        for stage in arguments.stages
+        for row in measured(run, stage, sizes, arguments.lookup)
+    ]
+    finish("study_lookup" if arguments.lookup else "study_guessing", rows, "h200" if gpu else "cpu")
 
 
 if __name__ == "__main__":

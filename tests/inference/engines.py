@@ -70,10 +70,11 @@ def model_of(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
 def engine_of(  # noqa: PLR0913 - what one may want to vary
     model: Any, heads: Any = None, *, rows: int = 8, page: int | None = None, pages: int | None = None, chunk: int = 512,
     context: int = 256, speculate: bool | None = None, late: int = 0, decode: Any = str, say: Any = print,
+    lookup: int = 0,
 ) -> Engine:  # fmt: skip
     """Return an engine over a copy of a model and its heads. `late` = 1: a step is read after the next is launched, as on a GPU."""
     model, heads = copy.deepcopy((model, heads))  # together: they have one config
-    engine = build(model, heads, decode, context=context, rows=rows, page=page, say=say)
+    engine = build(model, heads, decode, context=context, rows=rows, page=page, lookup=lookup, say=say)
     if page or pages:
         pages = pages or 2 * rows * engine.decoder.table.shape[1]
         engine.prefix_cache = PrefixCache(pages, engine.prefix_cache.size)

@@ -29,6 +29,9 @@ def serve(  # noqa: PLR0913, PLR0917 - an argument for every option
     engine_memory: Annotated[
         float, typer.Option(min=0.0, help="KV cache in GB (0 = a share of the free memory).")
     ] = 0.0,
+    lookup: Annotated[
+        int, typer.Option(min=0, max=16, help="Draft tokens looked up in the request and the answer; 0: none.")
+    ] = 0,
     drain: Annotated[int, typer.Option(min=0, help="Seconds for running requests to finish after SIGTERM.")] = 30,
     device: Device = "auto",
     weights: Annotated[Path | None, typer.Option(help="Folder of weight versions for POST /update_weights.")] = None,
@@ -58,7 +61,9 @@ def serve(  # noqa: PLR0913, PLR0917 - an argument for every option
         called, folder, origin = locate(model, cache, reporter)
         card = card_of(name or called, folder, origin)
         held = int(engine_memory * 1e9) or None
-        policy = LocalPolicy.open(folder, name=card.id, device=device, context=context, memory=held, say=reporter.say)
+        policy = LocalPolicy.open(
+            folder, name=card.id, device=device, context=context, memory=held, lookup=lookup, say=reporter.say
+        )
         receiver = Receiver(policy, WeightStore(weights, 1), reporter.say) if weights else None
         app = build_app(policy, load_tokeniser(folder), card, limits, gate, receiver)
         for duty in card.display:

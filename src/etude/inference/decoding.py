@@ -25,7 +25,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from etude.inference.kv_cache import Plan, locate, plan
-from etude.inference.sampler import Choice, distribution, draft, judge, raw_logprobs, sample_packed
+from etude.inference.sampler import (
+    Choice,
+    certain,
+    distribution,
+    draft,
+    judge,
+    lookup,
+    raw_logprobs,
+    sample_packed,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,7 +55,7 @@ LEAST = 64  # tokens of a graph of a prefill: fewer are filled up
 class Decoder:
     """Rows of a batch on a device."""
 
-    def __init__(self, runner: Runner, rows: int, pages: int, *, graphs: bool) -> None:
+    def __init__(self, runner: Runner, rows: int, pages: int, *, graphs: bool, lookup: int = 0) -> None:
         self.runner, self.rows = runner, rows
         device = runner.device
         integers = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(5))
@@ -54,8 +63,11 @@ class Decoder:
         self.table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         self.choice = Choice(torch.zeros(rows, device=device), torch.ones(rows, device=device), top_k, seed)
         self._pages: list[list[int]] = [[0] for _ in range(rows)]  # as `table`, for a CPU
-        self.drafts = runner.heads.depth if runner.heads else 0
-        self.window = self.drafts + 1 if self.drafts else 0
+        depth = runner.heads.depth if runner.heads else 0
+        self.drafts = depth or lookup
+        self.window = depth + 1 if depth else 0
+        # What each row has read and written, by position, where drafts are looked up in it.
+        self.history = torch.zeros(rows, pages * runner.cache.size if lookup else 0, dtype=torch.int64, device=device)
         width = runner.model.get_input_embeddings().weight.shape[1]
         self.trail = torch.zeros(rows, self.window, width, device=device, dtype=runner.dtype)
         self.known = torch.zeros(rows, self.window, dtype=torch.int64, device=device)
@@ -82,7 +94,10 @@ class Decoder:
         for target, values in zip(self.choice, choice, strict=True):
             target[index] = values
         self.token[index], self.position[index], self.active[index] = token, position, 1
-        for number, each in enumerate(requests if self.drafts else ()):
+        for each, first in zip(requests if self.history.shape[1] else (), token, strict=False):
+            self.history[each.row, : len(each.tokens)] = send(each.tokens)
+            self.history[each.row, len(each.tokens)] = first
+        for number, each in enumerate(requests if self.window else ()):
             assert each.trail is not None
             self.trail[each.row] = 0
             self.trail[each.row, self.window - len(each.trail) :] = each.trail
@@ -151,36 +166,57 @@ class Decoder:
         bits = self.bits[:rows] if limited and self.bits is not None else None
         packed = self._sample(logits, self.choice.rows(slice(rows)), position + 1, cut=cut, bits_RW=bits)
         token = packed[0].long()
-        if self.drafts:
+        self._remember(rows, position + 1, token[:, None])
+        if self.window:
             self.trail[:rows] = torch.cat([self.trail[:rows, 1:], hidden[:, None].to(self.trail.dtype)], 1)
             self.known[:rows] = torch.cat([self.known[:rows, 1:], token[:, None]], 1)
         self.token[:rows] = token
         self.position[:rows] += self.active[:rows]
         return packed[..., None], logits, self._routes(rows)
 
+    def _remember(self, rows: int, first_R: Tensor, tokens_Rk: Tensor) -> None:
+        """Note tokens from a position on; of those that were refused the next step writes others over."""
+        if most := self.history.shape[1]:
+            place_Rk = first_R[:, None] + torch.arange(tokens_Rk.shape[1], device=first_R.device)
+            self.history[:rows].scatter_(1, place_Rk.clamp(max=most - 1), tokens_Rk)
+
     def _routes(self, rows: int) -> Tensor | None:
         return None if self.runner.routes is None else self.runner.routes.unflatten(0, (rows, -1))
 
     def _round(self, rows: int, *, cut: bool) -> Written:
         choice, count, position = self.choice.rows(slice(rows)), self.drafts, self.position[:rows]
-        drafts_Rk, heads_RkV = self._draft(rows, choice, position, cut=cut)
+        drafts_Rk, drawn_from_RkV = self._proposed(rows, choice, position, cut=cut)
         read_Rk1 = torch.cat([self.token[:rows, None], drafts_Rk], 1)
         logits, hidden = self.runner.run(read_Rk1.flatten(), self._plan(rows, position, count + 1))
         routes = self._routes(rows)
         each = Choice(*(value.repeat_interleave(count + 1) for value in choice))
         model_Rk1V = distribution(logits, each, cut=cut).unflatten(0, (rows, -1))
-        tokens_Rk1, logprobs_Rk1, accepted_R = self._judge(model_Rk1V, heads_RkV, drafts_Rk, choice, position + 1)
+        tokens_Rk1, logprobs_Rk1, accepted_R = self._judge(model_Rk1V, drawn_from_RkV, drafts_Rk, choice, position + 1)
+        self._remember(rows, position + 1, tokens_Rk1)
         raw = raw_logprobs(logits, tokens_Rk1.flatten()).view(rows, -1)
         written = torch.arange(count + 1, device=raw.device)[None] <= accepted_R[:, None]
-        follow = accepted_R[:, None] + 1 + torch.arange(self.window, device=raw.device)
-        trail = torch.cat([self.trail[:rows], hidden.unflatten(0, (rows, -1)).to(self.trail.dtype)], 1)
-        known = torch.cat([self.known[:rows], tokens_Rk1], 1)
-        self.trail[:rows] = trail.gather(1, follow[..., None].expand(-1, -1, trail.shape[2]))
-        self.known[:rows] = known.gather(1, follow)
+        if self.window:
+            follow = accepted_R[:, None] + 1 + torch.arange(self.window, device=raw.device)
+            trail = torch.cat([self.trail[:rows], hidden.unflatten(0, (rows, -1)).to(self.trail.dtype)], 1)
+            known = torch.cat([self.known[:rows], tokens_Rk1], 1)
+            self.trail[:rows] = trail.gather(1, follow[..., None].expand(-1, -1, trail.shape[2]))
+            self.known[:rows] = known.gather(1, follow)
         self.token[:rows] = tokens_Rk1.gather(1, accepted_R[:, None])[:, 0]
         self.position[:rows] += (accepted_R + 1) * self.active[:rows]
         token = torch.where(written, tokens_Rk1, -1)
         return torch.stack([token.double(), logprobs_Rk1.double(), raw.double()]), logits, routes
+
+    def _proposed(self, rows: int, choice: Choice, position: Tensor, *, cut: bool) -> tuple[Tensor, Tensor]:
+        """Return k drafts for each row and what they were drawn from: looked up where that is asked for and they are found."""
+        if not self.history.shape[1]:
+            return self._draft(rows, choice, position, cut=cut)
+        seen_Rk, seen_R = lookup(self.history[:rows], position, self.drafts)
+        certain_RkV = certain(seen_Rk, self.runner.vocabulary)
+        if not self.window:
+            return seen_Rk, certain_RkV  # what is no repetition is a guess like any other
+        drafts_Rk, heads_RkV = self._draft(rows, choice, position, cut=cut)
+        chosen_Rk = torch.where(seen_R[:, None], seen_Rk, drafts_Rk)
+        return chosen_Rk, torch.where(seen_R[:, None, None], certain_RkV, heads_RkV)
 
     def _draft(self, rows: int, choice: Choice, position: Tensor, *, cut: bool) -> tuple[Tensor, Tensor]:
         """Return k drafts for each row and what they were drawn from, as logits."""

@@ -48,17 +48,18 @@ WORTH_WAITING = 64  # tokens of a prompt that another request is reading just no
 class Engine:
     """Runs requests on one device. Not safe for several threads: see LocalPolicy."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self, runner: Runner, prefix_cache: PrefixCache, decode: Callable[[list[int]], str], *,
-        context: int, rows: int, chunk: int, graphs: bool, say: Callable[[str], None] = lambda _: None,
+        context: int, rows: int, chunk: int, graphs: bool, lookup: int = 0, say: Callable[[str], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self.runner, self.prefix_cache, self.context = runner, prefix_cache, context
         self.chunk, self.decode = chunk, decode
-        self.drafts = runner.heads.depth if runner.heads else 0  # draft tokens a step
+        self.depth = runner.heads.depth if runner.heads else 0
+        self.drafts = self.depth or lookup  # draft tokens a step
         self.info = PolicyInfo("", context, runner.vocabulary, {"draft_tokens": self.drafts})
         self.beyond = 2 * self.drafts  # a round may begin before it is known that the last one ended a text
         most = -(-(context + self.beyond + 1) // prefix_cache.size)
-        self.decoder = Decoder(runner, rows, most, graphs=graphs)
+        self.decoder = Decoder(runner, rows, most, graphs=graphs, lookup=lookup)
         self.prefill = Prefill(runner, chunk, rows, most, graphs=graphs)
         self.speculation = SpeculationSwitch(say, able=self.drafts > 0)
         self.version = 0  # of the weights
@@ -186,7 +187,7 @@ class Engine:
             return
         counts = [count for _, count in parts]
         places = [(request.held.pages, request.computed, count) for request, count in parts]
-        tokens = [_following(parts, depth) for depth in range(self.drafts + 1)]
+        tokens = [_following(parts, depth) for depth in range(self.depth + 1)]
         done = [request.computed + count == len(request.tokens) for request, count in parts]
         ends = list(itertools.accumulate(counts))
         last = [end - 1 for end, finished in zip(ends, done, strict=True) if finished] or [0]
@@ -205,7 +206,7 @@ class Engine:
             request.computed += count
             if request.sampling.experts:
                 request.routed.append(routed)
-            if self.drafts:
+            if self.depth:
                 before = [] if request.trail is None else [request.trail]
                 request.trail = torch.cat([*before, states])[-self.decoder.window :].clone()
             self.prefix_cache.publish(request.held, request.tokens, request.computed)

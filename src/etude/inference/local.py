@@ -60,9 +60,9 @@ class LocalPolicy:
     def open(  # noqa: PLR0913 - what one may want to say of a machine
         cls, folder: Path, *, name: str | None = None, device: str = "auto", dtype: torch.dtype | None = None,
         context: int | None = None, rows: int | None = None, memory: int | None = None, speculate: bool | None = None,
-        say: Callable[[str], None] = lambda _: None,
+        lookup: int = 0, say: Callable[[str], None] = lambda _: None,
     ) -> Self:  # fmt: skip
-        """Load a model's folder, with its heads if it has any. `memory`: bytes for the cache."""
+        """Load a model's folder, with its heads if it has any. `memory`: bytes for the cache; `lookup`: draft tokens looked up."""
         chosen = choose_device(device)  # type: ignore[arg-type]
         gpu = chosen.type == "cuda"
         model = load_model(folder, chosen, dtype or (torch.bfloat16 if gpu else torch.float32))
@@ -71,7 +71,9 @@ class LocalPolicy:
             advice = "make them with the stage `mtp`, or leave speculation out"
             raise UserError(f"{folder} has no MTP heads to propose draft tokens; {advice}")
         decode = AutoTokenizer.from_pretrained(folder).decode
-        engine = build(model, heads, decode, context=context, rows=rows, memory=memory, compiled=gpu, say=say)
+        engine = build(
+            model, heads, decode, context=context, rows=rows, memory=memory, compiled=gpu, lookup=lookup, say=say
+        )
         engine.speculation.wish = speculate
         return cls(engine, name or folder.name)
 
@@ -224,11 +226,14 @@ class _Stream:
 def build(  # noqa: PLR0913
     model: Any, heads: Any, decode: Callable[[list[int]], str], *, context: int | None = None, rows: int | None = None,
     memory: int | None = None, compiled: bool = False, page: int | None = None, contexts: int | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    lookup: int = 0, say: Callable[[str], None] = lambda _: None,
 ) -> Engine:  # fmt: skip
-    """Return an engine for a loaded model, with a cache that fits; `contexts`: which it is to hold at most."""
+    """Return an engine for a loaded model, with a cache that fits; `contexts`: which it is to hold at most.
+
+    `lookup`: how many tokens to look up as drafts, where there are no heads; with heads it is any number, and as many as they are.
+    """
     kind = model.device.type
-    beyond = 2 * heads.depth if heads else 0  # positions that drafts may need after a text
+    beyond = 2 * (heads.depth if heads else lookup)  # positions that drafts may need after a text
     longest = _longest(model.config.get_text_config(), beyond)
     if context is not None and not 0 < context <= longest:
         raise UserError(f"context = {context}: this model can be run with 1 to {longest} tokens")
@@ -246,7 +251,9 @@ def build(  # noqa: PLR0913
     graphs = kind == "cuda" and not (runner.routers.layers and runner.dtype == torch.float32)
     runner.allot(pages, size, context + beyond + 1)
     cache = PrefixCache(pages, size)
-    return Engine(runner, cache, decode, context=context, rows=rows, chunk=CHUNK[kind], graphs=graphs, say=say)
+    return Engine(
+        runner, cache, decode, context=context, rows=rows, chunk=CHUNK[kind], graphs=graphs, lookup=lookup, say=say
+    )
 
 
 def _longest(config: Any, drafts: int) -> int:

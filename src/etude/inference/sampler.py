@@ -8,6 +8,9 @@ heads propose k draft tokens, the model reads them all in one pass, and as many 
 written. A draft from q is accepted with probability min(1, p / q); at the first rejection a token is drawn from what p has more
 than q. So whatever the heads propose, each token is distributed as the model's own; with temperature 0 it is the model's own.
 
+Without heads, or beside them, drafts can be looked up (prompt lookup, Saxena 2023): what followed the last tokens where they stood
+before, for an agent's calls copy from what it has read. Such a draft is certain: its q is 1.
+
 Shapes: R requests, k draft tokens, V tokens of the vocabulary, W blocks of the vocabulary.
 """
 
@@ -138,6 +141,30 @@ def draft(scaled_RV: Tensor, choice: Choice, position_R: Tensor) -> Tensor:
     weights = (scaled_RV - scaled_RV.amax(-1, keepdim=True)).exp()
     drawn = draw(weights, uniform(choice.seed, position_R, DRAFT))
     return torch.where(choice.temperature == 0, scaled_RV.argmax(-1), drawn)
+
+
+def lookup(history_RT: Tensor, position_R: Tensor, drafts: int) -> tuple[Tensor, Tensor]:
+    """Return what followed the last tokens of each request when they stood there before, [R, k], and whether they did, [R].
+
+    The last three tokens if they can be found, else the last two; where they stood last. What goes on beyond the end repeats.
+    """
+    place_T = torch.arange(history_RT.shape[1], device=history_RT.device)
+    last = [history_RT.gather(1, (position_R - back).clamp(min=0)[:, None]) for back in range(3)]
+    before = [history_RT.roll(back, 1) == last[back] for back in range(3)]
+    # `roll` brings the row's end to its beginning: a place has two tokens before it, or it does not count.
+    pair_RT = before[0] & before[1] & (place_T >= 1) & (place_T < position_R[:, None])
+    three_RT = pair_RT & before[2] & (place_T >= 2)
+    rank_RT = torch.where(pair_RT, place_T + 1 + three_RT * history_RT.shape[1], 0)
+    best_R, where_R = rank_RT.max(-1)
+    period_R1 = (position_R - where_R).clamp(min=1)[:, None]
+    following_Rk = where_R[:, None] + 1 + torch.arange(drafts, device=history_RT.device) % period_R1
+    return history_RT.gather(1, following_Rk.clamp(max=history_RT.shape[1] - 1)), best_R > 0
+
+
+def certain(tokens_Rk: Tensor, vocabulary: int) -> Tensor:
+    """Return the logits of a distribution that draws these tokens and no others, [R, k, V]."""
+    nowhere_RkV = torch.full((*tokens_Rk.shape, vocabulary), -torch.inf, device=tokens_Rk.device)
+    return nowhere_RkV.scatter(-1, tokens_Rk[..., None], 0.0)
 
 
 def judge(
