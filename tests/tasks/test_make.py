@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -229,3 +230,8 @@ def test_wrong_tasks_are_found_again_and_dropped(tmp_path: Path, etude: Etude) -
     assert header["tasks"] == 1
     assert list(header["dropped"]) == [spoilt["task"]]
     assert etude("tasks", "check", path, "--only", "x", "--drop", tmp_path / "no.jsonl").code == 2
+    with (tmp_path / "log.jsonl").open("rb") as another:
+        fcntl.flock(another, fcntl.LOCK_EX)
+        said = etude(*words)
+    assert said.code == 2
+    assert "log.jsonl is being written by another `etude tasks check`; wait for it, or name another --log" in said.err

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -20,6 +22,8 @@ from etude.jsonl import MetricsLog
 from etude.progress import Console, Reporter, counted
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from etude.tasks.manifest import TaskSet
     from etude.tasks.task import Task
 
@@ -151,8 +155,10 @@ def check(
         raise UserError("--drop writes a whole set, so all of it must be checked; leave out --only and --sample")
     loaded = _loaded(manifest, cache, only, sandbox)
     tasks = loaded.tasks[:: max(1, len(loaded.tasks) // sample)][:sample] if sample else loaded.tasks
-    with tempfile.TemporaryDirectory() as scratch, MetricsLog(log or Path(scratch) / "checked.jsonl") as checked:
-        reasons = asyncio.run(_checked(loaded, tasks, checked))
+    with tempfile.TemporaryDirectory() as scratch:
+        place = log or Path(scratch) / "checked.jsonl"
+        with _alone(place), MetricsLog(place) as checked:
+            reasons = asyncio.run(_checked(loaded, tasks, checked))
     reasons = unsolved(results or []) | {task: why for task, why in reasons.items() if why}
     wrong = {task: why for task, why in sorted(reasons.items()) if task in {each.id for each in tasks}}
     for task, why in wrong.items():
@@ -162,6 +168,20 @@ def check(
         write_without(manifest, wrong, drop)
         options.echo(f"{drop} holds those")
     raise typer.Exit(1 if wrong and not drop else 0)
+
+
+@contextlib.contextmanager
+def _alone(log: Path) -> Iterator[None]:
+    """Hold a log, which two commands would write over each other."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{log} is being written by another `etude tasks check`; wait for it, or name another --log"
+            ) from None
+        yield
 
 
 async def _checked(loaded: TaskSet, tasks: tuple[Task, ...], log: MetricsLog) -> dict[str, str]:
