@@ -1,0 +1,233 @@
+"""What more of a training would give, from the curves of short runs: fitted, with intervals, and refused where they cannot tell.
+
+Bits per byte against tokens follow L = E + A·n^(−b), the share of tasks solved against steps s = c − (c − s0)·exp(−n/τ). Beside each a
+second family is tried (exponential; hyperbolic), and whatever fits best is taken. For a given b or τ a curve is linear in its value at
+the first point and in its limit, so those two are solved exactly inside their bounds, and b or τ is looked for on a grid: no local minimum
+can be taken for the best fit, and a thousand curves are fitted at once.
+
+The interval is of what will be measured. It holds three errors: of the fit (drawn again from the fitted curve with noise of uncertain
+size, and fitted again) or, of three runs and more, how far their own fits disagree; of the measurement itself; and of the family: by how
+much more than noise explains a forecast from the first 60 % of the same curve missed its end, for each e-fold beyond what was seen.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    Array = np.ndarray[Any, np.dtype[np.float64]]
+
+DRAWS, TAIL, NORMAL = 1000, 0.025, 1.96
+FREE = 3  # parameters of a curve
+FEWEST = 6  # points, of which the first 60 % are four: one more than a curve has parameters
+FIRST = 0.6  # of a curve, to foretell its end
+FARTHEST = 4.0  # times what was seen
+REPLICATES = 3  # runs, whose spread is then a measure
+PAIRS = 4  # runs, to say what a bit per byte is worth
+POWERS, RATES = np.geomspace(0.02, 3, 48), np.geomspace(0.05, 20, 48)  # b; spans of the curve in a τ
+
+
+class Curve(NamedTuple):
+    """What one run measured."""
+
+    at: Array  # tokens or steps, rising
+    values: Array
+    weights: Array  # how much each counts, 1 on average
+    bits: bool  # bits per byte, of which less is better; else a share between 0 and 1
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return (0.0, math.inf) if self.bits else (0.0, 1.0)
+
+    def part(self, share: float) -> Curve:
+        """Return the first points."""
+        size = math.ceil(share * len(self.at))
+        return Curve(self.at[:size], self.values[:size], self.weights[:size], self.bits)
+
+    def end(self) -> tuple[float, float, float]:
+        """Return where it ends, and with which value and weight: one episode more or less changes a share, so that is of a fifth."""
+        size = 1 if self.bits else math.ceil(len(self.at) / 5)
+        weights = self.weights[-size:]
+        return (*(float(np.average(each[-size:], weights=weights)) for each in self[:2]), float(weights.sum()))
+
+
+def bits_curve(points: Sequence[tuple[float, float]]) -> Curve:
+    """Return the curve of (tokens, bits per byte), without the start, and from its highest point if that comes early.
+
+    A rise that falls later is the stability gap: the optimiser's, not what the data teach.
+    """
+    at, values = np.array(sorted(dict(point for point in points if point[0] > 0).items()), float).reshape(-1, 2).T
+    top = int(values.argmax()) if len(values) else 0
+    start = top if top < len(values) / 2 else 0
+    return Curve(at[start:], values[start:], np.ones(len(at) - start), bits=True)
+
+
+def share_curve(rows: Sequence[tuple[float, float, float]]) -> Curve:
+    """Return the curve of (step, share, episodes): a step counts as many times as it saw episodes."""
+    at, values, weights = np.array(sorted(row for row in rows if row[2] > 0), float).reshape(-1, 3).T
+    return Curve(at, values, weights / (weights.mean() if len(weights) else 1), bits=False)
+
+
+def _shapes(curve: Curve, at: Array) -> Array:
+    """Return how much of the first value is left, for every curve that is tried."""
+    first, last = curve.at[0], curve.at[-1]
+    passed = np.maximum(at - first, 0) / (last - first)
+    own = (np.maximum(at, first) / first) ** -POWERS[:, None] if curve.bits else 1 / (1 + RATES[:, None] * passed)
+    return np.concatenate([own, np.exp(-RATES[:, None] * passed)])
+
+
+def _fit(curve: Curve, values: Array) -> tuple[Array, Array, Array]:
+    """Return the best shape of each row of values, its value at the first point and its limit: least squares inside the bounds."""
+    first = _shapes(curve, curve.at)
+    limit, weighted = 1 - first, values * curve.weights
+    ff, fl, ll = ((curve.weights * each).sum(1)[:, None] for each in (first * first, first * limit, limit * limit))
+    rf, rl = first @ weighted.T, limit @ weighted.T
+    low, high = curve.bounds
+    det = np.maximum(ff * ll - fl * fl, 1e-12)
+    tried = [((ll * rf - fl * rl) / det, (ff * rl - fl * rf) / det)]
+    for bound in (each for each in (low, high) if math.isfinite(each)):  # else it lies on an edge
+        tried.append((np.clip((rf - fl * bound) / ff, low, high), np.full_like(rf, bound)))
+        tried.append((np.full_like(rf, bound), np.clip((rl - fl * bound) / np.maximum(ll, 1e-12), low, high)))
+    p, q = (np.stack(each) for each in zip(*tried, strict=True))
+    loss = p * p * ff + 2 * p * q * fl + q * q * ll - 2 * (p * rf + q * rl)
+    loss[(p < low) | (p > high) | (q < low) | (q > high)] = np.inf
+    which, best = np.unravel_index(loss.transpose(2, 0, 1).reshape(len(values), -1).argmin(1), loss.shape[:2])
+    rows = np.arange(len(values))
+    return best, p[which, best, rows], q[which, best, rows]
+
+
+def _drawn(curve: Curve, at: Array, rng: np.random.Generator) -> tuple[Array, Array, Array, bool]:
+    """Return a curve's continuation, draws of it, draws of one measurement's noise, and whether the usual family was taken."""
+    best, p, q = _fit(curve, curve.values[None])
+    fitted = (q + (p - q) * _shapes(curve, curve.at)[best])[0]
+    freedom = max(1, len(curve.at) - FREE)
+    squares = float((curve.weights * (curve.values - fitted) ** 2).sum())
+    noise = np.sqrt(squares / rng.chisquare(freedom, DRAWS))
+    again = fitted + noise[:, None] * rng.standard_normal((DRAWS, len(curve.at))) / np.sqrt(curve.weights)
+    ahead = _shapes(curve, at)
+    value = (q + (p - q) * ahead[best].T)[:, 0]
+    chosen, p, q = _fit(curve, again)
+    return value, q + (p - q) * ahead[chosen].T, noise * rng.standard_normal(DRAWS), bool(best[0] < len(POWERS))
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What comes at each of several places, the nearest first."""
+
+    values: Array
+    draws: Array  # of the curve there: places × DRAWS
+    low: Array  # of what is measured there
+    high: Array
+    family: str
+    drift: float  # by how much the family misses, for each e-fold beyond what was seen
+
+
+def predict(curves: Sequence[Curve], at: Sequence[float]) -> Forecast:
+    """Continue curves of the same kind to some places, in rising order, whether or not that can be trusted."""
+    curves, rng, places = comparable(curves), np.random.default_rng(0), np.array(at, float)
+    drift = 0.0
+    if min(len(curve.part(FIRST).at) for curve in curves) > FREE:
+        checked = check(curves)
+        drift = max(checked.drift, checked.forecast.drift)
+    if len(curves) >= REPLICATES:
+        each = [_drawn(curve, places, rng) for curve in curves]
+        own = np.stack([value for value, *_ in each])
+        values, spread = own.mean(0), own.std(0, ddof=1) * math.sqrt(1 + 1 / len(own))
+        draws = values[:, None] + np.maximum.accumulate(spread)[:, None] * rng.standard_t(len(own) - 1, DRAWS)
+        noise, usual = np.stack([one[2] for one in each]).mean(0), sum(one[3] for one in each) * 2 > len(each)
+    else:
+        values, draws, noise, usual = _drawn(_pooled(curves), places, rng)
+    beyond = np.maximum(np.log(places / max(curve.at[-1] for curve in curves)), 0)
+    draws = draws + (drift * beyond)[:, None] * rng.standard_normal(DRAWS)
+    weight = float(np.mean([curve.end()[2] for curve in curves]))
+    low, high = np.quantile(draws + noise / math.sqrt(weight), [TAIL, 1 - TAIL], axis=1)
+    least, most = curves[0].bounds  # farther away is never known better
+    low = np.clip(values - np.maximum.accumulate(np.maximum(values - low, 0)), least, most)
+    high = np.clip(values + np.maximum.accumulate(np.maximum(high - values, 0)), least, most)
+    names = ("power law" if curves[0].bits else "hyperbola", "exponential")
+    return Forecast(values, np.clip(draws, least, most), low, high, names[0 if usual else 1], drift)
+
+
+def comparable(curves: Sequence[Curve]) -> list[Curve]:
+    """Return those that go at least half as far as the longest: a shorter run ended its schedule where others were in the midst of it."""
+    return [curve for curve in curves if 2 * curve.at[-1] >= max(each.at[-1] for each in curves)]
+
+
+def _pooled(curves: Sequence[Curve]) -> Curve:
+    order = np.argsort(np.concatenate([curve.at for curve in curves]), kind="stable")
+    at, values, weights = (np.concatenate([curve[part] for curve in curves])[order] for part in range(3))
+    return Curve(at, values, weights, curves[0].bits)
+
+
+class Check(NamedTuple):
+    """A forecast from the beginning of curves, and what came."""
+
+    forecast: Forecast
+    came: float
+    naive: float  # it stays where it is
+    drift: float
+
+    @property
+    def missed(self) -> str:
+        """Say what was wrong, if anything was."""
+        value, low, high = (float(each[0]) for each in (self.forecast.values, self.forecast.low, self.forecast.high))
+        said = f"from the first {FIRST:.0%} of these curves {value:.3f} [{low:.3f}, {high:.3f}] was to come, and {self.came:.3f} came"
+        if not low <= self.came <= high:
+            return said
+        return f"{said}; that it stays at {self.naive:.3f} is nearer" if abs(value - self.came) > abs(self.naive - self.came) else ""
+
+
+def check(curves: Sequence[Curve], share: float = FIRST) -> Check:
+    """Foretell the end of curves from their beginning."""
+    parts, ends = [curve.part(share) for curve in curves], np.array([curve.end() for curve in curves])
+    where, came, _ = (float(each) for each in ends.mean(0))
+    found = predict(parts, [where])
+    beyond, error = math.log(where / max(part.at[-1] for part in parts)), float(found.values[0] - came)
+    known = float(found.high[0] - found.low[0]) / (2 * NORMAL)  # what noise alone explains
+    drift = math.sqrt(max(0.0, error**2 - known**2)) / beyond
+    return Check(found, came, float(np.mean([part.end()[1] for part in parts])), drift)
+
+
+def doubt(curves: Sequence[Curve], at: float) -> str:
+    """Say why no forecast can be made, or nothing."""
+    if fewest := [curve for curve in curves if len(curve.at) < FEWEST]:
+        return f"{len(fewest[0].at)} points are too few; {FEWEST} are needed"
+    curves = comparable(curves)
+    seen, curve = max(each.at[-1] for each in curves), _pooled(curves)
+    if at > FARTHEST * seen:
+        return f"{at:,.0f} is more than {FARTHEST:g} times the {seen:,.0f} that was seen"
+    third = max(1, len(curve.at) // 3)
+    begin, end = (np.average(curve.values[cut], weights=curve.weights[cut]) for cut in (slice(third), slice(-third, None)))
+    best, p, q = _fit(curve, curve.values[None])
+    left = curve.values - (q + (p - q) * _shapes(curve, curve.at)[best])[0]
+    error = math.sqrt((curve.weights * left**2).sum() / (len(left) - FREE) * 2 / third)
+    if (gain := (begin - end) if curve.bits else (end - begin)) < 2 * error:
+        way = "rises" if curve.bits else "falls"
+        return f"it {way}: more of it makes this worse" if gain < -2 * error else "it is flat, as far as its noise lets see"
+    return check(curves).missed
+
+
+def worth(bits: Sequence[float], solved: Sequence[float]) -> Array | None:
+    """Return draws of by how much the share solved rises for each bit per byte less, over runs; None if they are too few or all alike."""
+    x, y = -np.array(bits, float), np.array(solved, float)
+    if len(x) < PAIRS or np.ptp(x) == 0:
+        return None
+    across = x - x.mean()
+    slope = float(across @ y / (across @ across))
+    freedom = len(x) - 2
+    error = math.sqrt(float(((y - y.mean() - slope * across) ** 2).sum()) / freedom / float(across @ across))
+    return slope + error * np.random.default_rng(1).standard_t(freedom, DRAWS)
+
+
+def better(gains: Mapping[str, Array]) -> str:
+    """Return whose gain is above that of all others in 97.5 % of the draws; nothing if they cannot be told apart."""
+    first = max(gains, key=lambda name: float(np.median(gains[name])))
+    rng = np.random.default_rng(2)  # what two stages will give is drawn apart
+    sure = [np.mean(rng.permutation(gains[first]) > gains[name]) >= 1 - TAIL for name in gains if name != first]
+    return first if sure and all(sure) else ""
