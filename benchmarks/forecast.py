@@ -91,6 +91,7 @@ def summary(what: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         line[name] = len(several)
         if several:
             line[f"{name}: held"] = f"{fmean(row['low'] <= row['came'] <= row['high'] for row in several):.0%}"
+            line[f"{name}: width"] = round(fmean(row["high"] - row["low"] for row in several), 3)
             for whose, of in (("error", "value"), ("naive", "naive")):
                 line[f"{name}: {whose}"] = round(fmean(abs(row[of] - row["came"]) for row in several), 4)
     return line

@@ -1,12 +1,14 @@
 """What more of a training would give, from the curves of short runs: fitted, with intervals, and refused where they cannot tell.
 
-Bits per byte against tokens follow L = E + A·n^(−b), the share of tasks solved against steps s = c − (c − s0)·exp(−n/τ). Beside each a
-second family is tried (exponential; hyperbolic), and whatever fits best is taken. For a given b or τ a curve is linear in its value at
-the first point and in its limit, so those two are solved exactly inside their bounds, and b or τ is looked for on a grid: no local minimum
-can be taken for the best fit, and a thousand curves are fitted at once.
+Bits per byte against tokens follow a power law, L = E + A·n^(−b), or an exponential one; the share of tasks solved against steps a
+saturating exponential, s = c − (c − s0)·exp(−n/τ), or a hyperbola. Curves of a dozen points cannot say which of the two, and farther on
+the two differ most: a power law goes on falling where an exponential has ended. So the forecast is the mean of both, and half of the draws
+behind its interval are of each. For a given b or τ a curve is linear in its value at the first point and in its limit, so those
+are solved exactly inside their bounds, and b or τ is looked for on a grid: no local minimum can be taken for the best fit, and
+hundreds of curves are fitted at once.
 
 The interval is of what will be measured. It holds three errors: of the fit (drawn again from the fitted curve with noise of uncertain
-size, and fitted again) or, of three runs and more, how far their own fits disagree; of the measurement itself; and of the family: by how
+size, and fitted again) and, of three runs and more, how far they disagree; of the measurement itself; and a drift: by how
 much more than noise explains a forecast from the first 60 % of the same curve missed its end, for each e-fold beyond what was seen.
 """
 
@@ -79,12 +81,12 @@ def _shapes(curve: Curve, at: Array) -> Array:
     first, last = curve.at[0], curve.at[-1]
     passed = np.maximum(at - first, 0) / (last - first)
     own = (np.maximum(at, first) / first) ** -POWERS[:, None] if curve.bits else 1 / (1 + RATES[:, None] * passed)
-    return np.concatenate([own, np.exp(-RATES[:, None] * passed)])
+    return np.stack([own, np.exp(-RATES[:, None] * passed)])
 
 
-def _fit(curve: Curve, values: Array) -> tuple[Array, Array, Array]:
-    """Return the best shape of each row of values, its value at the first point and its limit: least squares inside the bounds."""
-    first = _shapes(curve, curve.at)
+def _fit(curve: Curve, values: Array, family: int) -> tuple[Array, Array, Array]:
+    """Return the best shape for each row of values, its value at the first point and its limit: least squares inside the bounds."""
+    first = _shapes(curve, curve.at)[family]
     limit, weighted = 1 - first, values * curve.weights
     ff, fl, ll = ((curve.weights * each).sum(1)[:, None] for each in (first * first, first * limit, limit * limit))
     rf, rl = first @ weighted.T, limit @ weighted.T
@@ -102,18 +104,28 @@ def _fit(curve: Curve, values: Array) -> tuple[Array, Array, Array]:
     return best, p[which, best, rows], q[which, best, rows]
 
 
-def _drawn(curve: Curve, at: Array, rng: np.random.Generator) -> tuple[Array, Array, Array, bool]:
-    """Return a curve's continuation, draws of it, draws of one measurement's noise, and whether the usual family was taken."""
-    best, p, q = _fit(curve, curve.values[None])
-    fitted = (q + (p - q) * _shapes(curve, curve.at)[best])[0]
-    freedom = max(1, len(curve.at) - FREE)
-    squares = float((curve.weights * (curve.values - fitted) ** 2).sum())
-    noise = np.sqrt(squares / rng.chisquare(freedom, DRAWS))
-    again = fitted + noise[:, None] * rng.standard_normal((DRAWS, len(curve.at))) / np.sqrt(curve.weights)
-    ahead = _shapes(curve, at)
-    value = (q + (p - q) * ahead[best].T)[:, 0]
-    chosen, p, q = _fit(curve, again)
-    return value, q + (p - q) * ahead[chosen].T, noise * rng.standard_normal(DRAWS), bool(best[0] < len(POWERS))
+def _continued(curve: Curve, values: Array, at: Array, family: int) -> Array:
+    """Return where the curves fitted to rows of values are at some places: rows × places."""
+    best, p, q = _fit(curve, values, family)
+    return q[:, None] + (p - q)[:, None] * _shapes(curve, at)[family][best]
+
+
+def _residuals(curve: Curve) -> list[Array]:
+    """Return what each family leaves over."""
+    return [curve.values - _continued(curve, curve.values[None], curve.at, family)[0] for family in (0, 1)]
+
+
+def _drawn(curve: Curve, at: Array, rng: np.random.Generator) -> tuple[Array, Array, Array]:
+    """Return a curve's continuation, draws of it (places × DRAWS, half from each family), and draws of one measurement's noise."""
+    values, draws, noises = [], [], []
+    for family, left in enumerate(_residuals(curve)):
+        values.append(_continued(curve, curve.values[None], at, family)[0])
+        freedom, half = max(1, len(left) - FREE), DRAWS // 2
+        noise = np.sqrt((curve.weights * left**2).sum() / rng.chisquare(freedom, half))
+        again = curve.values - left + noise[:, None] * rng.standard_normal((half, len(left))) / np.sqrt(curve.weights)
+        draws.append(_continued(curve, again, at, family).T)
+        noises.append(noise * rng.standard_normal(half))
+    return np.mean(values, axis=0), np.concatenate(draws, axis=1), np.concatenate(noises)
 
 
 @dataclass(frozen=True)
@@ -124,8 +136,8 @@ class Forecast:
     draws: Array  # of the curve there: places × DRAWS
     low: Array  # of what is measured there
     high: Array
-    family: str
-    drift: float  # by how much the family misses, for each e-fold beyond what was seen
+    family: str  # which fits better
+    drift: float  # by how much both families miss, for each e-fold beyond what was seen
 
 
 def predict(curves: Sequence[Curve], at: Sequence[float]) -> Forecast:
@@ -135,14 +147,11 @@ def predict(curves: Sequence[Curve], at: Sequence[float]) -> Forecast:
     if min(len(curve.part(FIRST).at) for curve in curves) > FREE:
         checked = check(curves)
         drift = max(checked.drift, checked.forecast.drift)
-    if len(curves) >= REPLICATES:
-        each = [_drawn(curve, places, rng) for curve in curves]
-        own = np.stack([value for value, *_ in each])
-        values, spread = own.mean(0), own.std(0, ddof=1) * math.sqrt(1 + 1 / len(own))
-        draws = values[:, None] + np.maximum.accumulate(spread)[:, None] * rng.standard_t(len(own) - 1, DRAWS)
-        noise, usual = np.stack([one[2] for one in each]).mean(0), sum(one[3] for one in each) * 2 > len(each)
-    else:
-        values, draws, noise, usual = _drawn(_pooled(curves), places, rng)
+    each = [_drawn(curve, places, rng) for curve in (curves if len(curves) >= REPLICATES else [_pooled(curves)])]
+    values, draws, noise = (np.mean(part, axis=0) for part in zip(*each, strict=True))
+    if len(each) > 1:
+        spread = np.maximum.accumulate(np.std([own for own, *_ in each], axis=0, ddof=1)) * math.sqrt(1 + 1 / len(each))
+        draws = draws + spread[:, None] * rng.standard_t(len(each) - 1, DRAWS)
     beyond = np.maximum(np.log(places / max(curve.at[-1] for curve in curves)), 0)
     draws = draws + (drift * beyond)[:, None] * rng.standard_normal(DRAWS)
     weight = float(np.mean([curve.end()[2] for curve in curves]))
@@ -150,8 +159,9 @@ def predict(curves: Sequence[Curve], at: Sequence[float]) -> Forecast:
     least, most = curves[0].bounds  # farther away is never known better
     low = np.clip(values - np.maximum.accumulate(np.maximum(values - low, 0)), least, most)
     high = np.clip(values + np.maximum.accumulate(np.maximum(high - values, 0)), least, most)
+    left = [float((curve.weights * each**2).sum()) for curve in [_pooled(curves)] for each in _residuals(curve)]
     names = ("power law" if curves[0].bits else "hyperbola", "exponential")
-    return Forecast(values, np.clip(draws, least, most), low, high, names[0 if usual else 1], drift)
+    return Forecast(values, np.clip(draws, least, most), low, high, names[int(np.argmin(left))], drift)
 
 
 def comparable(curves: Sequence[Curve]) -> list[Curve]:
@@ -204,9 +214,8 @@ def doubt(curves: Sequence[Curve], at: float) -> str:
         return f"{at:,.0f} is more than {FARTHEST:g} times the {seen:,.0f} that was seen"
     third = max(1, len(curve.at) // 3)
     begin, end = (np.average(curve.values[cut], weights=curve.weights[cut]) for cut in (slice(third), slice(-third, None)))
-    best, p, q = _fit(curve, curve.values[None])
-    left = curve.values - (q + (p - q) * _shapes(curve, curve.at)[best])[0]
-    error = math.sqrt((curve.weights * left**2).sum() / (len(left) - FREE) * 2 / third)
+    squares = min(float((curve.weights * left**2).sum()) for left in _residuals(curve))
+    error = math.sqrt(squares / (len(curve.at) - FREE) * 2 / third)
     if (gain := (begin - end) if curve.bits else (end - begin)) < 2 * error:
         way = "rises" if curve.bits else "falls"
         return f"it {way}: more of it makes this worse" if gain < -2 * error else "it is flat, as far as its noise lets see"
