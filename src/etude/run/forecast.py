@@ -1,11 +1,11 @@
 """What more of a training would give, from the curves of short runs: fitted, with intervals, and refused where they cannot tell.
 
-Bits per byte against tokens follow a power law, L = E + A·n^(−b), or an exponential one; the share of tasks solved against steps a
-saturating exponential, s = c − (c − s0)·exp(−n/τ), or a hyperbola. Curves of a dozen points cannot say which of the two, and farther on
-the two differ most: a power law goes on falling where an exponential has ended. So the forecast is the mean of both, and half of the draws
-behind its interval are of each. For a given b or τ a curve is linear in its value at the first point and in its limit, so those
-are solved exactly inside their bounds, and b or τ is looked for on a grid: no local minimum can be taken for the best fit, and
-hundreds of curves are fitted at once.
+Bits per byte against tokens follow a power law, L = E + A·n^(−b), or an exponential one; the share of tasks solved against
+steps a saturating exponential, s = c − (c − s0)·exp(−n/τ), or a hyperbola. Curves of a dozen points cannot say which of the two,
+and farther on they differ most: a power law goes on falling where an exponential has ended. So the forecast is the mean of both, and
+half of the draws behind its interval are of each. For a given b or τ a curve is linear in its value at the first point and in its
+limit, so those are solved exactly inside their bounds, and b or τ is looked for on a grid: no local minimum can be taken for the best
+fit, and hundreds of curves are fitted at once.
 
 The interval is of what will be measured. It holds three errors: of the fit (drawn again from the fitted curve with noise of uncertain
 size, and fitted again) and, of three runs and more, how far they disagree; of the measurement itself; and a drift: by how
@@ -15,7 +15,6 @@ much more than noise explains a forecast from the first 60 % of the same curve m
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,13 +24,12 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[np.float64]]
 
-DRAWS, TAIL, NORMAL = 1000, 0.025, 1.96
+HALF, DRAWS, TAIL, NORMAL = 500, 1000, 0.025, 1.96
 FREE = 3  # parameters of a curve
 FEWEST = 6  # points, of which the first 60 % are four: one more than a curve has parameters
 FIRST = 0.6  # of a curve, to foretell its end
 FARTHEST = 4.0  # times what was seen
-REPLICATES = 3  # runs, whose spread is then a measure
-PAIRS = 4  # runs, to say what a bit per byte is worth
+REPLICATES, PAIRS = 3, 4  # runs, whose spread is then a measure; that say what a bit per byte is worth
 POWERS, RATES = np.geomspace(0.02, 3, 48), np.geomspace(0.05, 20, 48)  # b; spans of the curve in a τ
 
 
@@ -43,20 +41,17 @@ class Curve(NamedTuple):
     weights: Array  # how much each counts, 1 on average
     bits: bool  # bits per byte, of which less is better; else a share between 0 and 1
 
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return (0.0, math.inf) if self.bits else (0.0, 1.0)
-
     def part(self, share: float) -> Curve:
         """Return the first points."""
-        size = math.ceil(share * len(self.at))
-        return Curve(self.at[:size], self.values[:size], self.weights[:size], self.bits)
+        at, values, weights = (each[: math.ceil(share * len(each))] for each in self[:3])
+        return Curve(at, values, weights, self.bits)
 
     def end(self) -> tuple[float, float, float]:
         """Return where it ends, and with which value and weight: one episode more or less changes a share, so that is of a fifth."""
         size = 1 if self.bits else math.ceil(len(self.at) / 5)
         weights = self.weights[-size:]
-        return (*(float(np.average(each[-size:], weights=weights)) for each in self[:2]), float(weights.sum()))
+        at, value = (float(np.average(each[-size:], weights=weights)) for each in self[:2])
+        return at, value, float(weights.sum())
 
 
 def bits_curve(points: Sequence[tuple[float, float]]) -> Curve:
@@ -78,9 +73,8 @@ def share_curve(rows: Sequence[tuple[float, float, float]]) -> Curve:
 
 def _shapes(curve: Curve, at: Array) -> Array:
     """Return how much of the first value is left, for every curve that is tried."""
-    first, last = curve.at[0], curve.at[-1]
-    passed = np.maximum(at - first, 0) / (last - first)
-    own = (np.maximum(at, first) / first) ** -POWERS[:, None] if curve.bits else 1 / (1 + RATES[:, None] * passed)
+    passed = np.maximum(at - curve.at[0], 0) / np.ptp(curve.at)
+    own = np.maximum(at / curve.at[0], 1) ** -POWERS[:, None] if curve.bits else 1 / (1 + RATES[:, None] * passed)
     return np.stack([own, np.exp(-RATES[:, None] * passed)])
 
 
@@ -90,7 +84,7 @@ def _fit(curve: Curve, values: Array, family: int) -> tuple[Array, Array, Array]
     limit, weighted = 1 - first, values * curve.weights
     ff, fl, ll = ((curve.weights * each).sum(1)[:, None] for each in (first * first, first * limit, limit * limit))
     rf, rl = first @ weighted.T, limit @ weighted.T
-    low, high = curve.bounds
+    low, high = 0.0, math.inf if curve.bits else 1.0
     det = np.maximum(ff * ll - fl * fl, 1e-12)
     tried = [((ll * rf - fl * rl) / det, (ff * rl - fl * rf) / det)]
     for bound in (each for each in (low, high) if math.isfinite(each)):  # else it lies on an edge
@@ -107,7 +101,7 @@ def _fit(curve: Curve, values: Array, family: int) -> tuple[Array, Array, Array]
 def _continued(curve: Curve, values: Array, at: Array, family: int) -> Array:
     """Return where the curves fitted to rows of values are at some places: rows × places."""
     best, p, q = _fit(curve, values, family)
-    return q[:, None] + (p - q)[:, None] * _shapes(curve, at)[family][best]
+    return np.asarray(q[:, None] + (p - q)[:, None] * _shapes(curve, at)[family][best])
 
 
 def _residuals(curve: Curve) -> list[Array]:
@@ -120,33 +114,28 @@ def _drawn(curve: Curve, at: Array, rng: np.random.Generator) -> tuple[Array, Ar
     values, draws, noises = [], [], []
     for family, left in enumerate(_residuals(curve)):
         values.append(_continued(curve, curve.values[None], at, family)[0])
-        freedom, half = max(1, len(left) - FREE), DRAWS // 2
-        noise = np.sqrt((curve.weights * left**2).sum() / rng.chisquare(freedom, half))
-        again = curve.values - left + noise[:, None] * rng.standard_normal((half, len(left))) / np.sqrt(curve.weights)
+        noise = np.sqrt((curve.weights * left**2).sum() / rng.chisquare(max(1, len(left) - FREE), HALF))
+        again = curve.values - left + noise[:, None] * rng.standard_normal((HALF, len(left))) / np.sqrt(curve.weights)
         draws.append(_continued(curve, again, at, family).T)
-        noises.append(noise * rng.standard_normal(half))
+        noises.append(noise * rng.standard_normal(HALF))
     return np.mean(values, axis=0), np.concatenate(draws, axis=1), np.concatenate(noises)
 
 
-@dataclass(frozen=True)
-class Forecast:
+class Forecast(NamedTuple):
     """What comes at each of several places, the nearest first."""
 
     values: Array
-    draws: Array  # of the curve there: places × DRAWS
     low: Array  # of what is measured there
     high: Array
-    family: str  # which fits better
+    draws: Array  # of the curve there: places × DRAWS
     drift: float  # by how much both families miss, for each e-fold beyond what was seen
 
 
 def predict(curves: Sequence[Curve], at: Sequence[float]) -> Forecast:
     """Continue curves of the same kind to some places, in rising order, whether or not that can be trusted."""
     curves, rng, places = comparable(curves), np.random.default_rng(0), np.array(at, float)
-    drift = 0.0
-    if min(len(curve.part(FIRST).at) for curve in curves) > FREE:
-        checked = check(curves)
-        drift = max(checked.drift, checked.forecast.drift)
+    checked = check(curves) if min(len(curve.part(FIRST).at) for curve in curves) > FREE else None
+    drift = max(checked.drift, checked.forecast.drift) if checked else 0.0
     each = [_drawn(curve, places, rng) for curve in (curves if len(curves) >= REPLICATES else [_pooled(curves)])]
     values, draws, noise = (np.mean(part, axis=0) for part in zip(*each, strict=True))
     if len(each) > 1:
@@ -154,25 +143,23 @@ def predict(curves: Sequence[Curve], at: Sequence[float]) -> Forecast:
         draws = draws + spread[:, None] * rng.standard_t(len(each) - 1, DRAWS)
     beyond = np.maximum(np.log(places / max(curve.at[-1] for curve in curves)), 0)
     draws = draws + (drift * beyond)[:, None] * rng.standard_normal(DRAWS)
-    weight = float(np.mean([curve.end()[2] for curve in curves]))
-    low, high = np.quantile(draws + noise / math.sqrt(weight), [TAIL, 1 - TAIL], axis=1)
-    least, most = curves[0].bounds  # farther away is never known better
-    low = np.clip(values - np.maximum.accumulate(np.maximum(values - low, 0)), least, most)
-    high = np.clip(values + np.maximum.accumulate(np.maximum(high - values, 0)), least, most)
-    left = [float((curve.weights * each**2).sum()) for curve in [_pooled(curves)] for each in _residuals(curve)]
-    names = ("power law" if curves[0].bits else "hyperbola", "exponential")
-    return Forecast(values, np.clip(draws, least, most), low, high, names[int(np.argmin(left))], drift)
+    noise = noise / np.sqrt(np.mean([curve.end()[2] for curve in curves]))
+    low, high = np.quantile(draws + noise, [TAIL, 1 - TAIL], axis=1)
+    low = values - np.maximum.accumulate(np.maximum(values - low, 0))  # farther away is never known better
+    high = values + np.maximum.accumulate(np.maximum(high - values, 0))
+    low, high, draws = (np.clip(each, 0, math.inf if curves[0].bits else 1) for each in (low, high, draws))
+    return Forecast(values, low, high, draws, drift)
 
 
 def comparable(curves: Sequence[Curve]) -> list[Curve]:
-    """Return those that go at least half as far as the longest: a shorter run ended its schedule where others were in the midst of it."""
+    """Return those that go at least half as far as the longest: where a shorter one ended its schedule, others were in theirs."""
     return [curve for curve in curves if 2 * curve.at[-1] >= max(each.at[-1] for each in curves)]
 
 
 def _pooled(curves: Sequence[Curve]) -> Curve:
-    order = np.argsort(np.concatenate([curve.at for curve in curves]), kind="stable")
-    at, values, weights = (np.concatenate([curve[part] for curve in curves])[order] for part in range(3))
-    return Curve(at, values, weights, curves[0].bits)
+    at, values, weights = (np.concatenate([curve[part] for curve in curves]) for part in range(3))
+    order = np.argsort(at, kind="stable")
+    return Curve(at[order], values[order], weights[order], curves[0].bits)
 
 
 class Check(NamedTuple):
@@ -183,15 +170,6 @@ class Check(NamedTuple):
     naive: float  # it stays where it is
     drift: float
 
-    @property
-    def missed(self) -> str:
-        """Say what was wrong, if anything was."""
-        value, low, high = (float(each[0]) for each in (self.forecast.values, self.forecast.low, self.forecast.high))
-        said = f"from the first {FIRST:.0%} of these curves {value:.3f} [{low:.3f}, {high:.3f}] was to come, and {self.came:.3f} came"
-        if not low <= self.came <= high:
-            return said
-        return f"{said}; that it stays at {self.naive:.3f} is nearer" if abs(value - self.came) > abs(self.naive - self.came) else ""
-
 
 def check(curves: Sequence[Curve], share: float = FIRST) -> Check:
     """Foretell the end of curves from their beginning."""
@@ -199,8 +177,8 @@ def check(curves: Sequence[Curve], share: float = FIRST) -> Check:
     where, came, _ = (float(each) for each in ends.mean(0))
     found = predict(parts, [where])
     beyond, error = math.log(where / max(part.at[-1] for part in parts)), float(found.values[0] - came)
-    known = float(found.high[0] - found.low[0]) / (2 * NORMAL)  # what noise alone explains
-    drift = math.sqrt(max(0.0, error**2 - known**2)) / beyond
+    noise = float(found.high[0] - found.low[0]) / (2 * NORMAL)
+    drift = math.sqrt(max(0.0, error**2 - noise**2)) / beyond  # what noise does not explain
     return Check(found, came, float(np.mean([part.end()[1] for part in parts])), drift)
 
 
@@ -208,35 +186,39 @@ def doubt(curves: Sequence[Curve], at: float) -> str:
     """Say why no forecast can be made, or nothing."""
     if fewest := [curve for curve in curves if len(curve.at) < FEWEST]:
         return f"{len(fewest[0].at)} points are too few; {FEWEST} are needed"
-    curves = comparable(curves)
-    seen, curve = max(each.at[-1] for each in curves), _pooled(curves)
-    if at > FARTHEST * seen:
-        return f"{at:,.0f} is more than {FARTHEST:g} times the {seen:,.0f} that was seen"
-    third = max(1, len(curve.at) // 3)
-    begin, end = (np.average(curve.values[cut], weights=curve.weights[cut]) for cut in (slice(third), slice(-third, None)))
+    curve = _pooled(comparable(curves))
+    if at > FARTHEST * curve.at[-1]:
+        return f"{at:,.0f} is more than {FARTHEST:g} times the {curve.at[-1]:,.0f} that was seen"
+    third = len(curve.at) // 3
+    cuts = (slice(third), slice(-third, None))
+    begin, end = (float(np.average(curve.values[cut], weights=curve.weights[cut])) for cut in cuts)
     squares = min(float((curve.weights * left**2).sum()) for left in _residuals(curve))
     error = math.sqrt(squares / (len(curve.at) - FREE) * 2 / third)
-    if (gain := (begin - end) if curve.bits else (end - begin)) < 2 * error:
-        way = "rises" if curve.bits else "falls"
-        return f"it {way}: more of it makes this worse" if gain < -2 * error else "it is flat, as far as its noise lets see"
-    return check(curves).missed
+    gain = begin - end if curve.bits else end - begin
+    if gain < -2 * error:
+        return f"it {'rises' if curve.bits else 'falls'}: more of it makes this worse"
+    if gain < 2 * error:
+        return "it is flat, as far as its noise lets see"
+    checked = check(curves)
+    value, low, high = (float(each[0]) for each in checked.forecast[:3])
+    if low <= checked.came <= high and abs(value - checked.came) <= abs(checked.naive - checked.came):
+        return ""
+    told = f"{value:.3f} [{low:.3f}, {high:.3f}] was foretold from the first {FIRST:.0%} of these curves"
+    return f"{told} where {checked.came:.3f} came; they had stood at {checked.naive:.3f}"
 
 
-def worth(bits: Sequence[float], solved: Sequence[float]) -> Array | None:
-    """Return draws of by how much the share solved rises for each bit per byte less, over runs; None if they are too few or all alike."""
-    x, y = -np.array(bits, float), np.array(solved, float)
+def worth(pairs: Sequence[tuple[float, float]]) -> Array | None:
+    """Return draws of by how much the share solved rises for each bit per byte less; None of runs too few or all alike."""
+    x, y = np.array(pairs, float).reshape(-1, 2).T
     if len(x) < PAIRS or np.ptp(x) == 0:
         return None
-    across = x - x.mean()
-    slope = float(across @ y / (across @ across))
-    freedom = len(x) - 2
-    error = math.sqrt(float(((y - y.mean() - slope * across) ** 2).sum()) / freedom / float(across @ across))
-    return slope + error * np.random.default_rng(1).standard_t(freedom, DRAWS)
+    (slope, _), errors = np.polyfit(-x, y, 1, cov=True)
+    return float(slope) + math.sqrt(errors[0, 0]) * np.random.default_rng(1).standard_t(len(x) - 2, DRAWS)
 
 
 def better(gains: Mapping[str, Array]) -> str:
     """Return whose gain is above that of all others in 97.5 % of the draws; nothing if they cannot be told apart."""
     first = max(gains, key=lambda name: float(np.median(gains[name])))
-    rng = np.random.default_rng(2)  # what two stages will give is drawn apart
-    sure = [np.mean(rng.permutation(gains[first]) > gains[name]) >= 1 - TAIL for name in gains if name != first]
+    apart = np.random.default_rng(2).permutation(gains[first])  # two stages do not err together
+    sure = [np.mean(apart > gains[name]) >= 1 - TAIL for name in gains if name != first]
     return first if sure and all(sure) else ""
