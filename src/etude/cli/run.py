@@ -105,8 +105,7 @@ def _print_forecasts(told: dict[str, Any], stages: list[str]) -> None:
         rows.append((stage, f"{measure}, {row['unit']}", *cells))
     lines += [f"{name}: no curve of it in these runs" for name in stages if name not in {row[0] for row in rows}]
     heads = ("stage", "measure", ">last (best)", ">at its budget", ">at twice that", ">hours", ">gain an hour")
-    Console().print(terminal(Table(heads, rows)))
-    print_parts(Console(), [*lines, told["verdict"]])
+    print_parts(Console(), [*[terminal(Table(heads, rows))][: len(rows)], *lines, told["verdict"]])
 
 
 def _advice(each: Planned) -> str:

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 HALF, DRAWS, TAIL, NORMAL = 500, 1000, 0.025, 1.96
 FREE = 3  # parameters of a curve
 FEWEST = 6  # points, of which the first 60 % are four: one more than a curve has parameters
-FIRST = 0.6  # of a curve, to foretell its end
-FARTHEST = 4.0  # times what was seen
+FIRST, FARTHEST = 0.6, 4.0  # of a curve, to foretell its end; times what was seen
 REPLICATES, PAIRS = 3, 4  # runs, whose spread is then a measure; that say what a bit per byte is worth
 POWERS, RATES = np.geomspace(0.02, 3, 48), np.geomspace(0.05, 20, 48)  # b; spans of the curve in a τ
 
@@ -49,19 +48,17 @@ class Curve(NamedTuple):
     def end(self) -> tuple[float, float, float]:
         """Return where it ends, and with which value and weight: one episode more or less changes a share, so that is of a fifth."""
         size = 1 if self.bits else math.ceil(len(self.at) / 5)
-        weights = self.weights[-size:]
-        at, value = (float(np.average(each[-size:], weights=weights)) for each in self[:2])
-        return at, value, float(weights.sum())
+        at, value = (float(np.average(each[-size:], weights=self.weights[-size:])) for each in self[:2])
+        return at, value, float(self.weights[-size:].sum())
 
 
 def bits_curve(points: Sequence[tuple[float, float]]) -> Curve:
-    """Return the curve of (tokens, bits per byte), without the start, and from its highest point if that comes early.
+    """Return the curve of (tokens, bits per byte), without the start (one point at least is later), and from an early peak on.
 
     A rise that falls later is the stability gap: the optimiser's, not what the data teach.
     """
     at, values = np.array(sorted(dict(point for point in points if point[0] > 0).items()), float).reshape(-1, 2).T
-    top = int(values.argmax()) if len(values) else 0
-    start = top if top < len(values) / 2 else 0
+    start = top if (top := int(values.argmax())) < len(values) / 2 else 0
     return Curve(at[start:], values[start:], np.ones(len(at) - start), bits=True)
 
 
@@ -94,8 +91,8 @@ def _fit(curve: Curve, values: Array, family: int) -> tuple[Array, Array, Array]
     loss = p * p * ff + 2 * p * q * fl + q * q * ll - 2 * (p * rf + q * rl)
     loss[(p < low) | (p > high) | (q < low) | (q > high)] = np.inf
     which, best = np.unravel_index(loss.transpose(2, 0, 1).reshape(len(values), -1).argmin(1), loss.shape[:2])
-    rows = np.arange(len(values))
-    return best, p[which, best, rows], q[which, best, rows]
+    chosen = (which, best, np.arange(len(values)))
+    return best, p[chosen], q[chosen]
 
 
 def _continued(curve: Curve, values: Array, at: Array, family: int) -> Array:
@@ -151,7 +148,7 @@ def predict(curves: Sequence[Curve], at: Sequence[float]) -> Forecast:
     return Forecast(values, low, high, draws, drift)
 
 
-def comparable(curves: Sequence[Curve]) -> list[Curve]:
+def comparable(curves: Sequence[Curve]) -> Sequence[Curve]:
     """Return those that go at least half as far as the longest: where a shorter one ended its schedule, others were in theirs."""
     return [curve for curve in curves if 2 * curve.at[-1] >= max(each.at[-1] for each in curves)]
 
@@ -173,18 +170,19 @@ class Check(NamedTuple):
 
 def check(curves: Sequence[Curve], share: float = FIRST) -> Check:
     """Foretell the end of curves from their beginning."""
+    curves = comparable(curves)
     parts, ends = [curve.part(share) for curve in curves], np.array([curve.end() for curve in curves])
     where, came, _ = (float(each) for each in ends.mean(0))
     found = predict(parts, [where])
     beyond, error = math.log(where / max(part.at[-1] for part in parts)), float(found.values[0] - came)
-    noise = float(found.high[0] - found.low[0]) / (2 * NORMAL)
-    drift = math.sqrt(max(0.0, error**2 - noise**2)) / beyond  # what noise does not explain
+    known = float(found.high[0] - found.low[0]) / (2 * NORMAL)
+    drift = math.sqrt(max(0.0, error**2 - known**2)) / beyond  # what noise does not explain
     return Check(found, came, float(np.mean([part.end()[1] for part in parts])), drift)
 
 
 def doubt(curves: Sequence[Curve], at: float) -> str:
     """Say why no forecast can be made, or nothing."""
-    if fewest := [curve for curve in curves if len(curve.at) < FEWEST]:
+    if fewest := [curve for curve in comparable(curves) if len(curve.at) < FEWEST]:
         return f"{len(fewest[0].at)} points are too few; {FEWEST} are needed"
     curve = _pooled(comparable(curves))
     if at > FARTHEST * curve.at[-1]:

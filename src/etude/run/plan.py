@@ -260,15 +260,16 @@ def _stage_curves(path: Path) -> dict[str, forecast.Curve]:
                 bits.setdefault(name.removeprefix(BITS), []).append((seen, values[name]))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"{path}, line {number}: no row as stages write it; leave this run out of --from") from None
-    curves = {what: forecast.bits_curve(points) for what, points in bits.items()}
-    return curves | ({SOLVED: forecast.share_curve(solved)} if solved else {})
+    curves = {what: forecast.bits_curve(points) for what, points in bits.items() if points[-1][0] > 0}
+    return curves | ({SOLVED: forecast.share_curve(solved)} if any(row[2] > 0 for row in solved) else {})
 
 
-def outlook(curves: list[forecast.Curve], budget: float, hours: float | None, unknown: str) -> tuple[Any, Any]:
+def outlook(curves: Sequence[forecast.Curve], budget: float, hours: float | None, unknown: str) -> tuple[Any, Any]:
     """Return what comes at a budget and at twice that, as JSON has it, and draws of what an hour gives in between, or None.
 
     What cannot be told is said in its place: `unknown`, or what the curves give reason to.
     """
+    curves = forecast.comparable(curves)
     bits, values = curves[0].bits, np.concatenate([curve.values for curve in curves])
     known: list[Any] = [unknown or forecast.doubt(curves, times * budget) for times in (1, 2)]
     gains = spread = None
@@ -307,8 +308,7 @@ def verdict(gains: dict[tuple[str, str, str], Any], runs: Sequence[Measured]) ->
             by_measure.setdefault(SOLVED, {})[f"{key[0]} by {key[2]}"] = gain * worth
     lines = []
     for what, same in by_measure.items():
-        best = forecast.better(same)
-        said = f"{best} gives more" if best else f"{' and '.join(same)} cannot be told apart"
+        said = f"{best} gives more" if (best := forecast.better(same)) else f"{' and '.join(same)} cannot be told apart"
         lines += [f"for the next hour, by {what}: {said}"] * (len(same) > 1)
     need = f"two forecasts by one measure, or {forecast.PAIRS} runs with bits per byte and RL, some with more CPT"
     return "; ".join(lines) or f"which stage gives more for the next hour cannot be told: that takes {need}"
