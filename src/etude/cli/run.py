@@ -98,7 +98,7 @@ def _print_forecasts(told: dict[str, Any], stages: list[str]) -> None:
         stage, measure, cells = row["stage"], row["measure"], [f"{row['last']:.3f} ({row['best']:.3f})"]
         for times, known in ((1, row["at_budget"]), (2, row["at_twice"])):
             cells.append("–" if isinstance(known, str) else "{:.3f} [{:.3f}, {:.3f}]".format(*known))
-            if isinstance(known, str):
+            if isinstance(known, str) and (times == 1 or known != row["at_budget"]):
                 lines.append(f"{stage}, {measure}: no forecast for {human(times * row['budget'])}: {known}")
         cells.append(f"{row['hours']:.3g}" if row["hours"] else "–")
         cells.append("{:.2g} [{:.2g}, {:.2g}]".format(*row["gain_an_hour"]) if row["gain_an_hour"] else "–")

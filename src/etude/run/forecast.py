@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[np.float64]]
 
 HALF, DRAWS, TAIL, NORMAL = 500, 1000, 0.025, 1.96
-FREE = 3  # parameters of a curve
-FEWEST = 6  # points, of which the first 60 % are four: one more than a curve has parameters
+FREE, FEWEST = 3, 6  # parameters of a curve; points, of which the first 60 % are one more than those
 FIRST, FARTHEST = 0.6, 4.0  # of a curve, to foretell its end; times what was seen
 REPLICATES, PAIRS = 3, 4  # runs, whose spread is then a measure; that say what a bit per byte is worth
 POWERS, RATES = np.geomspace(0.02, 3, 48), np.geomspace(0.05, 20, 48)  # b; spans of the curve in a τ

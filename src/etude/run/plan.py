@@ -280,9 +280,8 @@ def outlook(curves: Sequence[forecast.Curve], budget: float, hours: float | None
             gains = np.diff(told.draws, axis=0)[0] * (-1 if bits else 1) / hours
             spread = [float(each) for each in np.quantile(gains, [0.5, forecast.TAIL, 1 - forecast.TAIL])]
     last, best = float(np.mean([curve.end()[1] for curve in curves])), float(values.min() if bits else values.max())
-    described = {"unit": "bits per byte" if bits else "share of tasks", "runs": len(curves), "last": last, "best": best,
-                 "budget": budget, "at_budget": known[0], "at_twice": known[1], "hours": hours, "gain_an_hour": spread}  # fmt: skip
-    return described, gains
+    return {"unit": "bits per byte" if bits else "share of tasks", "runs": len(curves), "last": last, "best": best,
+            "budget": budget, "at_budget": known[0], "at_twice": known[1], "hours": hours, "gain_an_hour": spread}, gains  # fmt: skip
 
 
 def outlooks(recipe: Recipe, planned: Sequence[Planned], runs: Sequence[Measured]) -> dict[str, Any]:
