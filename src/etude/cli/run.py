@@ -11,7 +11,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.text import Text
@@ -66,25 +66,46 @@ def run(
 def plan(
     recipes: options.RecipeFiles, change: options.Changes = None,
     on: Annotated[str, typer.Option("--on", metavar="[N]x[GPU]", help="Machine to plan for, such as h200 or 8xh200.")] = "h200",
+    runs: Annotated[list[Path] | None, typer.Option("--from", metavar="RUN", help="Run to foretell gains from. Repeatable.")] = None,
     cache: options.CacheFolder = None, as_json: options.AsJson = False,
 ) -> None:  # fmt: skip
     """Say what a recipe will take: memory by part, rows at once, hours, and what would make it fit. Needs no GPU and no weights."""
     recipe = load(recipes, change)
-    from etude.run.plan import described, machine, plan_recipe
+    from etude.run.plan import described, machine, outlooks, plan_recipe, read_curves
 
-    where = machine(on)
+    where, curves = machine(on), [read_curves(each) for each in runs or []]
     planned = plan_recipe(recipe, where, options.cache_folder(cache))
     if recipe.cluster and recipe.cluster.trainer.gpus and not where.counted:
         on += ", placed by [cluster]"
+    told = outlooks(recipe, planned, curves) if curves else {}
     if as_json:
-        options.print_json({"on": on, "stages": [described(each) for each in planned]})
+        options.print_json({"on": on, "stages": [described(each) for each in planned], **told})
     elif not planned:
         options.echo("no stage of this recipe trains a model")
     else:
         for each in planned:
             _print_planned(each, on)
+        if told:
+            _print_forecasts(told, [each.name for each in planned])
     if tight := [each for each in planned if not each.micro]:
         raise UserError(f"{tight[0].name} does not fit on {on}: {_advice(tight[0])}")
+
+
+def _print_forecasts(told: dict[str, Any], stages: list[str]) -> None:
+    """Print what more of each stage would give, and what cannot be told."""
+    rows, lines = list[tuple[str, ...]](), list[str]()
+    for row in told["forecasts"]:
+        stage, measure, cells = row["stage"], row["measure"], [f"{row['last']:.3f} ({row['best']:.3f})"]
+        for times, known in ((1, row["at_budget"]), (2, row["at_twice"])):
+            cells.append("–" if isinstance(known, str) else "{:.3f} [{:.3f}, {:.3f}]".format(*known))
+            if isinstance(known, str) and (times == 1 or known != row["at_budget"]):
+                lines.append(f"{stage}, {measure}: no forecast for {human(times * row['budget'])}: {known}")
+        cells.append(f"{row['hours']:.3g}" if row["hours"] else "–")
+        cells.append("{:.2g} [{:.2g}, {:.2g}]".format(*row["gain_an_hour"]) if row["gain_an_hour"] else "–")
+        rows.append((stage, f"{measure}, {row['unit']}", *cells))
+    lines += [f"{name}: no curve of it in these runs" for name in stages if name not in {row[0] for row in rows}]
+    heads = ("stage", "measure", ">last (best)", ">at its budget", ">at twice that", ">hours", ">gain an hour")
+    print_parts(Console(), [*[terminal(Table(heads, rows))][: len(rows)], *lines, told["verdict"]])
 
 
 def _advice(each: Planned) -> str:

@@ -8,6 +8,7 @@ nobody knows before: the hours of `rl` are those of rollouts that are all as lon
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import tomllib
@@ -16,14 +17,20 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from etude.errors import UserError, nearest
+from etude.jsonl import numbers, read_lines
 from etude.lineage.compute import forward_flops, training_flops
+from etude.lineage.record import RECORD_FILE, load_record
 from etude.models.bases import resolve
 from etude.models.context import stretch
 from etude.models.fetch import default_cache, fetch
 from etude.models.shape import ModelShape, model_shape, read_config, routed_share, shape_of, text_config
 from etude.progress import Reporter
 from etude.rl.division import divide
+from etude.run import forecast
+from etude.run.folder import METRICS
 from etude.run.stages.pretrain import llama_config
 from etude.run.stages.sft import CONTEXT
 from etude.training import memory
@@ -220,3 +227,87 @@ def described(stage: Planned) -> dict[str, Any]:
         "fits": bool(stage.micro), "micro": stage.micro, "remedy": stage.remedy, "tokens": stage.tokens,
         "tokens_per_second": stage.rate or None, "hours": stage.hours, "rate_source": stage.source if stage.rate else None,
     }  # fmt: skip
+
+
+Measured = dict[tuple[str, str, str], forecast.Curve]  # by stage, kind of stage, and what was measured
+SOLVED, BITS = "solved", "bits_per_byte/"
+
+
+def read_curves(run: Path) -> Measured:
+    """Return what the finished stages of a run measured."""
+    if not (folders := sorted(path.parent for path in run.glob(f"*/{RECORD_FILE}"))):
+        raise UserError(f"--from {run} is no run with a finished stage; give a folder that etude run has written")
+    kinds = {folder: load_record(folder).kind for folder in folders}
+    return {(folder.name, kind, what): curve for folder, kind in kinds.items() if kind in TRAINED
+            for what, curve in _stage_curves(folder / METRICS).items()}  # fmt: skip
+
+
+def _stage_curves(path: Path) -> dict[str, forecast.Curve]:
+    """Return bits per byte by domain over tokens, and the share solved over steps."""
+    if not path.is_file():
+        raise UserError(f"{path} does not exist, so there is no curve; leave this run out of --from")
+    lines, torn = read_lines(path)
+    seen, solved, bits = 0.0, [], dict[str, list[tuple[float, float]]]()
+    for number, line in enumerate(lines + [b"torn"] * bool(torn), 1):
+        try:
+            row = json.loads(line)
+            part, _, step = row["key"].partition("/")
+            values = dict(numbers(row)) if part in {"train", "eval"} else {}
+            seen += values.get("tokens", 0.0)
+            if part == "train" and SOLVED in values:
+                solved.append((int(step), values[SOLVED], values["episodes"]))
+            for name in (each for each in values if each.startswith(BITS)):
+                bits.setdefault(name.removeprefix(BITS), []).append((seen, values[name]))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f"{path}, line {number}: no row as stages write it; leave this run out of --from") from None
+    curves = {what: forecast.bits_curve(points) for what, points in bits.items() if points[-1][0] > 0}
+    return curves | ({SOLVED: forecast.share_curve(solved)} if any(row[2] > 0 for row in solved) else {})
+
+
+def outlook(curves: Sequence[forecast.Curve], budget: float, hours: float | None, unknown: str) -> tuple[Any, Any]:
+    """Return what comes at a budget and at twice that, as JSON has it, and draws of what an hour gives in between, or None.
+
+    What cannot be told is said in its place: `unknown`, or what the curves give reason to.
+    """
+    curves = forecast.comparable(curves)
+    bits, values = curves[0].bits, np.concatenate([curve.values for curve in curves])
+    known: list[Any] = [unknown or forecast.doubt(curves, times * budget) for times in (1, 2)]
+    gains = spread = None
+    if not known[0]:
+        told = forecast.predict(curves, [budget, 2 * budget])
+        known = [doubt or [float(each[at]) for each in told[:3]] for at, doubt in enumerate(known)]
+        if hours and not isinstance(known[1], str):
+            gains = np.diff(told.draws, axis=0)[0] * (-1 if bits else 1) / hours
+            spread = [float(each) for each in np.quantile(gains, [0.5, forecast.TAIL, 1 - forecast.TAIL])]
+    last, best = float(np.mean([curve.end()[1] for curve in curves])), float(values.min() if bits else values.max())
+    return {"unit": "bits per byte" if bits else "share of tasks", "runs": len(curves), "last": last, "best": best,
+            "budget": budget, "at_budget": known[0], "at_twice": known[1], "hours": hours, "gain_an_hour": spread}, gains  # fmt: skip
+
+
+def outlooks(recipe: Recipe, planned: Sequence[Planned], runs: Sequence[Measured]) -> dict[str, Any]:
+    """Return the outlooks of all stages that train and that runs have under the same name and of the same kind, and a verdict."""
+    rows, gains = [], dict[tuple[str, str, str], Any]()
+    for entry, plan in zip((each for each in recipe.stages if each.kind in TRAINED), planned, strict=True):
+        budget = float(getattr(entry.settings, "steps", 0) if entry.kind == "rl" else plan.tokens or 0)
+        unknown = "" if budget else f"its budget is not known before it runs; set {entry.name}.tokens"
+        for key in dict.fromkeys(key for run in runs for key in run if key[:2] == (entry.name, entry.kind)):
+            row, gain = outlook([run[key] for run in runs if key in run], budget, plan.hours, unknown)
+            rows.append({"stage": entry.name, "measure": key[2], **row})
+            gains |= {} if gain is None else {key: gain}
+    return {"forecasts": rows, "verdict": verdict(gains, runs)}
+
+
+def verdict(gains: dict[tuple[str, str, str], Any], runs: Sequence[Measured]) -> str:
+    """Say which stage gives more for the next hour, if that can be told: by the same measure, or by what a bit per byte was worth."""
+    by_measure: dict[str, dict[str, Any]] = {}
+    for key, gain in gains.items():
+        by_measure.setdefault(key[2], {})[key[0]] = gain
+        ends = [(run[key].end()[1], run[rl].end()[1]) for run in runs for rl in run if rl[2] == SOLVED and key in run]
+        if key[2] != SOLVED and (worth := forecast.worth(ends)) is not None:
+            by_measure.setdefault(SOLVED, {})[f"{key[0]} by {key[2]}"] = gain * worth
+    lines = []
+    for what, same in by_measure.items():
+        said = f"{best} gives more" if (best := forecast.better(same)) else f"{' and '.join(same)} cannot be told apart"
+        lines += [f"for the next hour, by {what}: {said}"] * (len(same) > 1)
+    need = f"two forecasts by one measure, or {forecast.PAIRS} runs with bits per byte and RL, some with more CPT"
+    return "; ".join(lines) or f"which stage gives more for the next hour cannot be told: that takes {need}"
