@@ -3,9 +3,9 @@
     python benchmarks/forecast.py            # reads benchmarks/results, writes forecast-cpu.json; a few minutes on one core
     python benchmarks/forecast.py --figure docs/results/forecast.png
 
-Each curve is fitted on its first 40 or 60 % and its end foretold: the last measurement of bits per byte, the last fifth of RL's steps.
-The naive guess is that it stays where the first part ended. `told` are those that `etude plan` would foretell. Then across budgets:
-runs of fewer tokens foretell what runs of more came to.
+Each curve is fitted on its first 40 or 60 % and its end predicted: the last bits per byte, the last fifth of RL's steps.
+The naive guess is that it stays where the first part ended. `told` are those that `etude plan` would predict. Then across budgets:
+runs of fewer tokens predict what runs of more came to.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _once(several: dict[str, Curve]) -> dict[str, Curve]:
 
 
 def trial(kind: str, name: str, curve: Curve, share: float) -> dict[str, Any]:
-    """Foretell the end of a curve from its first part."""
+    """Predict the end of a curve from its first part."""
     part = curve.part(share)
     where, came, _ = curve.end()
     row = {"of": kind, "curve": name, "share": share, "points": len(part.at), "came": round(came, 4)}
@@ -115,7 +115,7 @@ def summary(what: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def budget(what: str, smaller: list[Curve], where: float, ends: list[float]) -> dict[str, Any]:
-    """Foretell what runs of more tokens came to, from those of fewer."""
+    """Predict what runs of more tokens came to, from those of fewer."""
     found, came = predict(smaller, [where]), fmean(ends)
     value, low, high = (round(float(each[0]), 4) for each in (found.values, found.low, found.high))
     naive = round(fmean(each.end()[1] for each in comparable(smaller)), 4)
@@ -124,7 +124,7 @@ def budget(what: str, smaller: list[Curve], where: float, ends: list[float]) -> 
 
 
 def across() -> list[dict[str, Any]]:
-    """Return what smaller budgets foretell of larger ones."""
+    """Return what smaller budgets predict of larger ones."""
     study, rows = Study(read("study-h200")), []
     cpt = {
         size: [domains(study.stage(f"ladder-{size}", seed, "cpt"), "")[" code"] for seed in (0, 1)]
@@ -179,7 +179,7 @@ def exchange() -> dict[str, Any]:
 
 
 def draw(path: Path) -> None:
-    """Draw some curves: what was fitted, what was foretold from 60 % of it, and what came."""
+    """Draw some curves: what was fitted, what was predicted from 60 % of it, and what came."""
     from matplotlib.figure import Figure
 
     known = {name: curve for several in curves().values() for name, curve in several.items()}
@@ -191,7 +191,7 @@ def draw(path: Path) -> None:
         near, far = np.linspace(part.at[0], last, 60), np.linspace(last, curve.at[-1], 30)
         found = predict([part], [*near, *far])
         axis.plot(near, found.values[:60], color=BLUE, label="fitted")
-        axis.plot(far, found.values[60:], color=RED, linestyle="--", label="foretold")
+        axis.plot(far, found.values[60:], color=RED, linestyle="--", label="predicted")
         axis.fill_between(
             far, found.low[60:], found.high[60:], color=RED, alpha=0.15, linewidth=0, label="95 % interval"
         )

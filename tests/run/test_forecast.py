@@ -155,7 +155,7 @@ def test_what_cannot_be_told_is_refused() -> None:
     assert "rises" in doubt([bits(lambda n: 0.5 + 0.1 * (n / 4e6), 0.002)], 8e6)
     assert "falls" in doubt([share_curve([(step, 0.9 - 0.03 * step, 50) for step in STEPS])], 30)
     bent = share_curve([(step, 0.2 if step < 14 else 0.8, 50) for step in STEPS])
-    assert "was foretold from the first 60% of these curves where 0.800 came" in doubt([bent], 30)
+    assert "was predicted from the first 60% of these curves where 0.800 came" in doubt([bent], 30)
     assert check([bent]).came == pytest.approx(0.8)
 
 

@@ -66,7 +66,7 @@ def run(
 def plan(
     recipes: options.RecipeFiles, change: options.Changes = None,
     on: Annotated[str, typer.Option("--on", metavar="[N]x[GPU]", help="Machine to plan for, such as h200 or 8xh200.")] = "h200",
-    runs: Annotated[list[Path] | None, typer.Option("--from", metavar="RUN", help="Run to foretell gains from. Repeatable.")] = None,
+    runs: Annotated[list[Path] | None, typer.Option("--from", metavar="RUN", help="Run to predict gains from. Repeatable.")] = None,
     cache: options.CacheFolder = None, as_json: options.AsJson = False,
 ) -> None:  # fmt: skip
     """Say what a recipe will take: memory by part, rows at once, hours, and what would make it fit. Needs no GPU and no weights."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 HALF, DRAWS, TAIL, NORMAL = 500, 1000, 0.025, 1.96
 FREE, FEWEST = 3, 6  # parameters of a curve; points, of which the first 60 % are one more than those
-FIRST, FARTHEST = 0.6, 4.0  # of a curve, to foretell its end; times what was seen
+FIRST, FARTHEST = 0.6, 4.0  # of a curve, to predict its end; times what was seen
 REPLICATES, PAIRS = 3, 4  # runs, whose spread is then a measure; that say what a bit per byte is worth
 POWERS, RATES = np.geomspace(0.02, 3, 48), np.geomspace(0.05, 20, 48)  # b; spans of the curve in a τ
 
@@ -168,7 +168,7 @@ class Check(NamedTuple):
 
 
 def check(curves: Sequence[Curve], share: float = FIRST) -> Check:
-    """Foretell the end of curves from their beginning."""
+    """Predict the end of curves from their beginning."""
     curves = comparable(curves)
     parts, ends = [curve.part(share) for curve in curves], np.array([curve.end() for curve in curves])
     where, came, _ = (float(each) for each in ends.mean(0))
@@ -200,7 +200,7 @@ def doubt(curves: Sequence[Curve], at: float) -> str:
     value, low, high = (float(each[0]) for each in checked.forecast[:3])
     if low <= checked.came <= high and abs(value - checked.came) <= abs(checked.naive - checked.came):
         return ""
-    told = f"{value:.3f} [{low:.3f}, {high:.3f}] was foretold from the first {FIRST:.0%} of these curves"
+    told = f"{value:.3f} [{low:.3f}, {high:.3f}] was predicted from the first {FIRST:.0%} of these curves"
     return f"{told} where {checked.came:.3f} came; they had stood at {checked.naive:.3f}"
 
 
