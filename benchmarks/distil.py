@@ -102,7 +102,7 @@ class Continue:
         self.items = [Item(name) for name in self.prompts]
 
     async def run_episode(self, item: str, policy: Any, talk: Any, *, name: str, seed: int, journal: Path) -> Episode:
-        prompt = talk.encode(self.prompts[item])
+        prompt = talk.tokeniser.encode(self.prompts[item], add_special_tokens=False)
         done = await policy.generate(prompt, Sampling(TOKENS, temperature=self.temperature, seed=seed), session=name)
         opening = Node(None, "opening", prompt, self.prompts[item])
         said = talk.tokeniser.decode(done.token_ids)
