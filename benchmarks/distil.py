@@ -19,8 +19,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import etude
 from etude.agent.trace import Node, Trace
 from etude.inference.policy import Sampling
+from etude.models.load import load_tokeniser
 from etude.rl.environment import Episode, Item
 
 CHARS, TOKENS, ITEMS = 300, 48, 200  # of a prompt; of what is sampled; prompts
@@ -93,20 +95,21 @@ class Continue:
     """Write on from a place in somebody's code. Nothing is rewarded: only a teacher has something to say of it."""
 
     def __init__(self, tasks: str, harness: Any) -> None:
-        rng, files = random.Random(tasks), sorted(Path(tasks).rglob("*.py"))
-        self.temperature, self.prompts = harness.temperature, {}
+        rng, files = random.Random(tasks), sorted(Path(tasks).rglob("*.py"))  # noqa: S311 - by a fixed seed
+        self.temperature, self.prompts = harness.temperature, dict[str, str]()
+        self.tokeniser = load_tokeniser(Path(etude.__file__).parent / "models" / "sprout")
         for number in range(ITEMS):
             text = files[rng.randrange(len(files))].read_text(encoding="utf-8")
             begin = rng.randrange(max(1, len(text) - CHARS))
             self.prompts[f"place-{number:03d}"] = text[begin : begin + CHARS]
         self.items = [Item(name) for name in self.prompts]
 
-    async def run_episode(self, item: str, policy: Any, talk: Any, *, name: str, seed: int, journal: Path) -> Episode:
-        prompt = talk.tokeniser.encode(self.prompts[item], add_special_tokens=False)
+    async def run_episode(self, item: str, policy: Any, talk: Any, *, name: str, seed: int, journal: Path) -> Episode:  # noqa: ARG002 - so short that none is kept
+        prompt = self.tokeniser.encode(self.prompts[item], add_special_tokens=False)
         done = await policy.generate(prompt, Sampling(TOKENS, temperature=self.temperature, seed=seed), session=name)
         opening = Node(None, "opening", prompt, self.prompts[item])
-        said = talk.tokeniser.decode(done.token_ids)
-        turn = Node(0, "turn", done.token_ids, said, True, done.logprobs, done.raw_logprobs, done.versions)
+        said = self.tokeniser.decode(done.token_ids)
+        turn = Node(0, "turn", done.token_ids, said, True, done.logprobs, done.raw_logprobs, done.versions)  # noqa: FBT003
         trace = Trace(name, item, [opening, turn])
         trace.stop, trace.counts, trace.rewards = "finished", {"turns": 1}, {"outcome": 0.0}
         return Episode(trace, "fail", {"thinking_tokens": 0.0})
@@ -120,7 +123,9 @@ def run(folder: Path, base: str, stages: list[str], text: str, seed: int, cache:
     recipe.write_text(f'name = "{folder.name}"\nbase = "{base}"\nseed = {seed}\nstages = {listed}\n{text}{MEASURED}')
     command = [sys.executable, "-P", "-m", "etude", "run", recipe, "--out", folder, "--cache", cache]
     subprocess.run(list(map(str, command)), check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    summaries = {name: json.loads((folder / name / "record.json").read_text())["summary"] for name in ("solved", "code")}
+    summaries = {
+        name: json.loads((folder / name / "record.json").read_text())["summary"] for name in ("solved", "code")
+    }
     return {name: value for summary in summaries.values() for name, value in summary.items()}
 
 
