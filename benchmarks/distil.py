@@ -4,7 +4,8 @@
 
 For every seed `sft` on the quickstart's demonstrations makes the student. Three cures begin with it: `distil` (it writes on from lines
 of src/etude, and sprout as it was scores that), `merge` (the mean of student and sprout) and `cpt` (plain training on the text of
-src/etude itself, as many updates at the same learning rate). Told are bits per byte of Python from tests/, which no stage read, and
+src/etude itself, as many updates at the same learning rate). `both` is `distil` with two teachers by domain: beside sprout for code the
+student as it was for the tasks themselves (their requests, from the traces of its benchmark). Told are bits per byte of Python from tests/, which no stage read, and
 the share of attempts at the quickstart's seven tasks that are solved.
 """
 
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import etude
-from etude.agent.trace import Node, Trace
+from etude.agent.trace import Node, Trace, from_json
 from etude.inference.policy import Sampling
 from etude.models.load import load_tokeniser
 from etude.rl.environment import Episode, Item
@@ -52,6 +53,11 @@ normaliser = 48
 length = 256
 optimiser = { lr = 3e-4 }
 """
+BOTH = (
+    DISTIL.replace('"" = "sprout" }', '"" = "sprout", call = "STUDENT/sft/model" }')
+    .replace('tasks = "src/etude"', 'tasks = "src/etude STUDENT/solved/traces.jsonl"')
+    .replace("length = 256", "length = 1024")
+)
 MERGE = """
 [merge]
 method = "linear"
@@ -95,19 +101,24 @@ class Continue:
     """Write on from a place in somebody's code. Nothing is rewarded: only a teacher has something to say of it."""
 
     def __init__(self, tasks: str, harness: Any) -> None:
-        rng, files = random.Random(tasks), sorted(Path(tasks).rglob("*.py"))  # noqa: S311 - by a fixed seed
-        self.temperature, self.prompts = harness.temperature, dict[str, str]()
+        code, *traces = tasks.split()
+        rng, files = random.Random(code), sorted(Path(code).rglob("*.py"))  # noqa: S311 - by a fixed seed
+        self.temperature, self.prompts = harness.temperature, dict[str, list[int]]()
         self.tokeniser = load_tokeniser(Path(etude.__file__).parent / "models" / "sprout")
         for number in range(ITEMS):
             text = files[rng.randrange(len(files))].read_text(encoding="utf-8")
             begin = rng.randrange(max(1, len(text) - CHARS))
-            self.prompts[f"place-{number:03d}"] = text[begin : begin + CHARS]
+            prompt = self.tokeniser.encode(text[begin : begin + CHARS], add_special_tokens=False)
+            self.prompts[f"place-{number:03d}"] = prompt
+        asked = {tuple(from_json(line).context(0)) for path in traces for line in Path(path).read_bytes().splitlines()}
+        for number in range(ITEMS if asked else 0):  # as many of both
+            self.prompts[f"call-{number:03d}"] = list(sorted(asked)[number % len(asked)])
         self.items = [Item(name) for name in self.prompts]
 
     async def run_episode(self, item: str, policy: Any, talk: Any, *, name: str, seed: int, journal: Path) -> Episode:  # noqa: ARG002 - so short that none is kept
-        prompt = self.tokeniser.encode(self.prompts[item], add_special_tokens=False)
-        done = await policy.generate(prompt, Sampling(TOKENS, temperature=self.temperature, seed=seed), session=name)
-        opening = Node(None, "opening", prompt, self.prompts[item])
+        prompt, tokens = self.prompts[item], 100 if item.startswith("call") else TOKENS
+        done = await policy.generate(prompt, Sampling(tokens, temperature=self.temperature, seed=seed), session=name)
+        opening = Node(None, "opening", prompt, self.tokeniser.decode(prompt))
         said = self.tokeniser.decode(done.token_ids)
         turn = Node(0, "turn", done.token_ids, said, True, done.logprobs, done.raw_logprobs, done.versions)  # noqa: FBT003
         trace = Trace(name, item, [opening, turn])
@@ -135,16 +146,20 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cache", type=Path)
+    parser.add_argument("--arms", nargs="*", default=[], help="only these; all others must be there")
     given = parser.parse_args()
-    cache, seen = given.cache or given.folder / "cache", {}
+    cache, out = given.cache or given.folder / "cache", given.folder / f"seen{'-'.join(['', *given.arms])}.json"
+    seen: dict[str, Any] = {}
     for seed in range(given.seeds):
         here = given.folder.absolute() / str(seed)
         student = str(here / "student/sft/model")
         arms = [("student", "sprout", ["sft"], SFT), ("distil", student, ["distil"], DISTIL),
+                ("both", student, ["distil"], BOTH.replace("STUDENT", str(here / "student"))),
+                ("both", student, ["distil"], BOTH.replace("STUDENT", str(here / "student"))),
                 ("merge", student, ["merge"], MERGE), ("cpt", student, ["cpt"], CPT)]  # fmt: skip
-        for name, base, stages, text in arms:
+        for name, base, stages, text in (arm for arm in arms if not given.arms or arm[0] in given.arms):
             seen[f"{seed} {name}"] = run(here / name, base, stages, text, seed, cache)
-            (given.folder / "seen.json").write_text(json.dumps(seen, indent=1))
+            out.write_text(json.dumps(seen, indent=1))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from etude.rl.trainer import Trainer
 from etude.training.memory import Way, plan
 from tests import tiny
 from tests.rl import made
+from tests.rl.test_learning import SPROUT
 from tests.rl.test_loss import BOUNDS, Groups, in_float64, log_probs, moved, own_tokens, weight
 from tests.rl.test_loss import loss as brute_force
 from tests.rl.toy import Toy, play, settings_of
@@ -36,7 +38,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = load_model(folder, torch.device("cpu"))
     with torch.no_grad():
         for each in model.parameters():
-            each.mul_(4.0)
+            each.mul_(2.0)
     model.save_pretrained(folder)
     return folder
 
@@ -193,31 +195,32 @@ def test_the_plan_counts_the_teachers() -> None:
     assert plan(BIG, Way(4096, gpu=False, teachers=1000), 10**12).parts["teachers"] == 4000
 
 
-def test_the_student_moves_to_the_teacher_though_all_rewards_are_alike(
-    tiny_base: Path, teacher: Path, tmp_path: Path
-) -> None:
+def test_the_student_moves_to_the_teacher_though_all_rewards_are_alike(tmp_path: Path) -> None:
+    """The teacher is sprout, less certain of all it says."""
+    cpu, doubtful = torch.device("cpu"), tmp_path / "doubtful"
+    shutil.copytree(SPROUT, doubtful)
+    wanted = load_model(doubtful, cpu)
+    with torch.no_grad():
+        wanted.get_decoder().norm.weight.mul_(0.5)
+    wanted.save_pretrained(doubtful)
     chosen = settings_of(
-        steps=12, groups=4, group_size=4, mode="sync", epochs=9, optimiser={"lr": 2e-2}, normaliser=16, length=64,
-        teacher={"models": {"": str(teacher)}},
+        steps=8, groups=4, group_size=4, mode="sync", epochs=9, optimiser={"lr": 2e-4}, normaliser=16, length=64,
+        teacher={"models": {"": str(doubtful)}},
     )  # fmt: skip
-    toy = Toy(load_tokeniser(tiny_base), tasks=12, tokens=16)
+    toy = Toy(load_tokeniser(SPROUT), tasks=12, tokens=16)
     toy.liked = frozenset()  # no episode earns anything
-    play(tiny_base, tmp_path, chosen, toy, seed=1)
-    events, _ = Ledger(tmp_path / "ledger.jsonl").read()
+    play(SPROUT, tmp_path / "run", chosen, toy, seed=1)
+    events, _ = Ledger(tmp_path / "run" / "ledger.jsonl").read()
     assert {event.fate for event in events if isinstance(event, Closed)} == {"ready"}
-    gaps = [row["teacher_gap"] for row in read_rows(tmp_path / "metrics.jsonl", "train/")]
-    assert len(gaps) == 12
-    assert sum(gaps[-4:]) < 0.7 * sum(gaps[:4])
-    before, after, wanted = (
-        load_model(folder, torch.device("cpu")) for folder in (tiny_base, tmp_path / "model", teacher)
-    )
-    prompts = [toy.tokeniser.encode(line) for line in ("def add(left, right):\n", "import os\n")]
+    gaps = [row["teacher_gap"] for row in read_rows(tmp_path / "run" / "metrics.jsonl", "train/")]
+    assert len(gaps) == 8
+    assert sum(gaps[-2:]) < 0.5 * sum(gaps[:2])
+    before, after = (load_model(folder, cpu) for folder in (SPROUT, tmp_path / "run" / "model"))
+    prompts = [torch.tensor([toy.tokeniser.encode(line)]) for line in ("def mul(one, other):\n", "import json\n")]
 
     def apart(model: Any) -> float:
         with torch.no_grad():
-            own, its = (
-                [each(torch.tensor([p])).logits[0, -1].log_softmax(-1) for p in prompts] for each in (model, wanted)
-            )
+            own, its = ([each(prompt).logits[0].log_softmax(-1) for prompt in prompts] for each in (model, wanted))
         return sum(float((a.exp() * (a - b)).sum()) for a, b in zip(own, its, strict=True))
 
     assert apart(after) < 0.7 * apart(before)

@@ -115,11 +115,13 @@ class RlStage(Stage):
         for name in (*SCRATCH, *([] if settings.keep_traces else ["episodes"])):
             path = folder / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        results = read_json(folder / RESULTS)
+        results, known = read_json(folder / RESULTS), job.model.lineage.records  # whose licences travel with the model
         return Outcome(
             parents=[job.model.as_parent(), *(each.edge for each in teachers.values())],
             lineages=[job.model.lineage, *(each.lineage for each in teachers.values() if each.lineage)],
-            licence_folders={each.edge.name: each.folder for each in teachers.values()},
+            licence_folders={
+                each.edge.name: each.folder for each in teachers.values() if each.edge.record not in known
+            },
             data=_data_uses(settings, results["tasks"]),
             device=results["device"],
             summary=results["summary"],
