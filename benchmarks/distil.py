@@ -2,11 +2,15 @@
 
     python -P benchmarks/distil.py FOLDER [--seeds 3] [--cache FOLDER]      from the repository's root; one process at a time
 
-For every seed `sft` on the quickstart's demonstrations makes the student. Three cures begin with it: `distil` (it writes on from lines
-of src/etude, and sprout as it was scores that), `merge` (the mean of student and sprout) and `cpt` (plain training on the text of
-src/etude itself, as many updates at the same learning rate). `both` is `distil` with two teachers by domain: beside sprout for code the
-student as it was for the tasks themselves (their requests, from the traces of its benchmark). Told are bits per byte of Python from tests/, which no stage read, and
-the share of attempts at the quickstart's seven tasks that are solved.
+For every seed `sft` on the quickstart's demonstrations makes the student. Four cures begin with it:
+
+    distil   it writes on from lines of src/etude, and sprout as it was scores that
+    both     two teachers by domain: sprout for code, and the student as it was for the requests in the traces of its benchmark
+    merge    the mean of student and sprout
+    cpt      plain training on the text of src/etude itself, as many updates at the same learning rate
+
+Told are bits per byte of Python from tests/, which no stage read, and the share of attempts at the quickstart's seven tasks that are
+solved (those tasks are among the demonstrations).
 """
 
 from __future__ import annotations
@@ -110,7 +114,9 @@ class Continue:
             begin = rng.randrange(max(1, len(text) - CHARS))
             prompt = self.tokeniser.encode(text[begin : begin + CHARS], add_special_tokens=False)
             self.prompts[f"place-{number:03d}"] = prompt
-        asked = {tuple(from_json(line).context(0)) for path in traces for line in Path(path).read_bytes().splitlines()}
+        asked = {
+            tuple(from_json(line, path).context(0)) for path in traces for line in Path(path).read_bytes().splitlines()
+        }
         for number in range(ITEMS if asked else 0):  # as many of both
             self.prompts[f"call-{number:03d}"] = list(sorted(asked)[number % len(asked)])
         self.items = [Item(name) for name in self.prompts]
