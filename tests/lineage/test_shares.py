@@ -122,7 +122,7 @@ def test_rollouts_and_sandboxes_are_told_apart_and_a_base_reached_twice_counts_o
     assert (found.sampling_flops, found.sandbox_seconds) == (4e20, 7200.0)
     assert found.lines()[1] == "of it sampling 4.00e+20 FLOP, kept or not, and learning 4.10e+20; sandboxes 2.00 hours"
     assert set(found.bases) == {"kimi-k2.5", "somebody-7b"}
-    assert any(note.startswith("teacher-9b wrote text to learn from (rl)") for note in found.notes)
+    assert any(note.startswith("teacher-9b wrote or scored what was learnt from (rl)") for note in found.notes)
     own, _ = since_base(lineage)
     assert sorted(record.stage for record in own) == ["cpt", "merge", "mtp", "rl", "sft"]
 

@@ -69,7 +69,7 @@ def gradient(trainer: Trainer, batch: Batch, root: Path) -> dict[str, float]:
     """Compute the gradient of a batch and leave it there; return the loss and what was observed."""
     trainer._root = root
     packed = trainer.packed(batch, trainer.session.micro, fixed=False)
-    loss, _ = trainer.session.loop.backward([part.rows(packed.weights) for part in packed.parts], packed.divisor)
+    loss, _ = trainer.session.loop.backward(packed.rows(), packed.divisor)
     tokens, places = sum(len(each.tokens) for each in packed.branches), sum(part.tokens.size for part in packed.parts)
     gains = sum(map(abs, packed.gains)) / len(packed.gains)
     metrics = {"loss": float(loss) / packed.divisor, "advantage": gains, "padding": 1 - tokens / places}

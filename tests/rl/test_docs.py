@@ -11,11 +11,12 @@ from pydantic import BaseModel
 
 from etude.questions.settings import QuestionSettings
 from etude.rewards.reward import LengthSettings, RewardSettings
-from etude.rl.settings import CorrectionSettings, CurriculumSettings, KlSettings, RlSettings
+from etude.rl.settings import CorrectionSettings, CurriculumSettings, KlSettings, RlSettings, TeacherSettings
 
 PAGE, ARENAS = (Path(__file__).parents[2] / "docs" / name for name in ("rl.md", "arenas.md"))
 TABLES: dict[str, type[BaseModel]] = {
     "[rl]": RlSettings, "[rl.rewards]": RewardSettings, "[rl.rewards.effort]": LengthSettings, "[rl.kl]": KlSettings,
+    "[rl.teacher]": TeacherSettings,
     "[rl.correction]": CorrectionSettings, "[rl.curriculum]": CurriculumSettings, "[rl.questions]": QuestionSettings,
 }  # fmt: skip
 

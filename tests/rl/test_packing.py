@@ -47,7 +47,7 @@ def test_every_sampled_token_is_learnt_once_as_it_was_sampled(found: list[Trace]
     fresh: list[list[Any]] = [[] for _ in found]
     gains = [0.5 + number for number in range(len(found))]
     for part in pack(all_branches, length, 2, fixed=fixed):
-        given_ = part.rows(gains)
+        given_ = part.rows(gains, gains)
         rows = given_.rows
         assert rows.tokens_BT.shape == (2 if fixed else len(part.tokens), length)
         for branch, row, column in part.places:

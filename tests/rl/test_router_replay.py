@@ -236,7 +236,7 @@ def test_branches_of_a_tree_keep_their_routes_in_packed_rows(tmp_path: Path) -> 
     trainer._root = tmp_path
     packed = trainer.packed(made.batch(tmp_path, 1, [group]), 4, fixed=False)
     for part in packed.parts:
-        rows = part.rows(packed.weights)
+        rows = part.rows(packed.weights, packed.shares)
         assert rows.routes_BTLK is not None
         routes = rows.routes_BTLK.numpy()
         used = np.zeros(routes.shape[:2], bool)

@@ -20,6 +20,7 @@ from etude.rl.exchange import OBSERVED, Batch, Exchange, Report
 from etude.rl.processes import RlJob
 from etude.rl.trainer import Trainer, run_trainer
 from etude.training.distributed import World
+from tests import tiny
 from tests.rl import made
 from tests.training import sessions
 
@@ -214,6 +215,17 @@ def test_two_ranks_with_lora_are_one(tiny_base: Path, tmp_path: Path) -> None:
         moved = (weight - start[name]).norm()
         assert (moved > 0) == ("_proj" in name), name
         assert (together[name] - weight).norm() <= 1e-2 * moved, name
+
+
+def test_two_ranks_with_a_teacher_are_one(tiny_base: Path, tmp_path: Path) -> None:
+    teacher = {"models": {"": str(tiny.save_model(tmp_path / "teacher", seed=4))}, "outcome": 0.5}
+    one, two = (prepared(tiny_base, tmp_path / str(ranks), ranks=ranks, teacher=teacher) for ranks in (1, 2))
+    Exchange(one.exchange).stop()
+    trainer, store = Trainer(one.model, one.settings, one.trainer), WeightStore(one.weights, 20)
+    assert run_trainer(one, trainer, Exchange(one.exchange), store, threading.Event())
+    on_two_ranks(two)
+    assert_close(one, two)
+    assert all(report["teacher_gap"] for report in metrics(two))
 
 
 def test_what_fails_on_one_rank_ends_all_of_them(tiny_base: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from etude.files import sha256_file
+from etude.lineage.duties import licence_uses
 from etude.lineage.record import load_lineage, load_record
 from etude.models.load import load_model, load_tokeniser
 from etude.sandbox import probe
@@ -96,6 +97,11 @@ def test_the_stage_makes_a_model_with_its_record(etude: Etude, tmp_path: Path) -
         (("staleness", "0"), "staleness = 0"),
         (("rewards", "{outcome=0.0, length=0.0, style=0.0, communication=0.0, conduct=0.0}"), "all weights of the reward are 0"),
         (("kl", '{coefficient=0.1, reference="sft"}'), "reference"),
+        (("teacher", '{models={""="./nowhere"}}'), "nowhere"),
+        (("teacher", '{models={other="sprout"}}'), "the id of the task 'one' begins with none of the prefixes"),
+        (("teacher", '{models={""="sprout", two="sprout"}}'), "no task is left for 'two'; leave that teacher out"),
+        (("teacher", '{models={""="sprout"}}'), "has other tokens than the model it is to teach"),
+        (("teacher", "{bound=2.0}"), "`bound` has no effect with no `models`"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_before_anything_is_done(
@@ -108,6 +114,52 @@ def test_what_cannot_work_is_refused_before_anything_is_done(
     said = etude("run", recipe, "--out", folder / "run", "--cache", folder, "--set", f"rl.{change[0]}={change[1]}")
     assert (said.code, told in " ".join(said.err.split())) == (2, True), said.err
     assert not (folder / "run" / ".work").exists()
+
+
+def test_a_teacher_must_be_a_model_that_reads_as_far(etude: Etude, tiny_base: Path, tmp_path: Path) -> None:
+    recipe, tasks, empty = (tmp_path / name for name in ("recipe.toml", "tasks.jsonl", "empty"))
+    tasks.write_text('{"format": 1, "name": "set", "split": "train"}\n{"task": "one", "codebase": "x==1"}\n')
+    recipe.write_text(RECIPE.format(base=tiny_base, tasks=tasks))
+    empty.mkdir()
+    short, small = (tiny.save_model(tmp_path / name, seed=1) for name in ("short", "small"))
+    for folder, changed in ((short, {"max_position_embeddings": 512}), (small, {"vocab_size": tiny.VOCABULARY - 1})):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **changed}))
+    for folder, told in ((empty, "empty holds no lineage.json: it was not written by Etude"), (short, "reads 512 tokens, rows may have 1024; set rl.length = 512"),
+                         (small, f"knows {tiny.VOCABULARY - 1} tokens, the model it is to teach {tiny.VOCABULARY}")):  # fmt: skip
+        given = f'rl.teacher={{models={{""="{folder}"}}}}'
+        said = etude("run", recipe, "--out", tmp_path / "run", "--cache", tmp_path, "--set", given)
+        assert (said.code, told in " ".join(said.err.split())) == (2, True), said.err
+        assert "Traceback" not in said.err
+    planned = etude("plan", recipe, "--set", f'rl.teacher={{models={{""="{tiny_base}"}}}}', "--json")
+    assert json.loads(planned.out)["stages"][0]["parts"]["teachers"] > 0, planned.err
+
+
+def test_the_record_names_the_teachers_and_their_licences(etude: Etude, tmp_path: Path) -> None:
+    """One is the base itself, which the tree has already; the other is a folder that nobody recorded."""
+    small.run(probe.strongest())
+    recipe, _, cache = write_inputs(tmp_path)
+    other = tiny.save_model(tmp_path / "other", seed=4)
+    config = json.loads((tmp_path / "base/config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config))
+    (other / "LICENSE").write_text("You may look at this model.\n")
+    given = f'rl.teacher={{models={{""="{tmp_path / "base"}", calc-2="{other}"}}}}'
+    words = ("run", recipe, "--out", tmp_path / "run", "--cache", cache, "--set", given)
+    done = etude(*words)
+    assert done.code == 0, done.err
+    record, base = load_record(tmp_path / "run/rl"), load_record(tmp_path / "run/base")
+    edges = [(edge.role, edge.record, edge.model_digest == base.model_digest) for edge in record.parents]
+    assert edges == [("weights", base.id, True), ("teacher", base.id, True), ("teacher", None, False)]
+    assert {licence.inherited_from for licence in record.licences} == {"base", "other"}
+    lines = (tmp_path / "run/rl/metrics.jsonl").read_text().splitlines()
+    steps = [row for line in lines if (row := json.loads(line))["key"].startswith("train/")]
+    assert all(abs(row["teacher_gap"]) < 5 for row in steps)
+    roles = {use.ancestor: use.role for use in licence_uses(tmp_path / "run/rl/model") if use.role != "data"}
+    assert roles == {"base": "weights", "other": "teacher"}
+    assert "rl: unchanged, kept" in etude(*words).err
+    weights = other / "model.safetensors"
+    weights.write_bytes(tiny.save_model(tmp_path / "third", seed=5).joinpath("model.safetensors").read_bytes())
+    assert "rl: would run" in etude(*words, "--dry-run").out  # another teacher, another stage
 
 
 def test_a_benchmark_is_not_learnt(etude: Etude, tiny_base: Path, tmp_path: Path) -> None:

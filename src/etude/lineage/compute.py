@@ -175,7 +175,7 @@ USUAL = {
 }
 DIFFERENT = "hours of different devices do not compare"
 LORA = 2 / 3  # of what is counted is computed: weights that stay as they are need no gradient
-ROLES = {"teacher": "wrote text to learn from", "judge": "judged", "compared": "was measured"}
+ROLES = {"teacher": "wrote or scored what was learnt from", "judge": "judged", "compared": "was measured"}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from etude.errors import UserError, nearest
 from etude.lineage import licences
-from etude.lineage.facts import in_order, is_notice
+from etude.lineage.facts import edges, in_order, is_notice
 from etude.lineage.licences import OWN, duty_text, folder_name, held, is_proprietary, obligations
 from etude.lineage.record import LINEAGE_FILE, Lineage, Record, load_lineage
 
@@ -218,7 +218,9 @@ def _name(record: Record) -> str:
 
 def _only_teachers(lineage: Lineage) -> set[str]:
     """Return the ancestors whose weights did not go into the model: it learned from their outputs."""
-    return {_name(each) for each in lineage.records.values()} - {_name(each) for each in in_order(lineage, "weights")}
+    without = {folder_name(edge.name) for _, edge in edges(lineage, "teacher") if edge.record is None}
+    records = {_name(each) for each in lineage.records.values()} | without
+    return records - {_name(each) for each in in_order(lineage, "weights")}
 
 
 def _silent(lineage: Lineage, teachers: set[str]) -> Iterator[LicenceUse]:

@@ -127,7 +127,7 @@ def _page(rows: Sequence[Row], lines: Sequence[str], drawn: Sequence[str], sampl
         "Is it healthy?": [
             "Entropy that falls to 0 means that nothing new is tried. The mismatch is between the log-probs of trainer and engine for "
             "tokens of the newest weights: it should be small from the start, and stay so.", *shown["health.png"],
-            _table(rows, ("entropy", "kl", "mismatch_", "ratio_", "masked", "gradient", "loss", "advantage"))],
+            _table(rows, ("entropy", "kl", "teacher_", "mismatch_", "ratio_", "masked", "gradient", "loss", "advantage"))],
         "What became of groups and episodes": [
             "Ready groups are trained on. Flat ones have nothing to teach; void ones have too few valid episodes; stale ones were too "
             "old, and their tasks went back. Invalid episodes are the machinery's failures; those tried again count each time.",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError
 from etude.models.shape import read_config
 from etude.training import memory
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
 
     from etude.rl.settings import RlSettings
 
@@ -48,6 +49,12 @@ def divide(
     return memory.settle(counts, way, wish, max(0, left - kept)), rows, kept
 
 
+def beside(settings: RlSettings, config: Callable[[str], Any]) -> dict[str, Any]:
+    """Return what of a way to train is frozen beside the policy: reference and teachers; `config`: of a teacher."""
+    teachers = sum(memory.count_config(config(word)).weights for word in set(settings.teacher.models.values()))
+    return {"reference": settings.kl.reference if settings.kl.coefficient else "", "teachers": teachers}
+
+
 def of_run(model: Path, settings: RlSettings, length: int, *, apart: int) -> tuple[int, int]:
     """Return the bytes that the trainer may plan with on this GPU, and those of the engine's KV cache."""
     import torch
@@ -55,8 +62,8 @@ def of_run(model: Path, settings: RlSettings, length: int, *, apart: int) -> tup
     counts = memory.count_config(read_config(model))
     if settings.lora:
         counts = counts.with_lora(settings.lora.rank)
-    reference = settings.kl.reference if settings.kl.coefficient else ""
-    way = memory.Way(length, recompute=settings.recompute, ranks=settings.ranks, reference=reference)
+    frozen = beside(settings, lambda folder: read_config(Path(folder)))
+    way = memory.Way(length, recompute=settings.recompute, ranks=settings.ranks, **frozen)
     plan, _, kept = divide(counts, way, settings, int(torch.cuda.get_device_properties(0).total_memory), apart=apart)
     if plan.available <= 0:
         raise UserError("engine and trainer do not fit this GPU together; `etude plan` says what would")

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from etude.agent.harness import HarnessSettings
 from etude.agent.tools import ToolSettings
-from etude.errors import nearest
+from etude.errors import UserError, nearest
 from etude.questions.settings import QuestionSettings, check_arena, idle_in
 from etude.rewards.reward import RewardSettings
 from etude.rl.algorithm import ALGORITHMS
 from etude.sandbox.images import WHERE, Backend
 from etude.tasks.task import Style  # noqa: TC001 - pydantic reads it
 from etude.training.settings import LoraSettings, OptimiserSettings, Settings, TrainerSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 CHOICES = ("correction", "normaliser", "window", "tau")  # what some algorithms use and others do not
 Bound = Annotated[float, Field(ge=0)]
@@ -42,6 +45,35 @@ class KlSettings(Settings):
         default="start", description="reference model: the one at the start, or a moving average"
     )
     decay: float = Field(default=0.99, gt=0, lt=1, description="average: decay a step")
+
+
+class TeacherSettings(Settings):
+    """Models whose log-probs are the reward, token by token: on-policy distillation."""
+
+    models: dict[str, str] = Field(
+        default={}, description='teachers by prefix of the task\'s id, "" for all others: base, model folder or run'
+    )
+    bound: float = Field(default=5.0, gt=0, description="bound of the log-ratio of a token, in nats")
+    outcome: float = Field(default=0.0, ge=0, description="weight of the usual advantage beside it; 0: none")
+
+    @model_validator(mode="after")
+    def _has_a_use(self) -> Self:
+        if not self.models:
+            self.refuse_idle({"bound", "outcome"}, "no `models`")
+        return self
+
+    def prefix(self, task: str) -> str:
+        """Return the prefix that decides who teaches a task: the longest that its id begins with."""
+        fits = [prefix for prefix in self.models if task.startswith(prefix)]
+        if not fits:
+            whose = f"the id of the task {task!r} begins with none of the prefixes that have a teacher"
+            raise UserError(f'rl.teacher.models: {whose}; add one for it, or "" for all others')
+        return max(fits, key=len)
+
+    def refuse_gaps(self, tasks: Iterable[str]) -> None:
+        """Refuse tasks without a teacher, and teachers without a task: they would take memory for nothing."""
+        if unused := sorted(self.models.keys() - {self.prefix(task) for task in tasks}):
+            raise UserError(f"rl.teacher.models: no task is left for {unused[0]!r}; leave that teacher out")
 
 
 class CurriculumSettings(Settings):
@@ -80,6 +112,7 @@ class RlSettings(TrainerSettings):
     tau: float = Field(default=0.001, ge=0, description="kimi: coefficient of the penalty on (log ratio)²")
     train_summaries: bool = Field(default=True, description="train on the tokens of summaries")
     kl: KlSettings = KlSettings()
+    teacher: TeacherSettings = TeacherSettings()
     correction: CorrectionSettings = CorrectionSettings()
     curriculum: CurriculumSettings = CurriculumSettings()
 
@@ -121,6 +154,8 @@ class RlSettings(TrainerSettings):
         self.refuse_idle(set(CHOICES) - ALGORITHMS[self.algorithm].uses, f"the algorithm {self.algorithm!r}")
         if self.window and self.window[0] >= self.window[1]:
             raise ValueError(f"window = {list(self.window)}: the first bound must be below the second")
+        if self.teacher.models and not self.teacher.outcome and self.kl.coefficient:
+            raise ValueError("kl is a part of the reward, which teacher.outcome = 0 leaves out; change one of them")
         if self.harness.top_p < 1 or self.harness.temperature == 0:
             cut = (
                 "top_p below 1 draws from a part of the tokens"

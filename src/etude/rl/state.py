@@ -296,5 +296,6 @@ class State:
         if len(rewards) < 2:
             return Closed(group.number, "void", rewards)
         spread = max(rewards.values()) - min(rewards.values())
-        penalised = self.settings.kl.coefficient > 0  # by the trainer: rewards that are alike may differ after it
-        return Closed(group.number, "flat" if spread < FLAT and not penalised else "ready", rewards)
+        # By the trainer: rewards that are alike may differ after the penalty, and a teacher needs none.
+        judged_later = self.settings.kl.coefficient > 0 or bool(self.settings.teacher.models)
+        return Closed(group.number, "flat" if spread < FLAT and not judged_later else "ready", rewards)

@@ -33,6 +33,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,17 +47,18 @@ from etude.inference.policy import from_npy
 from etude.inference.weight_sync import WeightStore
 from etude.lineage.compute import forward_flops
 from etude.models.load import saved_dtype
-from etude.models.shape import model_shape
+from etude.models.shape import model_shape, read_config
 from etude.rl.algorithm import ALGORITHMS, divergence
-from etude.rl.division import AT_ONCE, of_run
+from etude.rl.division import AT_ONCE, beside, of_run
 from etude.rl.exchange import OBSERVED, Batch, Exchange, Report
 from etude.rl.processes import BIND, RlJob, as_child, load_job
 from etude.rl.state import FLAT
+from etude.rl.teachers import Teachers
 from etude.training.batch import Rows, StepRows, piece_bounds
 from etude.training.distributed import World, join, local
 from etude.training.experts import BIASED
 from etude.training.loop import Guard, Root, Step
-from etude.training.objectives.policy_gradient import PolicyGradient, SampledRows
+from etude.training.objectives.policy_gradient import PolicyGradient, SampledRows, Taught
 from etude.training.session import Session, load_to_train
 from etude.training.settings import GuardSettings
 
@@ -97,7 +99,8 @@ class Trainer:
         available = of_run(model, settings, self.length, apart=int(apart))[0] if device == "cuda" else 0
 
         def objective(prepared: Any) -> PolicyGradient:
-            return PolicyGradient(prepared, self.algorithm.weigh, settings.harness.temperature)
+            bound = settings.teacher.bound
+            return PolicyGradient(prepared, self.algorithm.weigh, settings.harness.temperature, bound)
 
         self.session = Session(
             load_to_train(model, settings, self.world, frozen=settings.lora is not None), settings, self, self.length,
@@ -107,7 +110,9 @@ class Trainer:
             Guard(GuardSettings(), outliers=False), say, objective,
             saved_dtype(model), settings.lora, keep_start=settings.kl.reference if settings.kl.coefficient else "",
             total=settings.steps, graphs=False, available=available,
+            teachers=beside(settings, lambda folder: read_config(Path(folder)))["teachers"],
         )  # fmt: skip
+        self.teachers = Teachers(self.session, settings) if settings.teacher.models else None
         experts = self.session.experts
         if settings.router_replay and experts is None:
             raise UserError(
@@ -154,7 +159,7 @@ class Trainer:
             return None
         self._batch = packed = self.packed(batch, micro, fixed=device.type == "cuda")
         sizes = Counter(len(branch.tokens) for branch in packed.branches)
-        return StepRows([part.rows(packed.weights) for part in packed.parts], sizes, packed.divisor, waited)
+        return StepRows(packed.rows(), sizes, packed.divisor, waited)
 
     def state(self) -> dict[str, Any]:
         return {}  # which batch is next is told by the number of steps
@@ -164,22 +169,37 @@ class Trainer:
     def packed(self, batch: Batch, micro: int, *, fixed: bool) -> Packed:
         """Read the episodes of a batch, pack their branches into this rank's rows, and weigh them by their advantages."""
         read = self._read(batch)
-        length = row_length(read, self.length, fixed=fixed)
-        rows = micro if fixed or self.settings.micro else max(1, micro * self.length // length)
-        parts = list(pack(read, length, rows, fixed=fixed, rank=self.world.rank, ranks=self.world.size))
         sizes = [len(group.episodes) for group in batch.groups]
+        tasks = [group.task for group in batch.groups for _ in group.episodes]
+        teachers = [self.teachers.of(task) for task in tasks] if self.teachers else []
+        parts = self._parts(read, teachers, micro, fixed=fixed)
         apart = self._divergences(parts, sum(sizes)) if self.reference else np.zeros(sum(sizes))
         rewards = np.array([episode.reward for group in batch.groups for episode in group.episodes])
         rewards = rewards - self.settings.kl.coefficient * apart
         by_group = np.split(rewards, np.cumsum(sizes)[:-1])
-        gains = [gain for group in by_group for gain in self._advantages(group.tolist())]
+        outcome = self.settings.teacher.outcome if self.teachers else 1.0
+        gains = [outcome * gain for group in by_group for gain in self._advantages(group.tolist())]
         tokens = Counter[int]()
         for branch in read:
             tokens[branch.episode] += int(branch.learnt.sum())
-        weights = [gain * self.algorithm.share(tokens[episode]) for episode, gain in enumerate(gains)]
+        shares = [self.algorithm.share(tokens[episode]) for episode in range(len(gains))]
+        weights = [gain * share for gain, share in zip(gains, shares, strict=True)]
         divisor = self.algorithm.divisor([tokens[episode] for episode in range(len(gains))])
         files = tuple(episode.file for group in batch.groups for episode in group.episodes)
-        return Packed(read, parts, gains, weights, divisor, float(apart.sum()), files)
+        return Packed(read, parts, gains, weights, shares, divisor, float(apart.sum()), files, teachers)
+
+    def _parts(self, read: Sequence[Branch], teachers: Sequence[str], micro: int, *, fixed: bool) -> list[Part]:
+        """Pack branches into this rank's rows; with teachers those of each one apart, scored by it."""
+        length = row_length(read, self.length, fixed=fixed)
+        rows = micro if fixed or self.settings.micro else max(1, micro * self.length // length)
+        packing = partial(pack, length=length, at_once=rows, fixed=fixed, rank=self.world.rank, ranks=self.world.size)
+        if not self.teachers:
+            return list(packing(read))
+        return [
+            replace(part, taught=self.teachers.logprobs(name, part.plain_rows().to(self.session.device)).cpu())
+            for name in dict.fromkeys(teachers)
+            for part in packing([branch for branch in read if teachers[branch.episode] == name])
+        ]
 
     def _advantages(self, rewards: list[float]) -> list[float]:
         """Return the advantages of a group; 0 where rewards are alike, now that the penalty is in them."""
@@ -218,6 +238,9 @@ class Trainer:
         flops = session.flops(step)
         if self.reference:
             flops += sum(forward_flops(shape, size) * count for size, count in step.pieces.items())
+        if self.teachers:
+            own = [(packed.teachers[branch.episode], len(branch.tokens)) for branch in packed.branches]
+            flops += sum(self.teachers.flops(name, tokens) for name, tokens in own)
         places = self.world.sum(sum(part.tokens.size for part in packed.parts))
         metrics = {
             "loss": step.loss, "advantage": float(np.abs(packed.gains).mean()), "tokens": step.tokens,
@@ -233,28 +256,34 @@ class Trainer:
         """Return what log-probs and ratios tell of policy and sampler; `version`: of the weights that they are of."""
         observed, self.objective.observed = self.objective.observed, []
         own = [
-            (branch, now, ratio, masked)
+            (branch, now, ratio, masked, gap)
             for part, each in zip(parts, observed, strict=True)
-            for (branch, now), (_, ratio), (_, masked) in zip(*(part.by_branch(values) for values in each), strict=True)
+            for (branch, now), (_, ratio), (_, masked), (_, gap) in zip(
+                *(part.by_branch(values) for values in each), strict=True
+            )
         ]
         columns = (
             [branch.logprobs[branch.fresh] for branch, *_ in own],
             [now[branch.fresh] for branch, now, *_ in own],
             [version - branch.versions[branch.fresh] for branch, *_ in own],
             [branch.begun_by(version) for branch, *_ in own],
-            [ratio[branch.learnt] for branch, _, ratio, _ in own],
-            [masked[branch.learnt] for branch, *_, masked in own],
+            [ratio[branch.learnt] for branch, _, ratio, *_ in own],
+            [masked[branch.learnt] for branch, *_, masked, _ in own],
+            [gap[branch.learnt] for branch, *_, gap in own],
         )
         if self.settings.keep_traces:
             # In other modes what is beyond the bounds is learnt from all the same.
             masks = self.settings.correction.mode == "mask"
-            self._keep_observed([(branch, now, masked & branch.learnt & masks) for branch, now, _, masked in own])
+            self._keep_observed([(branch, now, masked & branch.learnt & masks) for branch, now, _, masked, _ in own])
         ranks = self.world.gather([np.concatenate(column) if column else np.zeros(0) for column in columns])
-        sampled, now, ages, same, ratios, masked = (np.concatenate(column) for column in zip(*ranks, strict=True))
+        sampled, now, ages, same, ratios, masked, gaps = (np.concatenate(column) for column in zip(*ranks, strict=True))
         metrics = {f"staleness_{int(age)}": float((ages == age).mean()) for age in np.unique(ages).tolist()}
         mismatch = np.abs(now - sampled)[same.astype(bool)]  # sampled by these very weights: only rounding differs
         if mismatch.size:
             metrics |= {"mismatch_mean": float(mismatch.mean()), "mismatch_p99": float(np.quantile(mismatch, 0.99))}
+        if self.teachers:  # how far the policy is from its teachers: an estimate of KL(policy ‖ teacher), clipped
+            clipped = np.abs(gaps) >= self.settings.teacher.bound
+            metrics |= {"teacher_gap": -float(gaps.mean()), "teacher_clipped": float(clipped.mean())}
         return metrics | {
             "sampled": len(sampled), "trained": len(ratios), "entropy": -float(sampled.mean()), "masked": float(masked.mean()),
             "ratio_mean": float(ratios.mean()), "ratio_min": float(ratios.min()), "ratio_max": float(ratios.max()),
@@ -315,9 +344,14 @@ class Packed:
     parts: list[Part]
     gains: list[float]  # advantage of each episode
     weights: list[float]  # of each learnt token of an episode
+    shares: list[float]  # the same for a gain of 1
     divisor: float  # of the loss
     apart: float  # nats between policy and reference, in all
     files: tuple[str, ...]  # of the episodes' traces
+    teachers: list[str]  # of each episode, if there are any
+
+    def rows(self) -> list[SampledRows]:
+        return [part.rows(self.weights, self.shares) for part in self.parts]
 
 
 class Reference:
@@ -396,17 +430,21 @@ class Part:
     tokens: Array
     positions: Array
     places: tuple[tuple[Branch, int, int], ...]  # branch, row, column
+    taught: torch.Tensor | None = None  # log-probs of their teacher, [B, T]
 
-    def rows(self, weights: Sequence[float]) -> SampledRows:
+    def rows(self, weights: Sequence[float], shares: Sequence[float]) -> SampledRows:
         """Return the rows as tensors, each learnt token with the weight of its episode."""
         shape = self.tokens.shape
         learnt_weights, logprobs, learnt = (np.zeros(shape, kind) for kind in (np.float32, np.float32, np.bool_))
+        shared = np.zeros(shape, np.float32)
         for branch, row, column in self.places:
             here = slice(column, column + len(branch.learnt))
             logprobs[row, here], learnt[row, here] = branch.logprobs, branch.learnt
             learnt_weights[row, here] = branch.learnt * weights[branch.episode]
+            shared[row, here] = branch.learnt * shares[branch.episode]
         arrays = torch.from_numpy(logprobs), torch.from_numpy(learnt)
-        return SampledRows(self._plain(learnt_weights), *arrays, self._routes())
+        taught = None if self.taught is None else Taught(self.taught, torch.from_numpy(shared))
+        return SampledRows(self._plain(learnt_weights), *arrays, self._routes(), taught)
 
     def _routes(self) -> torch.Tensor | None:
         known = [(branch.routes, row, column) for branch, row, column in self.places if branch.routes is not None]

@@ -103,11 +103,13 @@ def milliseconds(value: float) -> str:
 
 LINE = (
     ("solved", "solved", percent), ("best_of_group", "best of group", percent), ("entropy", "entropy", number), ("kl", "KL", number),
+    ("teacher_gap", "to the teacher", number),
     ("mismatch_p99", "mismatch p99", number), ("sampled_per_second", "tokens/s sampled", number),
     ("trained_per_second", "trained", number), ("idle_sampling", "idle: sampling", percent), ("idle_training", "training", percent),
 )  # fmt: skip
 CURVES = (
     ("solved", "solved", percent), ("best_of_group", "best of group", percent), ("entropy", "entropy", number), ("kl", "KL", number),
+    ("teacher_gap", "to the teacher", number),
     ("mismatch_mean", "mismatch, mean", number), ("mismatch_p99", "mismatch, p99", number), ("ratio_max", "ratio, largest", number),
     ("turns", "turns", number), ("sampled_per_second", "tokens/s sampled", number),
     ("trained_per_second", "tokens/s trained", number), ("swap_paused", "paused for weights", milliseconds),

@@ -23,14 +23,15 @@ from etude.errors import UserError, nearest
 from etude.jsonl import numbers, read_lines
 from etude.lineage.compute import forward_flops, training_flops
 from etude.lineage.record import RECORD_FILE, load_record
-from etude.models.bases import resolve
+from etude.models.bases import Base, resolve
 from etude.models.context import stretch
 from etude.models.fetch import default_cache, fetch
 from etude.models.shape import ModelShape, model_shape, read_config, routed_share, shape_of, text_config
 from etude.progress import Reporter
-from etude.rl.division import divide
+from etude.rl.division import beside, divide
 from etude.run import forecast
 from etude.run.folder import METRICS
+from etude.run.stage import resolve_model
 from etude.run.stages.pretrain import llama_config
 from etude.run.stages.sft import CONTEXT
 from etude.training import memory
@@ -133,13 +134,14 @@ def plan_recipe(recipe: Recipe, on: Machine, cache_folder: Path | None = None) -
         length = settings.length or usual.get(entry.kind) or corpus.length
         if entry.kind == "extend" and length > context:
             config = stretch(config, length, settings.rope)
-        planned.append(plan_stage(entry, config, length, on, engines))
+        planned.append(plan_stage(entry, config, length, on, engines, cache_folder))
     return planned
 
 
 def plan_stage(
-    entry: StageEntry, config: Any, length: int, on: Machine, engines: Sequence[EnginePlaces] = ()
-) -> Planned:
+    entry: StageEntry, config: Any, length: int, on: Machine, engines: Sequence[EnginePlaces] = (),
+    cache_folder: Path | None = None,
+) -> Planned:  # fmt: skip
     """Plan one stage. `engines`: what samples for `rl` on GPUs of its own; none: the trainer's GPU does."""
     settings: Any = entry.settings
     samplers, apart = sum(each.count for each in engines), max((each.gpus for each in engines), default=0)
@@ -149,8 +151,10 @@ def plan_stage(
     if lora:
         counts = counts.with_lora(lora.rank)
     ranks = settings.ranks if entry.kind == "rl" and not apart else on.count
-    reference = settings.kl.reference if entry.kind == "rl" and settings.kl.coefficient else ""
-    way = memory.Way(length, recompute=settings.recompute, ranks=ranks, reference=reference)
+    held: dict[str, Any] = {}
+    if entry.kind == "rl":
+        held = beside(settings, lambda word: _config_of(resolve_model(word), cache_folder))
+    way = memory.Way(length, recompute=settings.recompute, ranks=ranks, **held)
     adamw, total = settings.optimiser.name == "adamw", int(on.facts["memory_gb"] * 1e9)
     if entry.kind == "rl":
         plan, rows, kept = divide(counts, way, settings, total, apart=apart)
@@ -207,7 +211,10 @@ def sampling_floor(
 
 def base_config(word: str, cache_folder: Path | None) -> Any:
     """Return the config of a base: of a folder, which needs to hold nothing else, or of one that is fetched."""
-    base = resolve(word)
+    return _config_of(resolve(word), cache_folder)
+
+
+def _config_of(base: Base, cache_folder: Path | None) -> Any:
     here = base.place in {"folder", "shipped"}
     folder = base.folder if here else fetch(base, cache_folder or default_cache(), Reporter()).folder
     if not (folder / "config.json").is_file():

@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from etude.data.codebase import Codebase, git_revision
+from etude.errors import UserError
 from etude.files import digest_of_files, sha256_file
 from etude.lineage.record import LINEAGE_FILE, DataUse, Lineage, Origin, Parent, Record, load_lineage
+from etude.lineage.tree import find_model
+from etude.models.bases import Base, is_run, resolve
 from etude.models.fetch import fetch
 from etude.models.load import digest_files
 
@@ -24,7 +27,6 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
     from rich.console import RenderableType
 
-    from etude.models.bases import Base
     from etude.work import Work
 
 Role = Literal["weights", "compared", "teacher"]
@@ -70,6 +72,7 @@ class Ahead:
     made_by: tuple[str, ...] = ()  # the stages that make the model it starts from
     changed_by: tuple[str, ...] = ()  # the stages after it that make another
     context: int | None = None  # of that model
+    tokens: Path | None = None  # a folder with its tokeniser
     heads: tuple[int, bool] | bool | None = (
         None  # whether that model has MTP heads; (depth, shared) of those a stage made
     )
@@ -169,3 +172,28 @@ def fetch_source(base: Base, job: Job, role: Role, taken: Collection[str]) -> So
     lineage = lineage_in(folder)
     edge = Parent(name=name, role=role, record=lineage.head if lineage else None, model_digest=digest)
     return Source(folder, edge, lineage)
+
+
+def resolve_model(word: str) -> Base:
+    """Return which model a word means; of a run or a stage, its model."""
+    base = resolve(word)
+    return resolve(str(find_model(base.folder))) if is_run(base) else base
+
+
+def identity_of(base: Base) -> dict[str, object]:
+    """Return a model by its content where a record has it, so that the model may be moved."""
+    lineage = lineage_in(base.folder) if base.place == "folder" else None
+    return {"content": lineage.records[lineage.head].content_digest} if lineage else base.identity()
+
+
+def source_of(word: str, job: Job, role: Role, before: list[Source]) -> Source:
+    """Fetch the model that a word means, to be a parent beside those `before` it: with its record, if any of their trees has one."""
+    source = fetch_source(resolve_model(word), job, role, [each.edge.name for each in before])
+    digest, lineage = source.edge.model_digest, source.lineage
+    if lineage and lineage.records[lineage.head].model_digest != digest:
+        wrong = f"the weights in {source.folder} are not those its {LINEAGE_FILE} names"
+        raise UserError(f"{job.name}: {wrong}; restore them")
+    trees = [each.lineage for each in before if each.lineage]  # one may have it as its base
+    known = {record.model_digest: key for tree in trees for key, record in tree.records.items()}
+    edge = source.edge.model_copy(update={"record": source.edge.record or known.get(digest)})
+    return Source(source.folder, edge, lineage)

@@ -156,6 +156,7 @@ class Way:
     recompute: bool = False
     ranks: int = 1
     reference: str = ""  # "start", "average": a frozen copy, or other adapters
+    teachers: int = 0  # weights of other models, which only score
 
 
 @dataclass(frozen=True)
@@ -217,6 +218,8 @@ def _fixed(counts: Counts, way: Way, computed: int) -> dict[str, int]:
         # With LoRA it is the policy with other adapters, and those that are exchanged meanwhile.
         copied = counts.weights // way.ranks if counts.trained == counts.weights else 2 * trained
         parts["frozen reference"] = computed * copied + (4 * trained if way.reference == "average" else 0)
+    if way.teachers:
+        parts["teachers"] = computed * way.teachers // way.ranks
     return parts
 
 

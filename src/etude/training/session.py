@@ -73,6 +73,7 @@ class Session:
     total: int = 0  # steps of the whole training
     graphs: bool = True  # CUDA graphs for a small model; the source must give rows of few shapes
     available: int = 0  # bytes to plan with; 0: what is free
+    teachers: int = 0  # weights of models that will stand beside it, to be asked only
     context: Context = field(default_factory=Context)  # the ranks that share rows
 
     def __post_init__(self) -> None:
@@ -100,15 +101,11 @@ class Session:
         if not self._sharded:
             self.weights = self._weights(model.to(self.device))
         self.experts = take_up(model, self.settings.experts, self.total)
-        leads = self.world.leads  # the others have no weights to try anything with
-        tried = (isolate(model, self.settings.attention), has_plain_head(model)) if leads else None
-        self.attention, model.plain_head = self.world.tell(tried)
+        self.attention = self._try_out(model)
         if self.context.size > 1 and self.attention != "documents":
             raise UserError(
                 f"context_ranks takes attention by documents; this model has {self.attention!r}; set context_ranks = 1"
             )
-        if not leads:
-            model.set_attn_implementation(NAME if self.attention == "documents" else self.attention)
         objective = self.objective(model)
         kept = self.keep_start and not self.lora  # whose start is the policy without its adapters
         self._frozen = copy.deepcopy(model).requires_grad_(requires_grad=False) if kept else None
@@ -117,6 +114,23 @@ class Session:
             for layer in layers_of(model):
                 layer.training = True  # of itself only: this is how transformers asks whether to recompute
         return objective
+
+    def _try_out(self, model: Any) -> str:
+        """Set a model's attention, look at its head, and return the attention that it has got."""
+        leads = self.world.leads  # the others have no weights to try anything with
+        tried = (isolate(model, self.settings.attention), has_plain_head(model)) if leads else None
+        attention: str
+        attention, model.plain_head = self.world.tell(tried)
+        if not leads:
+            model.set_attn_implementation(NAME if attention == "documents" else attention)
+        return attention
+
+    def beside(self, folder: Path) -> Root:
+        """Return another model, to be asked only: prepared, compiled and sharded as the one that is trained."""
+        model = load_to_train(folder, self.settings, self.world, frozen=True).eval()
+        refuse_damaged(model, f"the weights in {folder}")
+        self._try_out(model.requires_grad_(requires_grad=False))
+        return self._spread(model)
 
     def _weights(self, model: Any) -> Weights:
         """Return the weights that are trained of a model that is on the device of one rank."""
@@ -134,6 +148,7 @@ class Session:
             recompute=settings.recompute,
             ranks=self.world.size,
             reference=self.keep_start,
+            teachers=self.teachers,
         )
         there = self.available or memory.available_on(self.device, self.model)
         planned = memory.settle(counts, way, settings.optimiser, there)
@@ -364,12 +379,12 @@ def load_to_train(
         raise UserError(f"the weights of {folder} alone do not fit {device}; `etude plan` says what would") from None
 
 
-def refuse_damaged(model: Any) -> None:
+def refuse_damaged(model: Any, which: str = "the weights to start from") -> None:
     """Refuse weights that are not numbers."""
     for name, weight in model.named_parameters():
         if not weight.is_meta and not torch.isfinite(weight).all():
             damage = f"{name} holds values that are not finite"
-            raise UserError(f"the weights to start from are damaged: {damage}; fetch the base again")
+            raise UserError(f"{which} are damaged: {damage}; fetch the base again")
 
 
 def layers_of(model: Any) -> list[torch.nn.Module]:

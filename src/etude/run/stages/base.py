@@ -40,7 +40,8 @@ class BaseStage(Stage):
         base = resolve(settings.base)
         if base.place in {"folder", "shipped"}:
             folder = Path(base.where)
-            return replace(ahead, context=model_shape(folder).context, heads=heads_shape(folder) is not None)
+            heads = heads_shape(folder) is not None
+            return replace(ahead, context=model_shape(folder).context, heads=heads, tokens=folder)
         return replace(ahead, context=base.known.context if base.known else None)
 
     def inputs(self, settings: BaseSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:  # noqa: ARG002

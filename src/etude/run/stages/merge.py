@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from etude.errors import UserError
 from etude.lineage import environment
-from etude.lineage.record import LINEAGE_FILE, load_record
-from etude.lineage.tree import find_model
+from etude.lineage.record import load_record
 from etude.lineage.weight_files import INDEX
-from etude.models.bases import Base, is_run, resolve
 from etude.models.merge import MergeSettings, Tensors, merging, refuse_unlike, write_merged
 from etude.run.folder import MODEL
-from etude.run.stage import Job, Outcome, Source, Stage, fetch_source, lineage_in
+from etude.run.stage import Job, Outcome, Source, Stage, identity_of, resolve_model, source_of
 from etude.work import Unit
 
 if TYPE_CHECKING:
@@ -30,12 +28,12 @@ class MergeStage(Stage):
 
     def check(self, settings: MergeSettings) -> None:
         for word in settings.words:
-            _resolve(word)
+            resolve_model(word)
 
     def inputs(self, settings: MergeSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:  # noqa: ARG002
         """Return the settings, and the other models by content; nothing is random."""
         method = settings.model_dump(mode="json", exclude={"others", "ancestor"})
-        return {"settings": method, "models": [_identity(_resolve(word)) for word in settings.words]}
+        return {"settings": method, "models": [identity_of(resolve_model(word)) for word in settings.words]}
 
     def run(self, settings: MergeSettings, job: Job) -> Outcome:
         """Merge file by file of the model before this stage."""
@@ -64,39 +62,16 @@ class MergeStage(Stage):
         return [f"{summary['method']} of {summary['models']} in {folder / MODEL}"]
 
 
-def _resolve(word: str) -> Base:
-    """Return which model a word means; of a run or a stage, its model."""
-    base = resolve(word)
-    return resolve(str(find_model(base.folder))) if is_run(base) else base
-
-
-def _identity(base: Base) -> dict[str, object]:
-    """Return a model by its content where a record has it, so that the model may be moved."""
-    lineage = lineage_in(base.folder) if base.place == "folder" else None
-    return {"content": lineage.records[lineage.head].content_digest} if lineage else base.identity()
-
-
 def _sources(settings: MergeSettings, job: Job) -> list[Source]:
     """Return what goes in: the model before this stage first, the ancestor, if there is one, last."""
     sources = [Source(job.model.folder, job.model.as_parent(), job.model.lineage)]
     for word in settings.words:
-        source = _source(word, job, sources)
+        source = source_of(word, job, "weights", sources)
         for other in sources:
             if other.edge.model_digest == source.edge.model_digest:
                 raise UserError(f"merge: {word} has the same weights as {other.edge.name}; leave one of them out")
         sources.append(source)
     return sources
-
-
-def _source(word: str, job: Job, before: list[Source]) -> Source:
-    source = fetch_source(_resolve(word), job, "weights", [each.edge.name for each in before])
-    digest, lineage = source.edge.model_digest, source.lineage
-    if lineage and lineage.records[lineage.head].model_digest != digest:
-        raise UserError(f"merge: the weights in {source.folder} are not those its {LINEAGE_FILE} names; restore them")
-    trees = [each.lineage for each in before if each.lineage]  # one may have it as its base
-    known = {record.model_digest: key for tree in trees for key, record in tree.records.items()}
-    edge = source.edge.model_copy(update={"record": source.edge.record or known.get(digest)})
-    return Source(source.folder, edge, lineage)
 
 
 def _place_the_rest(source: Path, model: Path, job: Job) -> None:

@@ -76,7 +76,7 @@ class PretrainStage(TrainingStage):
         super().check_order(settings, replace(ahead, context=settings.model.context))
 
     def leaves(self, settings: PretrainSettings, ahead: Ahead) -> Ahead:
-        return replace(ahead, context=settings.model.context, heads=False)
+        return replace(ahead, context=settings.model.context, heads=False, tokens=None)
 
     def inputs(self, settings: PretrainSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:  # noqa: ARG002
         """Return the settings; a model from nothing has no parent."""

@@ -14,8 +14,8 @@ from etude.errors import UserError
 from etude.files import digest_of, read_json, sha256_file, write_json
 from etude.inference.client import RemotePolicy
 from etude.lineage.environment import device_name
-from etude.models.load import choose_device
-from etude.models.shape import model_shape
+from etude.models.load import choose_device, load_tokeniser, weight_files
+from etude.models.shape import model_shape, read_config
 from etude.questions.question import read_set, refuse_benchmark
 from etude.questions.settings import CODE, QUESTIONS
 from etude.report.rl import PAGE, steps_of, verdict, write_report
@@ -24,7 +24,7 @@ from etude.rl.environment import CodingEnvironment
 from etude.rl.metrics import ends
 from etude.rl.settings import RlSettings
 from etude.run.folder import MODEL
-from etude.run.stage import Ahead, Job, Outcome, Stage, file_used
+from etude.run.stage import Ahead, Job, Outcome, Source, Stage, file_used, identity_of, resolve_model, source_of
 from etude.run.stages.training import is_trained, refuse_long, without_later
 from etude.sandbox.images import settled
 from etude.tasks.demos import refuse_benchmarks
@@ -62,18 +62,26 @@ class RlStage(Stage):
         if settings.arena == CODE:
             manifest = find_manifest(settings.tasks, "rl.tasks")
             refuse_benchmarks(manifest)
-            picked(f"rl.tasks: {settings.tasks}", read_rows(manifest)[2], settings.only)
+            rows = picked(f"rl.tasks: {settings.tasks}", read_rows(manifest)[2], settings.only)
+            tasks = [row["task"] for row in rows]
         else:
-            arena_of(settings, Path())
+            tasks = [item.id for item in arena_of(settings, Path()).items]
             if settings.arena == QUESTIONS:
                 path = Path(settings.tasks).expanduser()
                 refuse_benchmark(path, read_set(path))
                 check_judge(settings.questions.judge, Path())
         if settings.engine:
             asyncio.run(_answers(settings.engine))
+        if settings.teacher.models:
+            settings.teacher.refuse_gaps(tasks)
+        for folder in _here(settings):
+            model_shape(folder)
+            weight_files(folder)
 
     def check_order(self, settings: RlSettings, ahead: Ahead) -> None:
         refuse_long(settings.length, ahead.context)
+        for folder in _here(settings):
+            refuse_unfit(folder, ahead.tokens, settings.length or ahead.context or 0)
 
     def inputs(self, settings: RlSettings, parent_digest: str | None, seed: int) -> dict[str, Any]:  # noqa: ARG002
         """Return the settings that decide the result, and the tasks by content."""
@@ -81,6 +89,10 @@ class RlStage(Stage):
         for name in LATER & chosen.keys():  # what was finished before these came is still what it was
             if chosen[name] == RlSettings.model_fields[name].default:
                 del chosen[name]
+        del chosen["teacher"]
+        if settings.teacher.models:
+            models = {prefix: identity_of(resolve_model(word)) for prefix, word in settings.teacher.models.items()}
+            chosen["teacher"] = settings.teacher.model_dump(mode="json") | {"models": models}
         if settings.harness.temperature != 1 or settings.kl.coefficient:
             chosen["revision"] = (
                 2  # the first was off-policy there, and its penalty did not act where rewards are alike
@@ -97,15 +109,19 @@ class RlStage(Stage):
     def run(self, settings: RlSettings, job: Job) -> Outcome:
         """Train, unless that was done before the session was interrupted, and tidy up."""
         folder = job.work.folder
+        teachers = _teachers(settings, job)
         if not is_trained(folder):
-            self._train(settings, job)
+            self._train(_with_folders(settings, teachers, job.model.folder), job)
         for name in (*SCRATCH, *([] if settings.keep_traces else ["episodes"])):
             path = folder / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        results = read_json(folder / RESULTS)
+        results, known = read_json(folder / RESULTS), job.model.lineage.records  # whose licences travel with the model
         return Outcome(
-            parents=[job.model.as_parent()],
-            lineages=[job.model.lineage],
+            parents=[job.model.as_parent(), *(each.edge for each in teachers.values())],
+            lineages=[job.model.lineage, *(each.lineage for each in teachers.values() if each.lineage)],
+            licence_folders={
+                each.edge.name: each.folder for each in teachers.values() if each.edge.record not in known
+            },
             data=_data_uses(settings, results["tasks"]),
             device=results["device"],
             summary=results["summary"],
@@ -192,6 +208,44 @@ def with_replay(settings: RlSettings, model: Path) -> RlSettings:
         raise UserError(f"router_replay = true: {model.name} has no experts to replay; leave it out")
     chosen = mixture if settings.router_replay is None else settings.router_replay
     return settings.model_copy(update={"router_replay": chosen})
+
+
+def _here(settings: RlSettings) -> list[Path]:
+    """Return the folders of the teachers that need not be fetched."""
+    bases = [resolve_model(word) for word in dict.fromkeys(settings.teacher.models.values())]
+    return [base.folder for base in bases if base.place in {"folder", "shipped"}]
+
+
+def refuse_unfit(teacher: Path, student: Path | None, length: int) -> None:
+    """Refuse a teacher that cannot read what a student writes, in rows of `length` tokens; None: the student is not known yet."""
+    if length > (context := model_shape(teacher).context):
+        raise UserError(
+            f"rl.teacher: {teacher} reads {context} tokens, rows may have {length}; set rl.length = {context}"
+        )
+    if student and load_tokeniser(teacher).get_vocab() != load_tokeniser(student).get_vocab():
+        raise UserError(
+            f"rl.teacher: {teacher} has other tokens than the model it is to teach; take one of the same family"
+        )
+    own, its = (read_config(folder).get_text_config().vocab_size for folder in (student or teacher, teacher))
+    if its < own:
+        raise UserError(f"rl.teacher: {teacher} knows {its} tokens, the model it is to teach {own}; take another")
+
+
+def _teachers(settings: RlSettings, job: Job) -> dict[str, Source]:
+    """Return the teachers by the words that they are called by."""
+    sources = [Source(job.model.folder, job.model.as_parent(), job.model.lineage)]
+    words = list(dict.fromkeys(settings.teacher.models.values()))
+    for word in words:
+        sources.append(source_of(word, job, "teacher", sources))
+    return dict(zip(words, sources[1:], strict=True))
+
+
+def _with_folders(settings: RlSettings, teachers: dict[str, Source], student: Path) -> RlSettings:
+    """Return settings that call each teacher by its folder, as the trainer wants them; refuse those that do not fit."""
+    for source in teachers.values():
+        refuse_unfit(source.folder, student, settings.length or model_shape(student).context)
+    folders = {prefix: str(teachers[word].folder.absolute()) for prefix, word in settings.teacher.models.items()}
+    return settings.model_copy(update={"teacher": settings.teacher.model_copy(update={"models": folders})})
 
 
 async def _tasks_work(tasks: TaskSet) -> None:

@@ -2,6 +2,8 @@
 
     loss = − Σ over learnt tokens of  w · log π(token),   w a function of the advantage and of π's own log-probs, detached
 
+With a teacher T a token has an advantage of its own besides, from its log-ratio: share · clip(log T − log π, −bound, bound).
+
 Every algorithm in `rl/algorithm.py` has this form: w is the derivative of its objective by the token's log-prob. The weights need
 the log-probs and the gradient needs the weights. So the hidden states are computed once and the output head is applied twice:
 without a gradient, for the log-probs, then for the loss. The logits of all positions never exist at once.
@@ -11,8 +13,11 @@ Shapes: B rows, T positions, N = B · T.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from etude.lineage.compute import ComputeShape, forward_flops, training_flops
 from etude.training import cross_entropy
@@ -21,8 +26,6 @@ from etude.training.objectives.next_token import NextToken
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from etude.training.batch import Rows
 
@@ -38,13 +41,22 @@ class SampledRows:
     sampled_BT: torch.Tensor  # float32: log-prob that the target had when it was sampled
     learnt_BT: torch.Tensor  # bool
     routes_BTLK: torch.Tensor | None = None  # experts that each token was sampled with, layer by layer; −1: not known
+    taught: Taught | None = None
 
     def to(self, device: torch.device) -> SampledRows:
         routes = None if self.routes_BTLK is None else self.routes_BTLK.to(device)
-        return SampledRows(self.rows.to(device), self.sampled_BT.to(device), self.learnt_BT.to(device), routes)
+        taught = self.taught and Taught(*(each.to(device) for each in self.taught))
+        return SampledRows(self.rows.to(device), self.sampled_BT.to(device), self.learnt_BT.to(device), routes, taught)
 
     def live(self) -> torch.Tensor:
         return self.rows.live(self.learnt_BT)
+
+
+class Taught(NamedTuple):
+    """What a teacher says of some rows, float32 [B, T]."""
+
+    logprobs: torch.Tensor  # of the targets
+    shares: torch.Tensor  # what the log-ratio weighs; 0 where nothing is learnt
 
 
 class Terms(NamedTuple):
@@ -61,16 +73,17 @@ class Observed(NamedTuple):
     logprobs: torch.Tensor
     ratios: torch.Tensor
     masked: torch.Tensor
+    gaps: torch.Tensor  # clipped log-ratio of teacher and π; 0 without a teacher
 
 
 class PolicyGradient:
     """The loss of a model on sampled rows. `observed` has an entry for each call of `loss`, for the metrics of a step.
 
-    π is the distribution that is sampled from: at `temperature`.
+    π is the distribution that is sampled from: at `temperature`. `bound`: of the log-ratio of a teacher.
     """
 
-    def __init__(self, model: Any, weigh: Weigh, temperature: float) -> None:
-        self._next, self._weigh = NextToken(model, temperature), weigh
+    def __init__(self, model: Any, weigh: Weigh, temperature: float, bound: float = math.inf) -> None:
+        self._next, self._weigh, self._bound = NextToken(model, temperature), weigh, bound
         self.nats = self._next.nats
         self.observed: list[Observed] = []
 
@@ -91,10 +104,14 @@ class PolicyGradient:
             nats_N = self._next.nats(model, rows).flatten()
         branch_N = (rows.positions_BT.flatten() == 0).cumsum(0) - 1
         change_N = -nats_N - sampled.sampled_BT.flatten()
-        terms = self._weigh(change_N, rows.weights_BT.flatten(), sampled.learnt_BT.flatten(), branch_N)
-        self.observed.append(
-            Observed(*(each.view_as(rows.tokens_BT) for each in (-nats_N, terms.ratios, terms.masked)))
-        )
+        advantages_N, gaps_N = rows.weights_BT.flatten(), torch.zeros_like(nats_N)
+        if sampled.taught:
+            # Against π as it is now, not as it sampled: else it would be pushed on where it is at the teacher already.
+            gaps_N = (sampled.taught.logprobs.flatten() + nats_N).clamp(-self._bound, self._bound)
+            advantages_N = advantages_N + sampled.taught.shares.flatten() * gaps_N
+        terms = self._weigh(change_N, advantages_N, sampled.learnt_BT.flatten(), branch_N)
+        seen = (-nats_N, terms.ratios, terms.masked, gaps_N)
+        self.observed.append(Observed(*(each.view_as(rows.tokens_BT) for each in seen)))
         if self._next.plain_head:
             return Loss(cross_entropy.weighted_sum(hidden_ND, head_VD, targets_N, terms.weights), {})
         return self._next.loss(model, replace(rows, weights_BT=terms.weights.view_as(rows.tokens_BT)))
