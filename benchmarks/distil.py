@@ -161,7 +161,6 @@ def main() -> None:
         student = str(here / "student/sft/model")
         arms = [("student", "sprout", ["sft"], SFT), ("distil", student, ["distil"], DISTIL),
                 ("both", student, ["distil"], BOTH.replace("STUDENT", str(here / "student"))),
-                ("both", student, ["distil"], BOTH.replace("STUDENT", str(here / "student"))),
                 ("merge", student, ["merge"], MERGE), ("cpt", student, ["cpt"], CPT)]  # fmt: skip
         for name, base, stages, text in (arm for arm in arms if not given.arms or arm[0] in given.arms):
             seen[f"{seed} {name}"] = run(here / name, base, stages, text, seed, cache)
