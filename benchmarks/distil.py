@@ -1,6 +1,6 @@
 """On-policy distillation as the cure for forgetting: sprout is taught to call a tool, forgets code, and is to remember it.
 
-    python -P benchmarks/distil.py FOLDER [--seeds 3] [--cache FOLDER]      from the repository's root; one process at a time
+    python benchmarks/distil.py FOLDER [--seeds 3] [--cache FOLDER]      from the repository's root; one process at a time
 
 For every seed `sft` on the quickstart's demonstrations makes the student. Four cures begin with it:
 
@@ -148,6 +148,8 @@ def run(folder: Path, base: str, stages: list[str], text: str, seed: int, cache:
 
 def main() -> None:
     """Run all seeds and write what was seen after each arm."""
+    from report import finish  # not needed, nor found, where this file is imported as an arena
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
@@ -165,6 +167,9 @@ def main() -> None:
         for name, base, stages, text in (arm for arm in arms if not given.arms or arm[0] in given.arms):
             seen[f"{seed} {name}"] = run(here / name, base, stages, text, seed, cache)
             out.write_text(json.dumps(seen, indent=1))
+    for other in given.folder.glob("seen*.json"):  # of arms that were run by another call
+        seen = json.loads(other.read_text()) | seen
+    finish("distil", [{"seed": name[0], "arm": name[2:], **row} for name, row in sorted(seen.items())], "cpu")
 
 
 if __name__ == "__main__":

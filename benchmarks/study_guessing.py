@@ -27,7 +27,7 @@ NEW = 64  # tokens, about a call
 
 def openings(run: Path) -> list[list[int]]:
     """Return what the model is told in each task of the benchmark, in tokens."""
-    traces = [json.loads(line) for line in next(run.glob("*/traces.jsonl")).read_text().splitlines()]
+    traces = [json.loads(line) for line in min(run.glob("*/traces.jsonl")).read_text().splitlines()]
     return list({trace["task"]: trace["nodes"][0]["tokens"] for trace in traces}.values())
 
 
